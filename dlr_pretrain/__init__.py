@@ -1,0 +1,1 @@
+"""Pre-training of low-rank LLaMA models with Duplicated Latent Residuals (DLR)."""
