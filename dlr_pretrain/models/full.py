@@ -1,0 +1,34 @@
+"""Dense linear layers: the full-rank LLaMA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+
+
+class Full(Group):
+    """y = W x, W ~ N(0, 0.02^2)."""
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        if grouped:
+            self.w = Stack(projections, spec.pad_in, spec.pad_out)
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        return nn.Linear(spec.d_in, spec.d_out, bias=False)
+
+    @torch.no_grad()
+    def init_(self, draw: Draw, prefix: str) -> None:
+        for name, p in zip(self.spec.names, self.projections, strict=True):
+            p.weight.copy_(draw.normal(f"{prefix}{name}.weight", p.weight.shape, 0.02))
+
+    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        if self.grouped:
+            return self.w.shared(x).unbind(-2), None
+        return tuple(p(x) for p in self.projections), None
+
+
+BACKBONE = Full

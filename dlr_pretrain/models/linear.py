@@ -1,0 +1,223 @@
+"""The linear layers of a block, in groups that read the same input.
+
+A *group* is what a block calls: ``group(x, carried) -> (outputs, carried)``. It owns one or more *projections* of equal
+shape (q, k and v; gate and up; o; down), each an ordinary module with its own parameters and keys. A backbone is a
+subclass of ``Group``: it says which parameters a projection has, how they are initialised, and the formula on the whole
+group. ``FactorizedGroup`` has the two halves that all low-rank backbones share, ``latent(x) -> z`` and
+``expand(z) -> y``; whatever is done to low-rank layers as a family speaks to these.
+
+The parameters of a group are views of one storage (``Stack``), so that a shared input is multiplied once and the
+up-projections run as one batch, while optimizers, checkpoints and folding see a matrix for each projection.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What a block asks of a group: its projections' names and common shape, and where the block stands.
+
+    ``pad_in`` and ``pad_out`` are the widths that activations really have (at least ``d_in`` and ``d_out``; the rest is
+    zero): odd widths such as 5461 are slow on tensor cores.
+    """
+
+    names: tuple[str, ...]
+    d_in: int
+    d_out: int
+    pad_in: int
+    pad_out: int
+    block: int
+
+
+class Draw:
+    """Initial values as a function of (seed, parameter name) alone: equal on every device, rank count and backbone."""
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
+        """A CPU fp32 tensor of independent N(0, std^2) values."""
+        return torch.randn(shape, generator=self.generator(name)) * std
+
+    def generator(self, name: str) -> torch.Generator:
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Stack:
+    """The weights of ``linears`` (G matrices [d_out, d_in]) as views of one zero-padded storage.
+
+    Row-major storages are [G, pad_out, d_in]. Where the input is padded the storage is [G, pad_in, d_out] and the
+    weights are its transposes, so that each weight stays dense and holds exactly its own entries: the padding is in no
+    parameter, gradient, optimizer state or checkpoint, and stays zero.
+    """
+
+    def __init__(self, linears: list[nn.Linear], pad_in: int, pad_out: int):
+        self.linears = linears
+        self.pad_in, self.pad_out = pad_in, pad_out
+        self.tie()
+
+    @torch.no_grad()
+    def tie(self) -> None:
+        """Give the weights one common storage, keeping their values and parameter objects."""
+        weights = [linear.weight for linear in self.linears]
+        d_out, d_in = weights[0].shape
+        if self.pad_in > d_in:
+            base = weights[0].new_zeros(len(weights), self.pad_in, d_out)
+            self.storage = base.transpose(1, 2)  # [G, d_out, pad_in]
+        else:
+            self.storage = weights[0].new_zeros(len(weights), self.pad_out, d_in)
+        for slot, weight in zip(self.storage, weights, strict=True):
+            view = slot[:d_out, :d_in]
+            view.copy_(weight)
+            weight.data = view
+
+    def is_tied(self) -> bool:
+        pairs = zip(self.storage, self.linears, strict=True)
+        return all(slot.data_ptr() == linear.weight.data_ptr() for slot, linear in pairs)
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        return [linear.weight for linear in self.linears]
+
+    def shared(self, x: Tensor) -> Tensor:
+        """x [..., pad_in] -> [..., G, pad_out]: one product for projections that read the same input."""
+        y = _SharedInput.apply(x.flatten(0, -2), self.storage, *self.leaves)
+        return y.view(*x.shape[:-1], len(self.linears), -1)
+
+    def batched(self, z: Tensor) -> Tensor:
+        """z [..., G, pad_in] -> [G, ..., pad_out]: each projection its own input."""
+        y = _OwnInput.apply(z.flatten(0, -3), self.storage, *self.leaves)
+        return y.view(len(self.linears), *z.shape[:-2], -1)
+
+
+class _SharedInput(torch.autograd.Function):
+    """x [N, d_in], W [G, d_out, d_in] -> [N, G d_out]. The gradient of W goes to the leaves that are views of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, storage: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(x, storage)
+        ctx.shape = leaves[0].shape
+        return x @ storage.flatten(0, 1).T
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, storage = ctx.saved_tensors
+        d_out, d_in = ctx.shape
+        dx = dy @ storage.flatten(0, 1)
+        if storage.shape[2] > d_in:  # transposed storage: form the gradient in the leaves' own layout
+            dw = (x.T @ dy).view(-1, len(storage), storage.shape[1]).permute(1, 2, 0)
+        else:
+            dw = (dy.T @ x).view(storage.shape)
+        return dx, None, *(g[:d_out, :d_in] for g in dw)
+
+
+class _OwnInput(torch.autograd.Function):
+    """z [N, G, r], W [G, d_out, r] -> [G, N, d_out]. The gradient of W goes to the leaves that are views of it."""
+
+    @staticmethod
+    def forward(ctx, z: Tensor, storage: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(z, storage)
+        ctx.d_out = leaves[0].shape[0]
+        return torch.bmm(z.transpose(0, 1), storage.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        z, storage = ctx.saved_tensors
+        dz = torch.bmm(dy, storage).transpose(0, 1)
+        dw = torch.bmm(dy.transpose(1, 2), z.transpose(0, 1))
+        return dz, None, *(g[: ctx.d_out] for g in dw)
+
+
+class Group:
+    """Projections of one shape that read the same input; the base of every backbone.
+
+    A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
+    the group (``__call__``). With ``grouped=False`` it must call the projections' own modules one by one: the readable
+    path that hooks, sharding and parity tests take.
+    """
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        """The parameters of one projection."""
+        raise NotImplementedError
+
+    def init_(self, draw: Draw, prefix: str) -> None:
+        """Draw the initial values of the projections, whose full names are ``prefix + name``."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """x [..., pad_in] -> one [..., pad_out] a projection, and what the same group of the next block receives."""
+        raise NotImplementedError
+
+    def tie(self) -> None:
+        """Restore the common storage after the parameters were moved, cast or copied."""
+        for stack in self.stacks():
+            stack.tie()
+
+    def stacks(self) -> list[Stack]:
+        return [value for value in vars(self).values() if isinstance(value, Stack)]
+
+
+class FactorizedGroup(Group):
+    """Low-rank projections ``y = B z``, ``z = latent(x)``: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r]."""
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        if grouped:
+            self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
+            self.b = Stack([p.b for p in projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
+
+    def down(self, x: Tensor) -> Tensor:
+        """x [..., pad_in] -> A x [..., G, r]."""
+        if self.grouped:
+            return self.a.shared(x)
+        return torch.stack([p.a(x) for p in self.projections], dim=-2)
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> Tensor:
+        """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
+        return self.down(x)
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """z [..., G, r] -> B z, one [..., pad_out] a projection."""
+        if self.grouped:
+            return self.b.batched(z).unbind(0)
+        return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
+
+    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        return self.expand(self.latent(x, carried)), None
+
+
+class GroupHolder(nn.Module):
+    """A module whose linear layers are groups; it keeps their storages common through moves, casts and copies."""
+
+    def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict, grouped: bool) -> Group:
+        """Register the projections of ``spec`` as children under their own names, and return their group."""
+        projections = [layer.projection(spec, knobs) for _ in spec.names]
+        for name, projection in zip(spec.names, projections, strict=True):
+            setattr(self, name, projection)
+        return layer(spec, projections, knobs, grouped)
+
+    def groups(self) -> list[Group]:
+        return [value for value in vars(self).values() if isinstance(value, Group)]
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        super()._apply(fn, recurse)
+        for group in self.groups():
+            group.tie()
+        return self
+
+    def __setstate__(self, state: dict) -> None:  # the last act of deepcopy and unpickling
+        super().__setstate__(state)
+        for group in self.groups():
+            group.tie()
