@@ -1,0 +1,19 @@
+"""The data room: from text, wherever it lies, to the batches of a step."""
+
+from dlr_pretrain.data.loader import Batch, TrainLoader
+from dlr_pretrain.data.packing import IGNORE
+from dlr_pretrain.data.sources import Source, open_source
+from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
+from dlr_pretrain.data.validation import ValidationSet, validation_set
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Source",
+    "Tokenizer",
+    "TrainLoader",
+    "ValidationSet",
+    "open_source",
+    "open_tokenizer",
+    "validation_set",
+]
