@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.models.dlr import attach_dlr
 from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
 
 NORM_EPS = 1e-6
@@ -159,14 +160,30 @@ class Llama(nn.Module):
             block.compile(dynamic=False, fullgraph=True)
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, fullgraph=True)
 
+    @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """Draw every initial value from (seed, parameter name)."""
+        """Draw every initial value from (seed, parameter name), in fp32 before it is rounded to the model's dtype."""
         draw = Draw(seed)
-        with torch.no_grad():
-            for name in ("model.embed_tokens", "lm_head"):
-                weight = self.get_submodule(name).weight
-                weight.copy_(draw.normal(f"{name}.weight", weight.shape, INIT_STD))
+        for name in ("model.embed_tokens", "lm_head"):
+            weight = self.get_submodule(name).weight
+            weight.copy_(draw.normal(f"{name}.weight", weight.shape, INIT_STD))
         for name, module in self.named_modules():
-            if isinstance(module, GroupHolder):
+            if isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(module, GroupHolder):
                 for group in module.groups():
                     group.init_(draw, f"{name}.")
+
+
+def build(cfg: Config, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Llama:
+    """The initialised model of ``cfg`` on ``device``, DLR attached; allocated once, in its final dtype."""
+    branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
+    with torch.device("meta"):
+        model = Llama(cfg, vocab_size, grouped=not branch).to(dtype)
+    if device.type == "meta":
+        return model
+    model.to_empty(device=device)
+    model.init_(cfg.seed)
+    if cfg.dlr.enabled:
+        attach_dlr(model, cfg.dlr.alpha, cfg.dlr.variance_correction, cfg.dlr.impl)
+    return model

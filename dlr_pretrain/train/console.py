@@ -1,0 +1,98 @@
+"""What a person sees: a summary, progress, evaluations, and where the result is. Rank 0 alone writes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+
+from dlr_pretrain.config import Config
+
+LABEL = 12  # columns of the summary's first column
+
+
+class Console:
+    """A live line on a terminal; a line every ``log.every`` steps otherwise."""
+
+    def __init__(self, cfg: Config, enabled: bool, stream=None):
+        self.cfg, self.enabled = cfg, enabled
+        self.stream = stream or sys.stdout
+        self.live = enabled and self.stream.isatty()
+        self.width = shutil.get_terminal_size((100, 24)).columns
+        self._line_open = False
+
+    def say(self, text: str = "") -> None:
+        """A line of its own."""
+        if self.enabled:
+            self._close_line()
+            print(text, file=self.stream, flush=True)
+
+    def summary(self, rows: dict[str, str]) -> None:
+        """Label and text, wrapped to the terminal."""
+        for label, text in rows.items():
+            body = textwrap.fill(
+                text,
+                max(40, self.width - 1),
+                initial_indent=label.ljust(LABEL),
+                subsequent_indent=" " * LABEL,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            self.say(body)
+
+    def step(self, record: dict, seconds_per_step: float | None) -> None:
+        """Progress after one update, and the evaluation if there was one."""
+        if not self.enabled:
+            return
+        step, steps = record["step"], self.cfg.train.steps
+        parts = [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"loss {record['train/loss']:.4f}",
+            f"lr {record['train/lr']:.2e}",
+            f"grad {_short(record['train/grad_norm'])}",
+        ]
+        if record["perf/tokens_per_second"]:
+            parts.append(f"{count(record['perf/tokens_per_second'])} tok/s")
+        if record["perf/mfu"]:
+            parts.append(f"MFU {record['perf/mfu']:.1%}")
+        if seconds_per_step and step < steps:
+            parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
+        line = "  ".join(parts)
+        evaluated = "eval/loss" in record
+        if self.live and not evaluated:
+            self.stream.write("\r\x1b[K" + line[: self.width - 1])
+            self.stream.flush()
+            self._line_open = True
+        elif evaluated or step == 1 or step % self.cfg.log.every == 0:
+            self.say(line)
+        if evaluated:
+            self.say(
+                f"  eval  step {step}  loss {record['eval/loss']:.4f}  perplexity {record['eval/perplexity']:.2f}"
+                f"  (galore convention {record['eval/perplexity_galore']:.2f})"
+            )
+
+    def _close_line(self) -> None:
+        if self._line_open:
+            self.stream.write("\r\x1b[K")
+            self._line_open = False
+
+
+def duration(seconds: float) -> str:
+    """12:05, 3:04:05, or 2d 3h."""
+    whole = round(seconds)
+    if whole >= 48 * 3600:
+        return f"{whole // 86400}d {whole % 86400 // 3600}h"
+    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def count(number: float) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _short(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"

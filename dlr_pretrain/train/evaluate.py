@@ -1,0 +1,58 @@
+"""Perplexity on a fixed set of validation sequences: the same number on any ranks and for any micro-batch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dlr_pretrain.data import IGNORE, ValidationSet
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.train.runtime import Runtime
+
+# The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
+# with 195 real tokens each on average.
+GALORE_BATCH_TOKENS = 195 * 512
+
+
+class Evaluator:
+    """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank."""
+
+    def __init__(self, validation: ValidationSet, micro_batch: int, runtime: Runtime):
+        self.validation, self.micro_batch, self.runtime = validation, micro_batch, runtime
+
+    @torch.no_grad()
+    def __call__(self, model: Llama) -> dict[str, float]:
+        """``eval/loss`` (nats a target, weighted by target), ``eval/perplexity``, and the GaLore convention's value."""
+        device, n = self.runtime.device, self.micro_batch
+        own = slice(self.runtime.rank, None, self.runtime.world_size)
+        inputs = torch.from_numpy(self.validation.inputs[own].astype("int64"))
+        targets = torch.from_numpy(self.validation.targets[own].astype("int64"))
+        total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
+        for start in range(0, len(inputs), n):
+            ids, wanted = _full(inputs[start : start + n], n, 0), _full(targets[start : start + n], n, IGNORE)
+            ids, wanted = ids.to(device), wanted.to(device)
+            total += torch.stack((model(ids, wanted).double(), (wanted != IGNORE).sum().double()))
+        summed, count = self.runtime.sum(total).tolist()
+        loss = summed / count
+        return {
+            "eval/loss": loss,
+            "eval/perplexity": _exp(loss),
+            "eval/perplexity_galore": _exp(galore_loss(loss, self.validation.real_tokens)),
+        }
+
+
+def galore_loss(loss: float, real_tokens: int) -> float:
+    """The loss as the GaLore family of scripts reports it: L n / (n + 1), n = ceil(real tokens / (195 * 512))."""
+    n = math.ceil(real_tokens / GALORE_BATCH_TOKENS)
+    return loss * n / (n + 1)
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _full(rows: torch.Tensor, n: int, fill: int) -> torch.Tensor:
+    """``rows`` brought to ``n`` rows, so that compiled shapes stay the same."""
+    missing = rows.new_full((n - len(rows), rows.shape[1]), fill)
+    return torch.cat((rows, missing)) if len(missing) else rows

@@ -1,0 +1,86 @@
+"""Gradients of one update: summed over micro-batches and ranks, then clipped."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dlr_pretrain.train.weights import Weights
+
+
+class Gradients:
+    """Runs backward passes and hands the optimizer their sum over micro-batches and ranks.
+
+    ``native`` sums micro-batches in the gradients' own dtype and overlaps the reduction over ranks with the last
+    backward pass; ``fp32`` sums both in one fp32 buffer (32 bf16 micro-batches cost about 0.6% of the gradient).
+    """
+
+    def __init__(self, weights: Weights, accumulate: str, world_size: int):
+        self.weights, self.world_size = weights, world_size
+        self.forward: nn.Module = weights.model
+        self.buffer, self.sums = None, None
+        if accumulate == "fp32":
+            self.buffer = torch.zeros(sum(p.numel() for p in weights.working), device=weights.working[0].device)
+            self.sums = _views(self.buffer, weights.working)
+        elif world_size > 1:
+            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
+            self.forward.register_comm_hook(None, _summed)
+
+    def add(self, ids: Tensor, targets: Tensor, count: Tensor, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch [b, T], its summed loss divided by ``count``; returns that loss.
+
+        With the ``last`` micro-batch the sums are reduced over ranks.
+        """
+        overlapped = isinstance(self.forward, DistributedDataParallel)
+        with nullcontext() if last or not overlapped else self.forward.no_sync():
+            loss = self.forward(ids, targets) / count
+            loss.backward()
+        if self.sums is not None:
+            torch._foreach_add_(self.sums, [p.grad for p in self.weights.working])
+            self.forward.zero_grad()
+            if last and self.world_size > 1:
+                dist.all_reduce(self.buffer)
+        return loss.detach()
+
+    def collect(self) -> list[Tensor]:
+        """Give each state tensor its gradient, in its own dtype, and return them all."""
+        sources = self.sums if self.sums is not None else [p.grad for p in self.weights.working]
+        for value, gradient in zip(self.weights.state.values(), sources, strict=True):
+            value.grad = gradient.to(value.dtype)
+        return [value.grad for value in self.weights.state.values()]
+
+    def clear(self) -> None:
+        self.forward.zero_grad()
+        for value in self.weights.state.values():
+            value.grad = None
+        if self.buffer is not None:
+            self.buffer.zero_()
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """The l2 norm over all gradients, in fp32, on the device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
+
+
+def clip(gradients: list[Tensor], norm: Tensor, bound: float | None) -> None:
+    """Scale the gradients so that their global norm is at most ``bound``."""
+    if bound is not None:
+        torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
+
+
+def _summed(_, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's reduction as a sum: the loss is already divided by the global count of targets."""
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+def _views(buffer: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Consecutive pieces of ``buffer`` in each parameter's own shape and memory layout."""
+    views, start = [], 0
+    for p in parameters:
+        views.append(buffer.as_strided(p.shape, p.stride(), start))
+        start += p.numel()
+    return views

@@ -1,0 +1,127 @@
+"""The process's place in the job: device, ranks and their agreement, signals, random state."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.errors import UserError
+
+T = TypeVar("T")
+PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Runtime:
+    """This process among ``world_size`` ranks, and what they agree on.
+
+    Collectives on ``control`` (gloo) serve decisions on the host; the default group serves tensors on ``device``.
+    """
+
+    def __init__(self, cfg: Config):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main = self.rank == 0
+        self.device = _device(cfg)
+        self.stop_requested = False
+        self.control: dist.ProcessGroup | None = None
+        if self.world_size > 1:
+            _die_with_parent()
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+            self.control = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        self._handlers = {s: signal.signal(s, self._request_stop) for s in STOP_SIGNALS}
+        torch.manual_seed(cfg.seed)
+
+    def _request_stop(self, number: int, _frame) -> None:
+        """Ask for a stop at the next step boundary; a second interrupt from the keyboard stops at once."""
+        if self.stop_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stop_requested = True
+
+    def on_main(self, decide: Callable[[], T]) -> T:
+        """The result of ``decide`` on rank 0, on every rank; a ``UserError`` that it raises is raised on every rank."""
+        if self.world_size == 1:
+            return decide()
+        answer: list = [None, None]
+        if self.is_main:
+            try:
+                answer[0] = decide()
+            except UserError as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer, src=0, group=self.control)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
+
+    def main_first(self, act: Callable[[], T]) -> T:
+        """``act`` on rank 0, then on the others: what rank 0 caches is there for them."""
+        result: list[T] = []
+        self.on_main(lambda: result.append(act()))
+        return result[0] if self.is_main else act()
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of every rank, in the order of ranks, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """``tensor`` summed over ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def random_state(self) -> list[Tensor]:
+        """The generators' states of every rank, [CPU, GPU if any] as one uint8 tensor each."""
+        states = [torch.get_rng_state()]
+        if self.device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self.device))
+        return self.gather(torch.cat(states))
+
+    def set_random_state(self, state: Tensor) -> None:
+        host = torch.get_rng_state().numel()
+        torch.set_rng_state(state[:host])
+        if self.device.type == "cuda" and state.numel() > host:
+            torch.cuda.set_rng_state(state[host:], self.device)
+
+    def close(self) -> None:
+        """Give the signals back and leave the process group."""
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device(cfg: Config) -> torch.device:
+    """The device of this rank; refuses what the machine does not have before anything is built."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
+    if cfg.device == "cpu" or not torch.cuda.is_available():
+        if cfg.compile and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
+            raise UserError("compile=true: no C++ compiler for the CPU found (g++ or clang++). Use compile=false")
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(f"local rank {local_rank} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _die_with_parent() -> None:
+    """End with the torchrun agent: its workers otherwise go on training, and writing, after it is killed."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

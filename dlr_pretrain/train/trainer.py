@@ -1,0 +1,189 @@
+"""The training step, and the loop around it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import IGNORE, Batch, TrainLoader
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.schedule import cosine
+from dlr_pretrain.train.checkpoint import Snapshot
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.gradients import Gradients, clip, global_norm
+from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.weights import Weights
+
+
+class Trainer:
+    """Brings ``weights`` from step ``self.step`` to the end of the schedule.
+
+    ``write(record)`` receives each completed update's metrics, in order; ``save(snapshot)`` each checkpoint, on rank 0.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        weights: Weights,
+        evaluator: Evaluator,
+        console: Console,
+        write: Callable[[dict], None],
+        save: Callable[[int, Snapshot], None],
+    ):
+        self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
+        self.console, self.write, self.save = console, write, save
+        self.optimizer = optim.build(cfg.optimizer, list(weights.state.values()))
+        self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
+        self.micro_batch = cfg.micro_batch(runtime.world_size)
+        self.step = self.tokens = self.real_tokens = 0
+        self.streams: dict[str, list[int]] = {}
+        self.pending, self.throughput = Pending(runtime.device), Throughput()
+        shape = cfg.scale.hidden_size, cfg.scale.num_layers
+        self.flops_per_token = flops_per_token(weights.model, cfg.train.seq_len, *shape)
+        self.peak = peak_flops(runtime.device)
+
+    # ------------------------------------------------------------------------------------------------
+    # One step
+
+    def update(self, batch: Batch, lr: float) -> Tensor:
+        """One optimizer update from one global batch. The host waits for nothing.
+
+        Returns device metrics: mean loss, gradient norm before clipping, whether the update was applied, real tokens,
+        and how many ranks were asked to stop.
+        """
+        device = self.runtime.device
+        inputs, targets = batch.inputs.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
+        counts = torch.tensor([0, batch.real_tokens, self.runtime.stop_requested]).to(device, non_blocking=True)
+        counts[0] = (targets != IGNORE).sum()
+        count, real_tokens, stop = self.runtime.sum(counts)
+
+        micro = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+        with self.weights.published():
+            losses = [self.gradients.add(*xy, count, last=i == len(micro)) for i, xy in enumerate(micro, 1)]
+        loss = self.runtime.sum(torch.stack(losses).sum())
+
+        gradients = self.gradients.collect()
+        norm = global_norm(gradients)
+        clip(gradients, norm, self.cfg.train.clip)
+        healthy = torch.isfinite(loss) & torch.isfinite(norm)
+        optim.update(self.optimizer, lr, skip=(~healthy).float())
+        self.gradients.clear()
+        return torch.stack((loss, norm, healthy.float(), real_tokens.float(), stop.float()))
+
+    # ------------------------------------------------------------------------------------------------
+    # The loop
+
+    def train(self, loader: TrainLoader) -> None:
+        """Run to the last step; raises ``Stopped`` after saving where the run was asked to stop before it."""
+        steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
+        while self.step < steps:
+            batch = next(loader)
+            values = self.update(batch, self.lr(self.step))
+            self.step += 1
+            self.streams = batch.state
+            self.pending.push(self.step, values)
+
+            last = self.step == steps
+            evaluate = last or self.step % self.cfg.eval.every == 0
+            save = last or self.step % self.cfg.checkpoint.every == 0 or self.step == stop_after
+            records, stopping = self.completed(everything=evaluate or save)
+            if stopping and not last:
+                save = True
+                records += self.completed(everything=True)[0]
+            if evaluate:
+                with self.throughput.paused():
+                    records[-1] |= self.evaluate()
+            for record in records:
+                self.write(record)
+                self.console.step(record, self.throughput.seconds_per_step())
+            if save:
+                with self.throughput.paused():
+                    self.checkpoint()
+            if not last and (stopping or self.step == stop_after):
+                why = "asked to stop" if stopping else f"train.stop_after={stop_after}"
+                raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. The same command continues")
+
+    def lr(self, update: int) -> float:
+        t = self.cfg.train
+        return cosine(update, t.steps, self.cfg.warmup_steps, t.lr, t.min_lr_ratio)
+
+    def completed(self, everything: bool) -> tuple[list[dict], bool]:
+        """The records of updates whose metrics have arrived, oldest first, and whether a rank was asked to stop."""
+        positions = self.cfg.train.global_batch * self.cfg.train.seq_len
+        records, stopping = [], False
+        for step, (loss, norm, healthy, real_tokens, stop) in self.pending.ready(everything):
+            if not healthy:
+                raise UserError(
+                    f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied, "
+                    f"the last checkpoint stands. Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
+                )
+            self.tokens += positions
+            self.real_tokens += int(real_tokens)
+            stopping = stopping or stop > 0
+            rate = self.throughput.step(positions)
+            records.append(
+                {
+                    "step": step,
+                    "train/loss": loss,
+                    "train/lr": self.lr(step - 1),
+                    "train/grad_norm": finite_or_none(norm),
+                    "train/tokens": self.tokens,
+                    "train/real_tokens": self.real_tokens,
+                    "perf/tokens_per_second": rate,
+                    "perf/mfu": self.mfu(rate),
+                    "perf/max_memory_gb": self.peak_memory(),
+                    "time": time.time(),
+                }
+            )
+        return records, stopping
+
+    def mfu(self, tokens_per_second: float | None) -> float | None:
+        """Achieved over peak FLOP/s of all GPUs; None where the peak is not known."""
+        if tokens_per_second is None or self.peak is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
+
+    def peak_memory(self) -> float:
+        """Peak of this rank in GB (1e9 bytes): of the GPU's allocator, or of the process on a CPU."""
+        if self.runtime.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.runtime.device) / 1e9
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+    def evaluate(self) -> dict[str, float]:
+        with self.weights.published():
+            return self.evaluator(self.weights.model)
+
+    # ------------------------------------------------------------------------------------------------
+    # State
+
+    def checkpoint(self) -> None:
+        """Save everything that the next step depends on."""
+        streams = {}
+        for part in self.runtime.gather(self.streams):
+            streams |= part
+        snapshot = Snapshot(
+            model=self.weights.state,
+            optimizer=optim.state_tensors(self.optimizer, self.weights.names),
+            random=self.runtime.random_state(),
+            state={"step": self.step, "tokens": self.tokens, "real_tokens": self.real_tokens, "streams": streams},
+        )
+        self.runtime.on_main(lambda: self.save(self.step, snapshot))
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Go on from ``snapshot``, saved on any number of ranks."""
+        self.weights.load(snapshot.model)
+        optim.load_state_tensors(self.optimizer, self.weights.names, snapshot.optimizer)
+        if len(snapshot.random) == self.runtime.world_size:
+            self.runtime.set_random_state(snapshot.random[self.runtime.rank])
+        self.step = snapshot.state["step"]
+        self.tokens, self.real_tokens = snapshot.state["tokens"], snapshot.state["real_tokens"]
