@@ -1,0 +1,181 @@
+"""The command line in one normal form, so that ``scale=1b``, ``+scale=1b`` and ``++scale=1b`` mean the same.
+
+Hydra accepts either ``group=option`` or ``+group=option``, never both, and with a plus sign it accepts any misspelt
+name. So a group loses its plus signs and a key gets both (Hydra then sets it without a question); that the key exists
+is checked on the composed tree, where the nearest existing one is known.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from dlr_pretrain.config.parse import KNOWN, is_fixed
+from dlr_pretrain.config.problems import MISSING, Problem, nearest
+from dlr_pretrain.config.tree import GROUPS
+
+WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
+# dlr is a group with the options on and off, which YAML and Hydra know by other spellings as well
+SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
+
+
+@dataclass
+class CommandLine:
+    """A command line taken apart: Hydra's own flags, the overrides in normal form, and what was refused."""
+
+    flags: list[str]
+    words: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    config_name: str = "train"
+    config_dir: str | None = None
+    multirun: bool = False
+    answers: bool = False  # help, version or completion: prints something and runs nothing
+    shows: bool = False  # prints the configuration instead of running it
+
+    @property
+    def argv(self) -> list[str]:
+        """What Hydra reads: the flags first, since its parser loses words that stand behind them."""
+        return self.flags + self.words
+
+
+def read(argv: list[str]) -> CommandLine:
+    """Take a command line apart and bring its words into normal form."""
+    args, rest = get_args_parser().parse_known_args(argv)
+    if args.shell_completion:
+        return CommandLine(flags=argv, answers=True)
+    strangers = [word for word in rest if word.startswith("-")]
+    words = args.overrides + [word for word in rest if not word.startswith("-")]
+    line = CommandLine(
+        flags=[word for word in argv if word not in {*words, *strangers}],
+        config_name=args.config_name or "train",
+        config_dir=args.config_dir,
+        multirun=args.multirun or "hydra.mode=MULTIRUN" in words,
+        answers=args.help or args.hydra_help,
+        shows=bool(args.cfg or args.info),
+    )
+    line.problems += map(_flag_problem, strangers)
+    line.problems += _conflicting_flags(args)
+    line.problems += _malformed(words)
+    for word in words:
+        if WORD.fullmatch(word) or word.startswith("~"):
+            _admit(word, line)
+    return line
+
+
+def key_of(word: str) -> str:
+    """The key of a word in normal form."""
+    return word.lstrip("+~").split("=", 1)[0]
+
+
+def value_of(word: str) -> str:
+    """The value of a word in normal form, as it is written."""
+    return word.partition("=")[2]
+
+
+def parse_word(word: str) -> Override:
+    """A word by Hydra's grammar."""
+    return OverridesParser.create().parse_override(word)
+
+
+def is_hydra(word: str) -> bool:
+    """Whether a word speaks to Hydra itself."""
+    return re.match(r"[+~]*hydra[./]", word) is not None
+
+
+def _conflicting_flags(args: Namespace) -> Iterator[Problem]:
+    modes = {"--run": args.run, "--multirun": args.multirun, "--cfg": args.cfg, "--info": args.info}
+    asked = [flag for flag, value in modes.items() if value]
+    if len(asked) > 1:
+        yield Problem(" ".join(asked), MISSING, "one command cannot do both", "Keep one")
+    if args.resolve and not (args.cfg or args.help):
+        yield Problem("--resolve", MISSING, "belongs to --cfg", "Add --cfg job")
+    if args.config_path:
+        mend = "Use --config-dir to add a folder of options and recipes"
+        yield Problem("--config-path", MISSING, "the configuration tree cannot be replaced", mend)
+
+
+def _flag_problem(word: str) -> Problem:
+    name, _, value = word.lstrip("-").partition("=")
+    name = nearest(name, [*GROUPS, *KNOWN]) or name
+    return Problem(word, MISSING, "not a flag of this command", f"Write {name}={value or '<value>'}")
+
+
+def _malformed(words: list[str]) -> list[Problem]:
+    """Words without a key and a value; neighbours are one problem, since blanks around = are the usual cause."""
+    runs: list[list[str]] = [[]]
+    for word in words:
+        if WORD.fullmatch(word) or word.startswith("~"):
+            runs.append([])
+        else:
+            runs[-1].append(word)
+    problems = []
+    for run in filter(None, runs):
+        joined = "".join(run)
+        mend = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
+        problems.append(Problem(" ".join(run), MISSING, "not of the form key=value", mend))
+    return problems
+
+
+def _admit(word: str, line: CommandLine) -> None:
+    """Append ``word`` to the command line in normal form, or the problem that keeps it out."""
+    if is_hydra(word):
+        if problem := _grammar_problem(word, line.multirun):
+            line.problems.append(problem)
+        else:
+            line.words.append(word)
+        return
+    if word.startswith("~"):
+        _admit_deletion(word, line)
+        return
+    key, value = WORD.fullmatch(word).group("key", "value")
+    if key not in GROUPS and "." not in key:
+        meant = nearest(key, [*GROUPS, *KNOWN])
+        if meant in GROUPS:
+            line.problems.append(Problem(key, value, "no such key", f"Did you mean {meant}={value}?"))
+            key = meant  # the rest of the command line is judged as if it had been written so
+    if key == "dlr":
+        value = ",".join(SWITCH.get(option.strip().lower(), option) for option in value.split(","))
+    word = f"{key}={value}" if key in GROUPS else f"++{key}={value}"
+    if word == "experiment=null":
+        word = "~experiment"
+    if is_fixed(key):
+        group = key.split(".", 1)[0]
+        rule = "says what the option is, and its file sets it"
+        line.problems.append(Problem(key, value, rule, f"Choose another option: {group}=<option>"))
+    elif key in map(key_of, line.words):
+        first = next(w for w in line.words if key_of(w) == key)
+        line.problems.append(Problem(key, value, f"given twice, first as {first.lstrip('+')}", "Keep one"))
+    elif problem := _grammar_problem(word, line.multirun):
+        line.problems.append(problem)
+    else:
+        line.words.append(word)
+
+
+def _admit_deletion(word: str, line: CommandLine) -> None:
+    key = key_of(word)
+    if key == "experiment":
+        line.words.append("~experiment")
+        return
+    mend = f"Choose another option: {key}=<option>" if key in GROUPS else f"Set it instead: {key}=<value>"
+    line.problems.append(Problem(word, MISSING, "a run needs every group and key", mend))
+
+
+def _grammar_problem(word: str, multirun: bool) -> Problem | None:
+    key, value = key_of(word), value_of(word)
+    try:
+        override = parse_word(word)
+    except HydraException:
+        text = value.replace("'", "\\'")
+        return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
+    if override.is_sweep_override() and not multirun:
+        return Problem(key, value, "several values for one run", f"Add -m to run each, or quote: \"{key}='{value}'\"")
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        return Problem(key, value, "an interval has no list of values", f"Write {key}=<value>,<value>")
+    return None

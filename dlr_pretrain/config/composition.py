@@ -1,0 +1,204 @@
+"""From words to a checked ``Config``: Hydra composes, and what it would report one by one is reported at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
+
+from dlr_pretrain.config.arguments import CommandLine, is_hydra, key_of, parse_word, value_of
+from dlr_pretrain.config.identity import identity, run_name
+from dlr_pretrain.config.parse import flatten, parse
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, nearest
+from dlr_pretrain.config.rules import unused, validate
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config
+
+VERSION_BASE = "1.3"
+
+
+@contextmanager
+def session(config_dir: str | None = None) -> Iterator[None]:
+    """Hydra ready to compose from ``configs/`` and, like ``--config-dir``, from a folder of one's own."""
+    path = create_config_search_path(str(CONFIG_DIR))
+    if config_dir is not None:
+        if not os.path.isdir(config_dir):
+            raise ConfigError([Problem("--config-dir", config_dir, "no such folder")])
+        own = f"file://{os.path.abspath(config_dir)}"
+        path.prepend(provider="command-line", path=own, anchor=SearchPathQuery(provider="schema"))
+    version.setbase(VERSION_BASE)
+    Hydra.create_main_hydra2(task_name="train", config_search_path=path)
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def check(line: CommandLine, world_size: int) -> list[Config]:
+    """The configurations that a command line asks for (several with ``-m``), or all its problems in a ConfigError."""
+    with session(line.config_dir):
+        problems, configs = list(line.problems), []
+        for words in _jobs(line.words):
+            cfg, found = _check_job(words, line, world_size)
+            problems += found
+            configs.append(cfg)
+    if problems:
+        raise ConfigError(problems)
+    folders = [cfg.run.dir for cfg in configs]
+    if len(set(folders)) < len(folders) and not line.shows:
+        shared = next(folder for folder in folders if folders.count(folder) > 1)
+        raise ConfigError([Problem("run.dir", shared, "several jobs of this sweep would share the run directory")])
+    return configs
+
+
+def configure(composed: DictConfig, hydra: DictConfig) -> tuple[Config | None, list[Problem]]:
+    """Build the ``Config`` of one composed run, run directory included, and collect the problems of its single keys.
+
+    ``hydra`` is Hydra's own node of the composition: it knows the choices made. What the chosen options say by
+    themselves is composed once more, to know the keys that they declare and what the run changes.
+    """
+    choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
+    chosen = [f"{group}={option}" for group, option in choices.items() if option and group != "experiment"]
+    bare = _plain(_compose(hydra.job.config_name, [*chosen, *hydra.overrides.hydra]))
+    problems: list[Problem] = []
+    cfg, found = parse(_plain(composed, problems), {group: bare.get(group) or {} for group in OPEN_GROUPS})
+    broken = {problem.key for problem in problems}
+    problems += [problem for problem in found if problem.key not in broken]
+    if problems:
+        return None, problems
+    if cfg.run.dir is None:
+        plain = flatten(bare)
+        changed = {name: value for name, value in identity(cfg).items() if plain.get(name, MISSING) != value}
+        cfg.run.dir = str(Path(cfg.run.root, run_name(choices, default_choices(), cfg.seed, changed)))
+    return cfg, []
+
+
+def default_choices() -> dict[str, str]:
+    """The option that each group has where none is named."""
+    entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
+    return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
+
+
+def _check_job(words: list[str], line: CommandLine, world_size: int) -> tuple[Config | None, list[Problem]]:
+    words, problems, certain = _checked_options(words, line.config_name)
+    cfg, found = build(line.config_name, words)
+    problems += found
+    wrong = {problem.key for problem in found}
+    if cfg is None:  # the rules below then judge what remains when the refused words are left out
+        words = [word for word in words if key_of(word) not in wrong]
+        cfg, _ = build(line.config_name, words)
+    if cfg is not None and certain and not line.shows:
+        doubtful = set().union(*map(_keys_named, problems + line.problems))
+        broken = validate(cfg, world_size) + unused(cfg, {key_of(word) for word in words})
+        problems += [problem for problem in broken if not doubtful & _keys_named(problem)]
+    return cfg, problems
+
+
+def _keys_named(problem: Problem) -> set[str]:
+    return set(re.findall(r"[a-z_]+\.[a-z_]+", str(problem)))
+
+
+def build(config_name: str, words: Sequence[str]) -> tuple[Config | None, list[Problem]]:
+    """One run from words in normal form, in an open session, without the rules that span keys: see ``configure``."""
+    try:
+        composed = _compose(config_name, words)
+        hydra = composed.pop("hydra")
+        return configure(composed, hydra)
+    except ConfigError as error:
+        return None, error.problems
+
+
+def _compose(config_name: str, words: Sequence[str]) -> DictConfig:
+    try:
+        composed = compose(config_name, list(words), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        text = " ".join(str(error if str(error) else error.__cause__).split()).partition(" Config search path:")[0]
+        quoted = 'Quote "on" and "off" in defaults lists: YAML reads them as booleans'
+        mend = quoted if "bool" in text else ""
+        raise ConfigError([Problem("configuration", MISSING, text.rstrip("."), mend)]) from error
+    OmegaConf.set_struct(composed, False)
+    return composed
+
+
+def _plain(node: DictConfig, problems: list[Problem] | None = None, prefix: str = "") -> dict:
+    """The composed tree as plain values; what cannot be resolved is null, and a problem where those are asked for."""
+    tree = {}
+    for name in node:
+        if not prefix and name == "hydra":
+            continue
+        problem, value = None, None
+        try:
+            value = node[name]
+        except MissingMandatoryValue:
+            problem = Problem(f"{prefix}{name}", MISSING, "needs a value", f"Set {prefix}{name}=<value>")
+        except OmegaConfBaseException as error:
+            written = OmegaConf.to_container(node, resolve=False)[name]
+            problem = Problem(f"{prefix}{name}", written, str(error).splitlines()[0])
+        if problem and problems is not None:
+            problems.append(problem)
+        if OmegaConf.is_dict(value):
+            value = _plain(value, problems, f"{prefix}{name}.")
+        tree[str(name)] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
+    return tree
+
+
+def _jobs(words: list[str]) -> Iterator[list[str]]:
+    """The words of each job of a sweep, in the order in which Hydra runs them; of the one job without a sweep."""
+    values = []
+    for word in words:
+        override = parse_word(word)
+        override.config_loader = GlobalHydra.instance().config_loader()
+        if override.is_sweep_override():
+            values.append([f"{word.split('=', 1)[0]}={value}" for value in override.sweep_string_iterator()])
+        else:
+            values.append([word])
+    yield from map(list, itertools.product(*values))
+
+
+def _checked_options(words: list[str], config_name: str) -> tuple[list[str], list[Problem], bool]:
+    """The words with the nearest option in the place of each that does not exist, and the problem of each such.
+
+    The last value is False where an option had no near one: nothing can then be said about rules that span keys.
+    """
+    kept, problems, certain = [], [], True
+    search = [word for word in words if is_hydra(word)]
+    for word in words:
+        group = key_of(word)
+        if group not in GROUPS or word.startswith("~"):
+            kept.append(word)
+            continue
+        options, value = _options(group, config_name, search), parse_word(word).value()
+        if not isinstance(value, bool) and str(value) in options:
+            kept.append(word)
+            continue
+        near = nearest(str(value), options)
+        rule = "must be one of " + ", ".join(options) if options else "there is no option yet; --config-dir adds some"
+        problems.append(Problem(group, value_of(word), rule, f"Did you mean {near}?" if near else ""))
+        certain = certain and near is not None
+        if near:
+            kept.append(f"{group}={near}")
+    return kept, problems, certain
+
+
+def _options(group: str, config_name: str, search: list[str]) -> list[str]:
+    """The options of a group wherever Hydra finds them; those in a folder of it by their path."""
+    list_of = partial(GlobalHydra.instance().config_loader().get_group_options, group)
+    folders = list_of(ObjectType.GROUP, config_name, search)
+    inside = [
+        f"{folder}/{option}" for folder in folders for option in _options(f"{group}/{folder}", config_name, search)
+    ]
+    return list_of(ObjectType.CONFIG, config_name, search) + inside

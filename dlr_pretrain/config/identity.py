@@ -1,0 +1,49 @@
+"""A configuration as plain mappings, what of it is the mathematics of the run, and the name that follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from dlr_pretrain.config.parse import all_keys, flatten
+from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
+
+
+def to_dict(cfg: Config) -> dict:
+    """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
+    tree = {}
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if isinstance(value, Choice):
+            tree[f.name] = {"name": value.name, **value.knobs}
+        else:
+            tree[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return tree
+
+
+def identity(cfg: Config) -> dict[str, object]:
+    """The dotted keys that take part in the mathematics of a run, with their values."""
+    tree = to_dict(cfg)
+    keys = all_keys({group: tree[group] for group in OPEN_GROUPS})
+    return {name: value for name, value in flatten(tree).items() if keys[name].identity}
+
+
+def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:
+    """A stable name from the chosen options, the seed, and a short hash of what else was changed.
+
+    ``defaults`` are the options that go unsaid; ``changed`` the identity keys, with their parsed values, that differ
+    from what the options say by themselves. So spelling and order of the overrides do not matter, and a run that is
+    given its own defaults explicitly keeps its name.
+    """
+    parts = [choices["scale"], choices["backbone"], f"dlr_{choices['dlr']}"]
+    for group in ("optimizer", "data", "precision", "experiment"):
+        if choices.get(group) and choices[group] != defaults.get(group):
+            parts.append(PurePath(choices[group]).name)
+    parts.append(f"s{seed}")
+    matter = {name: value for name, value in changed.items() if name != "seed"}
+    if matter:
+        parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
+    return "-".join(parts)

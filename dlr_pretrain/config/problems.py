@@ -1,0 +1,66 @@
+"""What is wrong with a configuration, said so that it can be mended."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dlr_pretrain.errors import EXIT_CONFIG, UserError
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the key, its value (or MISSING), the rule it breaks, and the mend."""
+
+    key: str
+    value: object
+    rule: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        given = self.key if self.value is MISSING else f"{self.key}={_shown(self.value)}"
+        return f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else "")
+
+
+class ConfigError(UserError):
+    """All problems of a configuration at once; its text has one line for each."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        lines = list(dict.fromkeys(map(str, problems)))
+        super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines]))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was most likely meant: a like one in a like section, or the same one in another section."""
+    section, _, leaf = name.lower().rpartition(".")
+    best, best_likeness = None, 0.0
+    for candidate in known:
+        where, _, own = candidate.rpartition(".")
+        like_leaf, like_section = _likeness(leaf, own), _likeness(section, where)
+        same_elsewhere = own == leaf and where != "scale"  # lr alone is train.lr, not the paper's, nor dlr
+        likeness = like_leaf + like_section + (1 if same_elsewhere and not section else 0)
+        if like_leaf >= 0.6 and (like_section >= 0.6 or same_elsewhere) and likeness > best_likeness:
+            best, best_likeness = candidate, likeness
+    return best
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """A mend that names the nearest of the known names, or ``otherwise`` where none is near."""
+    near = nearest(name, known)
+    return f"Did you mean {near}?" if near else otherwise
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,158 @@
+"""The rules that span several keys or look at the machine: all that can be checked before anything is spent."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from dlr_pretrain.config.identity import to_dict
+from dlr_pretrain.config.parse import flatten
+from dlr_pretrain.config.problems import Problem
+from dlr_pretrain.config.tree import Config
+
+MAX_STREAMS = 64
+
+
+def validate(cfg: Config, world_size: int) -> list[Problem]:
+    """Every broken rule that spans several keys, for a run on ``world_size`` ranks."""
+    found = [*_model(cfg), *_batch(cfg, world_size), *_schedule(cfg), *_optimizer(cfg), *_data(cfg), *_files(cfg)]
+    return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
+
+
+def compiler_problem(cfg: Config, device: str) -> Problem | None:
+    """What keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda"), if anything.
+
+    With ``device=auto`` the answer is known only to the trainer, which asks again with the device that it found.
+    """
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch's inductor looks
+    if not cfg.compile or device != "cpu" or shutil.which(compiler):
+        return None
+    rule = f"needs a C++ compiler on a CPU, and there is no {compiler}"
+    return Problem("compile", True, rule, "Use compile=false, or set CXX to a compiler")
+
+
+def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
+    """The keys among ``given``, those of a command line, that this run would ignore."""
+    values, source = flatten(to_dict(cfg)), cfg.data.source
+    shadowed = {"lr": "train.lr", "global_batch": "train.global_batch",
+                "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
+                "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
+                "adam_eps": "optimizer.eps"}  # fmt: skip
+    idle: dict[str, str] = {f"scale.{name}": f"{other} is given" for name, other in shadowed.items() if other in given}
+    if "rank" not in cfg.backbone.knobs:
+        idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
+    elif "backbone.rank" in given:
+        idle["scale.rank"] = "backbone.rank is given"
+    if not cfg.dlr.enabled:
+        idle |= dict.fromkeys(["dlr.alpha", "dlr.variance_correction", "dlr.impl"], f"dlr={cfg.dlr.name}")
+    if source != "c4":
+        idle["data.dataset"] = f"data={source}"
+    if source == "c4":
+        idle["data.root"] = "data=c4 streams from the hub; data=c4_local reads a folder"
+    if source == "sample":
+        idle |= dict.fromkeys(["data.train_files", "data.validation_files", "data.text_key"], "data=sample")
+    if cfg.tokenizer.path is not None:
+        idle["tokenizer.hub"] = "tokenizer.path is given"
+    if cfg.logger.name != "wandb":
+        idle |= dict.fromkeys(["logger.project", "logger.entity"], f"logger={cfg.logger.name}")
+    if cfg.run.dir is not None and "run.dir" in given:
+        idle["run.root"] = "run.dir is given"
+    return [
+        Problem(name, values[name], f"would be ignored: {why}", "Leave it out")
+        for name, why in idle.items()
+        if name in given
+    ]
+
+
+def _model(cfg: Config) -> Iterator[Problem]:
+    s, rank = cfg.scale, cfg.backbone.knobs.get("rank")
+    if s.hidden_size % s.num_heads:
+        yield Problem("scale.num_heads", s.num_heads, f"must divide scale.hidden_size={s.hidden_size}")
+    elif (s.hidden_size // s.num_heads) % 2:
+        yield Problem("scale.num_heads", s.num_heads, "rotary embeddings need heads of even width")
+    if rank is not None and not 1 <= rank <= min(s.hidden_size, s.intermediate_size):
+        widest = min(s.hidden_size, s.intermediate_size)
+        yield Problem("backbone.rank", rank, f"must lie between 1 and the narrowest layer's width, {widest}")
+    if cfg.dlr.enabled and not cfg.backbone.knobs.get("supports_dlr"):
+        rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
+        yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
+
+
+def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
+    batch, micro_batch = cfg.train.global_batch, cfg.train.micro_batch
+    if MAX_STREAMS % world_size:
+        rule = f"the ranks share {MAX_STREAMS} data streams out evenly, so their number must divide {MAX_STREAMS}"
+        yield Problem("WORLD_SIZE", world_size, rule, f"Start {_largest_divisor(MAX_STREAMS, world_size)} ranks")
+    elif batch % world_size:
+        below = batch // world_size * world_size
+        mend = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
+        yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", mend)
+    elif micro_batch is not None and (share := batch // world_size) % micro_batch:
+        rule = f"must divide a rank's share of train.global_batch, {share} sequences"
+        yield Problem("train.micro_batch", micro_batch, rule, f"Try {_largest_divisor(share, micro_batch)}")
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
+
+
+def _schedule(cfg: Config) -> Iterator[Problem]:
+    t = cfg.train
+    if t.warmup_steps is not None and t.warmup_steps >= t.steps:
+        yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
+    elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:
+        yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
+    if t.stop_after is not None and t.stop_after > t.steps:
+        yield Problem("train.stop_after", t.stop_after, f"must not exceed train.steps={t.steps}")
+
+
+def _optimizer(cfg: Config) -> Iterator[Problem]:
+    knobs = cfg.optimizer.knobs
+    for beta in ("beta1", "beta2"):
+        if not 0 <= knobs.get(beta, 0) < 1:
+            yield Problem(f"optimizer.{beta}", knobs[beta], "must be at least 0 and below 1")
+    if knobs.get("eps", 1) <= 0:
+        yield Problem("optimizer.eps", knobs["eps"], "must be greater than 0")
+    if knobs.get("weight_decay", 0) < 0:
+        yield Problem("optimizer.weight_decay", knobs["weight_decay"], "must be at least 0")
+
+
+def _data(cfg: Config) -> Iterator[Problem]:
+    data = cfg.data
+    if data.source == "c4":
+        if data.dataset is None:
+            yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
+        if importlib.util.find_spec("datasets") is None:
+            rule = "needs the package datasets, which is not installed"
+            yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
+    if data.source == "c4_local":
+        yield from _shards(cfg)
+
+
+def _shards(cfg: Config) -> Iterator[Problem]:
+    root = cfg.data.root
+    globs = {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
+    if root is None and not all(map(os.path.isabs, globs.values())):
+        rule = "needed by data=c4_local: the folder of c4-train.*.json.gz and c4-validation.*.json.gz"
+        yield Problem("data.root", root, rule, "Set data.root=<folder>, or use data=sample")
+    elif root is not None and not Path(root).is_dir():
+        yield Problem("data.root", root, "no such folder", "Set data.root=<folder of the shards>")
+    else:
+        for name, pattern in globs.items():
+            path = os.path.join(root or "", pattern)
+            if not any(os.path.isfile(f) for f in glob.iglob(path, recursive=True)):
+                yield Problem(name, pattern, f"no file matches {path}")
+
+
+def _files(cfg: Config) -> Iterator[Problem]:
+    path = cfg.tokenizer.path
+    if path is not None and not Path(path).is_file():
+        yield Problem("tokenizer.path", path, "no such file", "Name a sentencepiece model, such as spiece.model")
+    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
+        if folder is not None and Path(folder).is_file():
+            yield Problem(name, folder, "is a file, not a folder")

@@ -1,0 +1,195 @@
+"""The tree of a configuration: a dataclass for each section, each key documented and bounded where it stands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "experiment")
+
+
+def key(
+    doc: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    choices: tuple[str, ...] | None = None,
+    identity: bool = True,
+    fixed: bool = False,
+):
+    """A documented key with its bounds.
+
+    ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
+    and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
+    cannot.
+    """
+    return field(metadata=locals())
+
+
+@dataclass
+class Choice:
+    """A group whose options bring knobs of their own; the option's YAML file declares them and their defaults."""
+
+    name: str
+    knobs: dict[str, object]
+
+    def __getattr__(self, knob: str):
+        try:
+            return self.__dict__["knobs"][knob]
+        except KeyError:
+            raise AttributeError(f"{self.__dict__.get('name')} has no knob {knob!r}") from None
+
+
+@dataclass
+class Scale:
+    name: str = key("name of the scale", fixed=True)
+    hidden_size: int = key("width of the residual stream", at_least=1)
+    intermediate_size: int = key("width of the SwiGLU", at_least=1)
+    num_heads: int = key("attention heads", at_least=1)
+    num_layers: int = key("transformer blocks", at_least=1)
+    rank: int = key("rank of the low-rank factors", at_least=1)
+    vocab_size: int | None = key("embedding rows; null: the tokenizer's", at_least=4)
+    lr: float = key("the paper's peak learning rate at this scale", above=0)
+    steps: int = key("the paper's steps at this scale", at_least=1)
+    warmup_steps: int = key("the paper's warm-up steps at this scale", at_least=0)
+    adam_eps: float = key("the paper's epsilon of Adam at this scale", above=0)
+    global_batch: int = key("the paper's sequences a step", at_least=1)
+    micro_batch: int = key("the paper's sequences a GPU", at_least=1, identity=False)
+    eval_every: int = key("steps between evaluations", at_least=1, identity=False)
+    eval_tokens: int = key("tokens of validation text", at_least=1)
+    checkpoint_every: int = key("steps between checkpoints", at_least=1, identity=False)
+
+
+@dataclass
+class Dlr:
+    name: str = key("name of the choice", fixed=True)
+    enabled: bool = key("whether the residual is there", fixed=True)
+    alpha: float = key("strength of the residual before the variance correction")
+    variance_correction: bool = key("beta = alpha / sqrt(K) rather than alpha")
+    impl: str = key("weight space (free, exact fold) or the paper's branch", choices=("weight", "branch"))
+
+
+@dataclass
+class Precision:
+    name: str = key("dtype of weights, gradients and moments", choices=("bf16", "bf16_mixed", "fp32"), fixed=True)
+
+
+@dataclass
+class Parallel:
+    name: str = key("how ranks share the work", choices=("ddp",), identity=False, fixed=True)
+
+
+@dataclass
+class Data:
+    source: str = key("where the text comes from", choices=("c4", "c4_local", "sample"), fixed=True)
+    dataset: str | None = key("name of the dataset on the hub")
+    root: str | None = key("folder of the shards (sample: its cache)")
+    train_files: str = key("glob of the training shards, below data.root or absolute")
+    validation_files: str = key("glob of the validation shards, below data.root or absolute")
+    text_key: str = key("field of a record that holds the text")
+    seed: int = key("orders the documents, and nothing else", at_least=0, at_most=2**32 - 1)
+    packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
+
+
+@dataclass
+class Tokenizer:
+    path: str | None = key("a sentencepiece model; null: the data source's own")
+    hub: str = key("repository on the hub whose spiece.model is used where path is null")
+
+
+@dataclass
+class Train:
+    steps: int = key("optimizer updates, and the span of the schedule", at_least=1)
+    lr: float = key("peak learning rate", above=0)
+    warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
+    min_lr_ratio: float = key("end of the cosine, as a share of the peak", at_least=0, at_most=1)
+    global_batch: int = key("sequences an update, over all ranks", at_least=1)
+    micro_batch: int | None = key("sequences a rank takes at once; null: chosen", at_least=1, identity=False)
+    seq_len: int = key("positions a sequence", at_least=2)
+    clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
+    accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
+    stop_after: int | None = key("stop and save after this step", at_least=1, identity=False)
+
+
+@dataclass
+class Eval:
+    every: int = key("steps between evaluations; the last step is always evaluated", at_least=1, identity=False)
+    tokens: int = key("real tokens of validation text, or all there is", at_least=1)
+    packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
+
+
+@dataclass
+class Checkpoint:
+    every: int = key("steps between checkpoints; the last step is always saved", at_least=1, identity=False)
+    keep_last: int = key("checkpoints kept", at_least=1, identity=False)
+
+
+@dataclass
+class Log:
+    every: int = key("steps between console lines where there is no terminal", at_least=1, identity=False)
+
+
+@dataclass
+class Logger:
+    name: str = key("view beside metrics.jsonl", choices=("jsonl", "wandb"), identity=False, fixed=True)
+    project: str = key("W&B project", identity=False)
+    entity: str | None = key("W&B entity", identity=False)
+
+
+@dataclass
+class Run:
+    root: str = key("folder of the runs", identity=False)
+    dir: str | None = key("the run directory; null: a name made of the choices", identity=False)
+
+
+@dataclass
+class Config:
+    """A whole run, section by section."""
+
+    seed: int = key("initialisation, and nothing else", at_least=0, at_most=2**32 - 1)
+    device: str = key("where to train", choices=("auto", "cpu", "cuda"), identity=False)
+    compile: bool = key("torch.compile each transformer block", identity=False)
+    scale: Scale
+    backbone: Choice
+    dlr: Dlr
+    optimizer: Choice
+    data: Data
+    precision: Precision
+    parallel: Parallel
+    logger: Logger
+    train: Train
+    tokenizer: Tokenizer
+    eval: Eval
+    checkpoint: Checkpoint
+    log: Log
+    run: Run
+
+    @property
+    def warmup_steps(self) -> int:
+        """The warm-up in steps; the paper's share of the steps unless given."""
+        if self.train.warmup_steps is not None:
+            return self.train.warmup_steps
+        return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
+
+    def micro_batch(self, world_size: int) -> int:
+        """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's."""
+        if self.train.micro_batch is not None:
+            return self.train.micro_batch
+        share = self.train.global_batch // world_size
+        return max(n for n in range(1, min(share, self.scale.micro_batch) + 1) if share % n == 0)
+
+    @property
+    def num_streams(self) -> int:
+        """Document streams of the data order, V = gcd(global batch, 64); ranks share them out between them."""
+        return math.gcd(self.train.global_batch, 64)
+
+
+SECTIONS: dict[str, type] = {
+    name: hint for name, hint in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(hint)
+}
+OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if section is Choice)
