@@ -1,0 +1,102 @@
+"""The front door: check a command line, hand it to Hydra, build the ``Config``, run, and say in one line what failed.
+
+Nothing here imports torch before a configuration stands, so that help and mistakes are answered at once. Messages are
+printed by rank 0; under torchrun every failure is recorded as well, for torchrun's own summary.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
+from dlr_pretrain.config.arguments import CommandLine, read
+from dlr_pretrain.config.composition import VERSION_BASE, check, configure
+from dlr_pretrain.config.tree import CONFIG_DIR
+from dlr_pretrain.errors import Stopped, UserError
+
+EXIT_INTERRUPTED = 130
+
+
+def main(run: Callable[[Config], None]) -> int:
+    """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
+    try:
+        line = read(sys.argv[1:])
+        if not line.answers:
+            _refuse_sweep_of_ranks(line)
+            check(line, world_size())
+        _hand_to_hydra(line, run)
+    except UserError as error:
+        return _report(error)
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def load(words: list[str], ranks: int = 1) -> Config:
+    """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts."""
+    (cfg,) = check(read(words), ranks)
+    return cfg
+
+
+def world_size() -> int:
+    """The number of ranks that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _refuse_sweep_of_ranks(line: CommandLine) -> None:
+    if line.multirun and world_size() > 1:
+        rule = "a sweep under torchrun would run all its jobs in the same ranks"
+        raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
+
+
+def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> None:
+    """Let Hydra run, sweep, show the configuration or print its help."""
+    typed = sys.argv
+
+    def task(composed: DictConfig) -> None:
+        sys.argv = typed  # for the record of the run
+        # Hydra prints a traceback for any error and exits with 1: those that are for the user end the process here
+        try:
+            cfg, problems = configure(composed, HydraConfig.get())
+            if cfg is None:
+                raise ConfigError(problems)
+            run(cfg)
+        except UserError as error:
+            sys.exit(_report(error))
+        except Exception as error:
+            _record(error)
+            raise
+
+    sys.argv = [typed[0], *line.argv]
+    hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+
+
+def _report(error: UserError) -> int:
+    """Print an error that a user can mend, record it for torchrun, and return its exit code."""
+    if isinstance(error, Stopped):
+        _say(f"stopped: {error}")
+    else:
+        _say(f"error: {error}")
+    error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True  # its message says it all
+    _record(error)
+    return error.exit_code
+
+
+def _record(error: Exception) -> None:
+    """Write the error where torchrun's summary of failures looks for it."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,17 @@
+"""Pre-train a model: ``python train.py``, or ``torchrun --nproc-per-node 8 train.py scale=1b backbone=cola dlr=on``."""
+
+import sys
+
+from dlr_pretrain.cli import main
+from dlr_pretrain.config import Config
+
+
+def train(cfg: Config) -> None:
+    """Run one configuration; torch is imported only now, when nothing is left to refuse."""
+    from dlr_pretrain.train.run import run
+
+    run(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(main(train))
