@@ -1,0 +1,227 @@
+"""What a command line means, and what it is told when it means nothing."""
+
+import pytest
+
+from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.config.arguments import read
+from dlr_pretrain.config.composition import check
+
+SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
+
+
+def configs(*argv: str, ranks: int = 1) -> list[Config]:
+    return check(read(list(argv)), ranks)
+
+
+def config(*argv: str, ranks: int = 1) -> Config:
+    (cfg,) = configs(*argv, ranks=ranks)
+    return cfg
+
+
+def problems(*argv: str, ranks: int = 1) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        configs(*argv, ranks=ranks)
+    return list(dict.fromkeys(map(str, refused.value.problems)))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of options and recipes of one's own, for --config-dir."""
+    files = {
+        "backbone/gated.yaml": 'defaults: [lowrank]\nname: gated\ngate: 0.5\nactivation: "silu"\n',
+        "scale/3b.yaml": "defaults: [1b]\nname: 3b\nnum_layers: 36\n",
+        "experiment/paper/table1.yaml": "# @package _global_\n"
+        "defaults:\n  - override /scale: 1b\n  - override /backbone: cola\n"
+        '  - override /dlr: "on"\n  - override /logger: jsonl\ntrain: {lr: 0.5}\n',
+        "experiment/unquoted.yaml": "# @package _global_\ndefaults:\n  - override /dlr: on\n",
+        "experiment/typo.yaml": "# @package _global_\ntrain: {lrr: 0.5}\nbackbone: {rnk: 3}\n",
+        "experiment/lost.yaml": "# @package _global_\ndefaults:\n  - override /scale: 9b\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return f"--config-dir={tmp_path}"
+
+
+# ---------------------------------------------------------------------------------------------------- the same meaning
+
+
+def test_defaults():
+    cfg = config()
+    chosen = [cfg.scale.name, cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name, cfg.data.source, cfg.precision.name]
+    assert chosen == ["60m", "lowrank", "off", "adamw", "c4", "bf16"]
+    assert (cfg.parallel.name, cfg.logger.name, cfg.compile, cfg.seed) == ("ddp", "wandb", True, 42)
+    assert (cfg.train.lr, cfg.train.steps, cfg.backbone.rank, cfg.optimizer.eps) == (0.01, 11_000, 128, 1e-8)
+    assert cfg.run.dir == "runs/60m-lowrank-dlr_off-s42"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["+scale=1b", "+backbone=cola", "+dlr=on", "+train.lr=0.001"],
+        ["++scale=1b", "++backbone=cola", "dlr=true", "++train.lr=1e-3"],
+        ["train.lr=0.0010", "dlr=True", "backbone=cola", "scale=1b"],
+        ["scale = 1b", "dlr=yes", "+backbone=cola", "train={lr: 1e-3}"],
+    ],
+)
+def test_spelling_and_order_do_not_matter(argv):
+    assert config(*argv) == config("scale=1b", "backbone=cola", "dlr=on", "train.lr=1e-3")
+
+
+@pytest.mark.parametrize("off", ["off", "false", "False", "no", "null", "0", "'off'"])
+def test_dlr_can_be_switched_off_in_any_way(off):
+    assert not config(*SMALL, f"dlr={off}").dlr.enabled
+
+
+def test_overrides_that_change_no_mathematics_keep_the_run_directory():
+    name = config(*SMALL).run.dir
+    idle = ["run.root=runs", "log.every=1", "train.micro_batch=2", "compile=false", "device=cpu", "train.stop_after=5"]
+    assert config(*SMALL, *idle, "train.steps=300").run.dir == name
+    assert config(*SMALL, "train.steps=301").run.dir.startswith(f"{name}-")
+    assert config(*SMALL, "run.root=/elsewhere").run.dir == name.replace("runs", "/elsewhere")
+    assert config(*SMALL, "run.dir=mine").run.dir == "mine"
+
+
+def test_the_hash_of_a_run_directory_is_stable():
+    assert config("scale=1b", "train.lr=1e-3", "seed=7").run.dir == "runs/1b-lowrank-dlr_off-s7-590ae857"
+
+
+# ---------------------------------------------------------------------------------------------------- one's own options
+
+
+def test_an_option_in_another_folder(own):
+    cfg = config(own, *SMALL, "backbone=gated", "backbone.gate=1")
+    assert cfg.backbone.knobs == {"supports_dlr": True, "rank": 32, "gate": 1.0, "activation": "silu"}
+    assert problems(own, *SMALL, "backbone=gated", "backbone.gat=1") == [
+        "backbone.gat=1: no such key of backbone=gated. Did you mean backbone.gate?"
+    ]
+    assert config(own, "scale=3b").scale.num_layers == 36
+    assert config(f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]", "scale=3b").scale.name == "3b"
+
+
+def test_a_recipe_chooses_and_the_command_line_wins(own):
+    cfg = config(own, "+experiment=paper/table1")
+    assert (cfg.scale.name, cfg.backbone.name, cfg.dlr.enabled, cfg.train.lr) == ("1b", "cola", True, 0.5)
+    assert cfg.run.dir.startswith("runs/1b-cola-dlr_on-table1-s42-")
+    cfg = config(own, "+scale=350m", "experiment=paper/table1", "train.lr=0.25")
+    assert (cfg.scale.name, cfg.backbone.name, cfg.train.lr) == ("350m", "cola", 0.25)
+    assert config("experiment=null") == config()
+
+
+def test_mistakes_in_a_recipe(own):
+    assert problems(own, "experiment=typo") == [
+        "train.lrr=0.5: no such key. Did you mean train.lr?",
+        "backbone.rnk=3: no such key of backbone=lowrank. Did you mean backbone.rank?",
+    ]
+    assert problems(own, "experiment=unquoted") == [
+        "configuration: Unsupported item value in defaults : bool. Supported: string or list. "
+        'Quote "on" and "off" in defaults lists: YAML reads them as booleans'
+    ]
+    assert problems(own, "experiment=lost") == [
+        "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
+    ]
+    assert problems(own, "experiment=table1") == [
+        "experiment=table1: must be one of lost, typo, unquoted, paper/table1. Did you mean paper/table1?"
+    ]
+    assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
+
+
+# ---------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("+scal=1b", "scal=1b: no such key. Did you mean scale=1b?"),
+        ("+backbone=colla", "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?"),
+        ("scale=9z", "scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
+        ("dlr=maybe", "dlr=maybe: must be one of off, on"),
+        ("logger=null", "logger=null: must be one of jsonl, wandb"),
+        ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
+        ("experiment=x", "experiment=x: there is no option yet; --config-dir adds some"),
+        ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
+        ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
+        ("lr=1", "lr=1: no such key. Did you mean train.lr?"),
+        ("train.lr.peak=1", "train.lr.peak=1: train.lr is a value, not a section. Write train.lr=<value>"),
+        ("train=5", "train=5: a section, not a value. Set one of its keys, such as train.steps"),
+        ("train={lrr: 1}", "train.lrr=1: no such key. Did you mean train.lr?"),
+        ("optimizer.bta2=1", "optimizer.bta2=1: no such key of optimizer=adamw. Did you mean optimizer.beta2?"),
+        ("train.lr=fast", "train.lr=fast: must be a number"),
+        ("train.lr=???", "train.lr: needs a value. Set train.lr=<value>"),
+        ("train.lr=${nope}", "train.lr=${nope}: Interpolation key 'nope' not found"),
+        ("train.lr=", "train.lr=: not of the form key=value. Write key=value"),
+        ("train.lr", "train.lr: not of the form key=value. Write key=value"),
+        ("--scale=1b", "--scale=1b: not a flag of this command. Write scale=1b"),
+        ("--lr", "--lr: not a flag of this command. Write train.lr=<value>"),
+        ("--config-path=x", "--config-path: the configuration tree cannot be replaced. "
+         "Use --config-dir to add a folder of options and recipes"),
+        ("data.root=~/c4", "data.root=~/c4: not a plain value to Hydra. Quote it: \"data.root='~/c4'\""),
+        ("train.lr=1,2", "train.lr=1,2: several values for one run. Add -m to run each, or quote: \"train.lr='1,2'\""),
+        ("~train.lr", "~train.lr: a run needs every group and key. Set it instead: train.lr=<value>"),
+        ("~logger", "~logger: a run needs every group and key. Choose another option: logger=<option>"),
+        ("dlr.enabled=true", "dlr.enabled=true: says what the option is, and its file sets it. "
+         "Choose another option: dlr=<option>"),
+        ("backbone.supports_dlr=true", "backbone.supports_dlr=true: says what the option is, and its file sets it. "
+         "Choose another option: backbone=<option>"),
+        ("dlr.alpha=2", "dlr.alpha=2.0: would be ignored: dlr=off. Leave it out"),
+        ("hydra.nope=1", "configuration: Could not override 'hydra.nope'. "
+         "To append to your config use +hydra.nope=1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_mend(word, problem):
+    assert problems(word) == [problem]
+
+
+def test_blanks_around_the_equals_sign():
+    assert problems("scale", "=", "1b") == ["scale = 1b: not of the form key=value. Write scale=1b"]
+    assert problems("scale=", "1b", "seed=1") == ["scale= 1b: not of the form key=value. Write scale=1b"]
+
+
+def test_a_key_given_twice():
+    assert problems("train.lr=1", "+train.lr=2") == ["train.lr=2: given twice, first as train.lr=1. Keep one"]
+    assert problems("scale=1b", "+scale=7b") == ["scale=7b: given twice, first as scale=1b. Keep one"]
+
+
+def test_flags_that_exclude_each_other():
+    assert problems("-m", "--cfg", "job") == ["--multirun --cfg: one command cannot do both. Keep one"]
+    assert problems("--resolve") == ["--resolve: belongs to --cfg. Add --cfg job"]
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once():
+    """Rules that span keys are judged as if the mends were taken, and not where a key that they need is in doubt."""
+    argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "train.stop_after=10", "--compile=no"]
+    assert problems(*argv, "train.global_batch=7", "logger.entity=me", "logger=jsonl", ranks=2) == [
+        "--compile=no: not a flag of this command. Write compile=no",
+        "scal=tiny: no such key. Did you mean scale=tiny?",
+        "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?",
+        "train.lrr=1: no such key. Did you mean train.lr?",
+        "train.steps=many: must be a whole number",
+        "train.global_batch=7: must be a multiple of the 2 ranks. Try 6 or 8",
+        "logger.entity=me: would be ignored: logger=jsonl. Leave it out",
+    ]
+
+
+def test_showing_a_configuration_checks_its_keys_alone():
+    assert config("--cfg", "job", "data=c4_local").data.root is None
+    assert problems("--cfg", "job", "data=c4_local", "data.rot=x") == [
+        "data.rot=x: no such key. Did you mean data.root?"
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------- sweeps
+
+
+def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
+    jobs = configs("-m", *SMALL, "+dlr=true,off", "train.lr=range(1,3)")
+    assert [(cfg.dlr.name, cfg.train.lr) for cfg in jobs] == [("on", 1), ("on", 2), ("off", 1), ("off", 2)]
+    assert problems("-m", *SMALL, "backbone=cola,colla", "seed=1,-1") == [
+        "seed=-1: must be at least 0",
+        "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?",
+    ]
+    assert problems("-m", *SMALL, "log.every=1,2") == [
+        "run.dir=runs/tiny-lowrank-dlr_off-sample-s42: several jobs of this sweep would share the run directory"
+    ]
+    assert problems("-m", *SMALL, "train.lr=interval(0,1)") == [
+        "train.lr=interval(0,1): an interval has no list of values. Write train.lr=<value>,<value>"
+    ]
+    assert [cfg.scale.name for cfg in configs("-m", "scale=glob(1*)")] == ["130m", "1b"]
