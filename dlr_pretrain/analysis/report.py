@@ -1,0 +1,217 @@
+"""The report of a run: one screen of numbers and a picture of the loss, read from the run directory alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+from omegaconf import OmegaConf
+
+DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
+POINTS = 2000  # of the faint curve; more are not seen
+FEW = 20  # steps that need no smoothing
+
+
+def write_report(run_dir: Path) -> None:
+    """Write ``report.md`` and ``plots/loss.png`` from ``metrics.jsonl``, ``config.yaml`` and ``manifest.json``."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    metrics = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut off the last
+    config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+    manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    (run_dir / "plots").mkdir(exist_ok=True)
+    plot_loss(metrics, run_dir.resolve().name, run_dir / "plots" / "loss.png")
+    (run_dir / "report.md").write_text(report(run_dir.resolve(), config, metrics, manifest), encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Words and numbers
+
+
+def report(run_dir: Path, config: dict, metrics: list[dict], manifest: dict) -> str:
+    """The text of ``report.md``."""
+    sections = [
+        f"# {run_dir.name}",
+        _table(what_was_trained(config)),
+        f"## After step {metrics[-1]['step']:,} of {config['train']['steps']:,}",
+        _table(final_numbers(config, metrics)),
+        why_two_perplexities(metrics),
+        "![loss](plots/loss.png)",
+        "## The folded checkpoint",
+        how_to_load(run_dir / "folded", config),
+        "## Made by",
+        _table(provenance(manifest)),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def what_was_trained(config: dict) -> dict[str, str]:
+    scale, backbone, dlr, train = config["scale"], config["backbone"], config["dlr"], config["train"]
+    rank = f", rank {backbone['rank']}" if "rank" in backbone else ""
+    residual = f"DLR {dlr['name']} (alpha {dlr['alpha']:g})" if dlr["enabled"] else "no DLR"
+    shape = f"{scale['num_layers']} blocks of width {scale['hidden_size']:,} / {scale['intermediate_size']:,}"
+    return {
+        "model": f"LLaMA {scale['name']} ({shape}), {backbone['name']}{rank}, {residual}",
+        "data": f"{config['data']['source']}, {config['data']['packing']}, {train['seq_len']:,} positions a sequence",
+        "recipe": f"{config['optimizer']['name']}, peak lr {train['lr']:g}, {train['global_batch']:,} sequences a step",
+        "precision": config["precision"]["name"],
+        "seeds": f"{config['seed']} (initialisation), {config['data']['seed']} (data order)",
+    }
+
+
+def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
+    last, evaluated = metrics[-1], _last_evaluation(metrics)
+    precision, packing = config["precision"]["name"], config["eval"]["packing"]
+    train_loss = _column(metrics, "train/loss")
+    tail = min(len(train_loss), max(10, len(train_loss) // 100))
+    rows = {"tokens seen": f"{last['train/tokens']:,} positions, of which {last['train/real_tokens']:,} real tokens"}
+    if evaluated:
+        at = "" if evaluated is last else f", at step {evaluated['step']:,}"
+        rows |= {
+            f"evaluation loss ({precision}, {packing}{at})": f"{evaluated['eval/loss']:.4f}",
+            "perplexity, unbiased": f"**{evaluated['eval/perplexity']:.2f}**",
+            "perplexity, GaLore convention": f"{evaluated['eval/perplexity_galore']:.2f}",
+        }
+    rows[f"training loss, median of the last {tail:,} steps"] = f"{_median(train_loss[-tail:]):.4f}"
+    not_finite = int((~np.isfinite(train_loss)).sum())
+    if not_finite:
+        rows["steps with a loss that is not finite"] = f"{not_finite:,}"
+    rates = _column(metrics, "perf/tokens_per_second")
+    if np.isfinite(rates).any():
+        rows["tokens a second, median"] = f"{_median(rates):,.0f}"
+    if last.get("perf/mfu") is not None:
+        rows["MFU"] = f"{last['perf/mfu']:.1%}"
+    if last.get("perf/max_memory_gb") is not None:
+        rows["peak memory"] = f"{last['perf/max_memory_gb']:.2f} GB"
+    return rows
+
+
+def why_two_perplexities(metrics: list[dict]) -> str:
+    """One sentence on the two numbers, with the n of this evaluation."""
+    evaluated = _last_evaluation(metrics)
+    if not evaluated:
+        return "This run was not evaluated."
+    reported = math.log(evaluated["eval/perplexity_galore"])
+    gap = evaluated["eval/loss"] - reported
+    n = f"n = {round(reported / gap)} here" if gap > 0 else "n the number of batches"
+    return (
+        "The scripts of the GaLore family, and the published tables with them, divide the summed loss of n batches by "
+        f"n + 1 ({n}): compare the second perplexity with those tables, and use the first for everything else."
+    )
+
+
+def how_to_load(folded: Path, config: dict) -> str:
+    """Where the folded checkpoint is, and three lines that load it."""
+    if not (folded / "config.json").exists():
+        return "There is none: the run did not reach its end."
+    trust = "" if config["backbone"]["name"] == "full" else ", trust_remote_code=True"
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("{folded}", dtype="auto"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{folded}")
+```"""
+
+
+def provenance(manifest: dict) -> dict[str, str]:
+    """Whatever the manifest says of its latest start; the identity is the configuration, and left out."""
+    facts = {key: value for key, value in manifest.items() if key not in ("identity", "starts")}
+    starts = manifest.get("starts", [])
+    if len(starts) > 1:
+        facts["starts"] = len(starts)
+    return {key: _words(value) for key, value in (facts | (starts[-1] if starts else {})).items()}
+
+
+def _words(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def _table(rows: dict[str, str]) -> str:
+    cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()]
+    return "\n".join(["| | |", "| --- | --- |", *cells])
+
+
+def _last_evaluation(metrics: list[dict]) -> dict | None:
+    return next((line for line in reversed(metrics) if "eval/loss" in line), None)
+
+
+def _column(metrics: list[dict], name: str) -> np.ndarray:
+    """One metric as floats; NaN where it is absent or null."""
+    values = (line.get(name) for line in metrics)
+    return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+
+def _median(values: np.ndarray) -> float:
+    """Of what is finite; NaN where nothing is."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else math.nan
+
+
+# ----------------------------------------------------------------------------------------------------
+# The picture
+
+
+def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
+    """Draw the training loss (faint, and smoothed) and the evaluations over the tokens seen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    tokens, loss = _column(metrics, "train/tokens"), _finite(_column(metrics, "train/loss"))
+    evaluated = [line for line in metrics if "eval/loss" in line]
+    x, y = _column(evaluated, "train/tokens"), _finite(_column(evaluated, "eval/loss"))
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    every = max(1, len(loss) // POINTS)
+    mark = "." if np.isfinite(loss).sum() == 1 else ""  # a line needs two points
+    axes.plot(tokens[::every], loss[::every], color=DATA, alpha=0.5, linewidth=0.8, marker=mark, label="training")
+    if len(loss) > FEW:
+        at, level = smoothed(loss)
+        axes.plot(tokens[at], level, color=SMOOTH, linewidth=1.6, label="training, smoothed")
+    if evaluated:
+        axes.plot(x, y, color=EVALUATION, linewidth=1, marker="o", markersize=4, label="evaluation")
+    if np.isfinite(y[-1:]).any():
+        offset = {"textcoords": "offset points", "xytext": (0, 7), "ha": "right"}
+        axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), color=EVALUATION, **offset)
+    axes.set_ylim(*limits(loss, y))
+    axes.set(title=title, xlabel="tokens seen (positions)", ylabel="loss (nats a token)")
+    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def smoothed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, running medians) at up to 400 steps; the window is a fiftieth of the run, and narrower at its ends.
+
+    A median: neither a spike nor a step without a finite loss shows in it.
+    """
+    at = np.unique(np.linspace(0, len(values) - 1, 400).astype(int))
+    reach = np.maximum(2, np.minimum.reduce([np.full(at.shape, len(values) // 100), at, len(values) - 1 - at]))
+    return at, np.array([_median(values[max(0, i - r) : i + r + 1]) for i, r in zip(at, reach, strict=True)])
+
+
+def limits(loss: np.ndarray, evaluated: np.ndarray) -> tuple[float, float]:
+    """The losses to show: all, but for training spikes above where the run began, which would flatten the curve."""
+    finite, evaluated = loss[np.isfinite(loss)], evaluated[np.isfinite(evaluated)]
+    shown = np.concatenate((finite[finite <= finite[:FEW].max()] if len(finite) else finite, evaluated))
+    if not len(shown):
+        return 0.0, 1.0
+    room = 0.06 * (shown.max() - shown.min()) or 0.1
+    return shown.min() - room, shown.max() + room
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), values, math.nan)
+
+
+def _tokens(number: float, _position: int) -> str:
+    """1500000 -> 1.5M."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= size), (1, ""))
+    return f"{number / size:.6g}{unit}"
