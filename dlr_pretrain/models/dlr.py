@@ -51,10 +51,6 @@ class Residual:
         """entries + beta, formed in fp32 (fp64 for fp64) and rounded to ``dtype`` once."""
         return (entries.to(torch.promote_types(entries.dtype, torch.float32)) + self.beta).to(dtype)
 
-    def branch(self, linear: nn.Linear, inputs: tuple[Tensor], y: Tensor) -> Tensor:
-        """The paper's residual path, as a forward hook: y + beta * (each latent repeated K times)."""
-        return y + self.beta * self.duplicate(inputs[0])
-
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out], as full groups plus a tail.
 
@@ -68,6 +64,16 @@ class Residual:
     def _follow(self, device: torch.device) -> None:
         if self.rows.device != device:
             self.rows, self.columns = self.rows.to(device), self.columns.to(device)
+
+
+class Branch:
+    """The paper's residual path, mixed into the class of a linear layer: y + beta * (each latent repeated K times).
+
+    A class of its own, and not a forward hook: ``torch.compile`` guards on classes but, by default, not on hooks.
+    """
+
+    def forward(self, z: Tensor) -> Tensor:
+        return super().forward(z) + self.residual.beta * self.residual.duplicate(z)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -86,7 +92,7 @@ def attach_dlr(
     ``match`` chooses the up-projections, each an ``nn.Linear`` with weight [d_out, rank], with or without bias: a glob
     over their names or a predicate (name, linear). By default they are the second factors of low-rank modules, that is
     of modules with ``nn.Linear`` children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear layer.
-    ``impl="branch"`` adds the residual to the output in a forward hook instead: slower, the paper's formula literally.
+    ``impl="branch"`` adds the residual to the layer's output instead: slower, the paper's formula literally.
 
     Raises ValueError where nothing matches, where a residual is there already, or after folding.
     """
@@ -104,7 +110,7 @@ def attach_dlr(
         linear.residual = Residual(d_out, rank, alpha, variance_correction, impl)
         linear.register_state_dict_pre_hook(_refuse_while_active)
         if impl == "branch":
-            linear.residual.hook = linear.register_forward_hook(linear.residual.branch)
+            linear.__class__ = type(f"Branch{type(linear).__name__}", (Branch, type(linear)), {})
     return list(targets)
 
 
@@ -137,7 +143,7 @@ def fold_(module: nn.Module) -> int:
         with torch.no_grad():
             residual.write(linear.weight, residual.added(residual.entries(linear.weight), linear.weight.dtype))
         if residual.impl == "branch":
-            residual.hook.remove()
+            linear.__class__ = type(linear).__bases__[1]
         del linear.residual
     module.dlr_folded = True
     return len(folded)

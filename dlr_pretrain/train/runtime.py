@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.errors import UserError
 
 T = TypeVar("T")
@@ -111,8 +110,9 @@ def _device(cfg: Config) -> torch.device:
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
     if cfg.device == "cpu" or not torch.cuda.is_available():
-        if cfg.compile and not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "g++", "clang++")):
-            raise UserError("compile=true: no C++ compiler for the CPU found (g++ or clang++). Use compile=false")
+        problem = compiler_problem(cfg, "cpu")
+        if problem:
+            raise ConfigError([problem])
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= count:

@@ -1,0 +1,101 @@
+"""What tests share: a small corpus with its tokenizer, real data where it is, runs in this process or by torchrun."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
+
+import pytest
+import sentencepiece
+
+ROOT = Path(__file__).resolve().parent.parent
+TEST_DATA = Path(os.environ.get("DLR_TEST_DATA", ROOT.parent / "shared" / "data"))
+
+# The smallest shape that has every part: an odd feed-forward width, latents without a copy, four micro-batches.
+SMALL = [
+    *("scale=tiny", "scale.hidden_size=32", "scale.intermediate_size=91", "scale.num_heads=2"),
+    *("scale.num_layers=2", "scale.rank=8", "data=c4_local", "precision=fp32", "logger=jsonl", "compile=false"),
+    *("device=cpu", "train.seq_len=32", "train.global_batch=8", "train.micro_batch=2", "train.steps=20"),
+    *("train.lr=0.01", "eval.every=10", "eval.tokens=400", "checkpoint.every=5"),
+]
+
+
+@pytest.fixture(scope="session")
+def test_data() -> Path:
+    """The folder of real data; the test skips where it is not there."""
+    if not TEST_DATA.is_dir():
+        pytest.skip(f"no test data at {TEST_DATA}: set DLR_TEST_DATA")
+    return TEST_DATA
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """C4-layout shards of seeded sentences, and a tokenizer of 300 pieces trained on them (spiece.model)."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 6))) for _ in range(120)]
+
+    def document() -> str:
+        sentences = (" ".join(rng.choices(words, k=rng.randint(3, 9))) + "." for _ in range(rng.randint(1, 8)))
+        return " ".join(sentences)
+
+    for split, shards, documents in (("train", 2, 120), ("validation", 1, 30)):
+        for i in range(shards):
+            with gzip.open(folder / f"c4-{split}.{i:05d}-of-{shards:05d}.json.gz", "wt") as file:
+                file.writelines(json.dumps({"text": document()}) + "\n" for _ in range(documents))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(document() for _ in range(400)),
+        model_prefix=str(folder / "spiece"),
+        vocab_size=300,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    return folder
+
+
+@pytest.fixture
+def words(corpus):
+    """Overrides of a small run over the corpus: ``words("dlr=on", run="name")``."""
+
+    def of(*overrides: str) -> list[str]:
+        data = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
+        small = [word for word in SMALL if "backbone=full" not in overrides or not word.startswith("scale.rank")]
+        return [*small, *data, *overrides]
+
+    return of
+
+
+@pytest.fixture
+def train(words):
+    """Runs ``words(...)`` in ``folder``: in this process, or under torchrun where ``ranks`` is more than one."""
+
+    def run_in(folder: Path, *overrides: str, ranks: int = 1) -> Path:
+        given = words(f"run.dir={folder}", *overrides)
+        if ranks > 1:
+            finished = torchrun(given, ranks)
+            assert finished.returncode == 0, finished.stderr[-3000:]
+            return folder
+        from dlr_pretrain.cli import load
+        from dlr_pretrain.train.run import run
+
+        run(load(given))
+        return folder
+
+    return run_in
+
+
+def torchrun(words: list[str], ranks: int) -> subprocess.CompletedProcess:
+    """``train.py`` on ``ranks`` gloo ranks, a thread each."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run([*launch, str(ROOT / "train.py"), *words], env=environment, capture_output=True, text=True)

@@ -1,0 +1,246 @@
+"""DLR against its formula: weight space, branch, initial offset, folding, and the interface on foreign modules."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import active, attach_dlr, build, fold_
+from dlr_pretrain.models.dlr import Residual, folded_state, publish, residuals
+
+VOCAB = 50
+LR = 1e-3
+
+
+def small(backbone: str, *overrides: str):
+    shape = "scale=tiny scale.hidden_size=32 scale.intermediate_size=91 scale.num_heads=2 scale.num_layers=2"
+    return load([*shape.split(), "scale.rank=8", f"backbone={backbone}", "data=sample", "logger=jsonl", *overrides])
+
+
+def batch(seed: int = 0):
+    return torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def r_transposed(d_out: int, rank: int) -> torch.Tensor:
+    """R^T [d_out, rank] entry by entry."""
+    copies = math.ceil(d_out / rank)
+    return torch.tensor([[1.0 if i // copies == j else 0.0 for j in range(rank)] for i in range(d_out)])
+
+
+class Layer(nn.Module):
+    """A low-rank layer of somebody else's, with a bias."""
+
+    def __init__(self, d_in=6, rank=4, d_out=10):
+        super().__init__()
+        self.down, self.up = nn.Linear(d_in, rank), nn.Linear(rank, d_out)
+
+    def forward(self, x):
+        return self.up(torch.tanh(self.down(x)))
+
+
+@pytest.mark.parametrize(("d_out", "rank", "columns"), [
+    (10, 4, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]),
+    (14, 6, [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4]),  # latent 5 gets no copy
+    (8, 8, list(range(8))),
+    (3, 8, [0, 1, 2]),
+])  # fmt: skip
+@pytest.mark.parametrize("corrected", [True, False])
+def test_each_output_receives_the_latent_of_its_group(d_out, rank, columns, corrected):
+    residual = Residual(d_out, rank, 1.5, corrected, "weight")
+    assert residual.columns.tolist() == columns
+    assert residual.beta == 1.5 / math.sqrt(math.ceil(d_out / rank)) if corrected else residual.beta == 1.5
+    z = torch.randn(3, rank, dtype=torch.float64)
+    assert torch.equal(residual.duplicate(z), z @ r_transposed(d_out, rank).double().T)
+
+
+@pytest.mark.parametrize("impl", ["weight", "branch"])
+def test_a_layer_with_bias_computes_the_formula_and_its_gradients(impl):
+    layer = Layer().double()
+    plain = copy.deepcopy(layer)
+    assert attach_dlr(layer, alpha=0.7, impl=impl) == ["up"]
+    x = torch.randn(5, 6, dtype=torch.float64)
+    beta = 0.7 / math.sqrt(3)
+
+    z = torch.tanh(plain.down(x))
+    expected = z @ (plain.up.weight + beta * r_transposed(10, 4).double()).T + plain.up.bias
+    expected.square().sum().backward()
+    with active(layer):
+        y = layer(x)
+        y.square().sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-14)
+    assert torch.equal(layer.up.weight, plain.up.weight)
+    for p, q in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
+
+
+def trajectory(cfg, steps: int, decay: float, offset: bool = False, towards_offset: bool = False):
+    """The folded weights after AdamW in float64, clipped; with ``offset`` of plain AdamW from the folded start.
+
+    The embedding has unit scale: at its initial 0.02 the first norm multiplies rounding errors by 50 an evaluation.
+    """
+    model = build(cfg, VOCAB, torch.device("cpu"), torch.float64)
+    model.model.embed_tokens.weight.data.mul_(50)
+    shift = {}
+    if offset:
+        shift = {name: m.residual for name, m in residuals(model)}
+        fold_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0 if towards_offset else decay)
+    for step in range(steps):
+        with active(model) if not offset else nullcontext():
+            loss = model(*batch(step % 4)) / 36
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if towards_offset:  # decay of what is left of a parameter without its offset, before Adam's step, as torch does
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.mul_(1 - LR * decay)
+                    residual = shift.get(name.removesuffix(".weight"))
+                    if residual:
+                        p[residual.rows, residual.columns] += LR * decay * residual.beta
+        optimizer.step()
+        optimizer.zero_grad()
+    return folded_state(model, model.state_dict()), loss.item()
+
+
+@pytest.mark.parametrize("backbone", ["lowrank", "cola"])
+def test_weight_space_and_branch_train_alike(backbone):
+    weight = trajectory(small(backbone, "dlr=on"), 100, 0.1)
+    branch = trajectory(small(backbone, "dlr=on", "dlr.impl=branch"), 100, 0.1)
+    assert weight[1] == pytest.approx(branch[1], rel=1e-12)
+    for name in weight[0]:
+        torch.testing.assert_close(weight[0][name], branch[0][name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_weight_decay_alone_separates_dlr_from_an_initial_offset():
+    cfg = small("cola", "dlr=on")
+
+    def distance(a, b):
+        return max((a[0][n] - b[0][n]).abs().max().item() for n in a[0])
+
+    assert distance(trajectory(cfg, 60, 0.0), trajectory(cfg, 60, 0.0, offset=True)) < 1e-12
+    decayed = trajectory(cfg, 60, 1.0)
+    assert distance(decayed, trajectory(cfg, 60, 1.0, offset=True)) > 1e-3
+    assert distance(decayed, trajectory(cfg, 60, 1.0, offset=True, towards_offset=True)) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype):
+    model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"), dtype)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    with active(model):
+        working = {name: p.detach().clone() for name, p in model.named_parameters()}
+        logits = model.logits(batch()[0])
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    expected = folded_state(model, before)
+    assert fold_(model) == 14
+    for name, p in model.named_parameters():
+        assert torch.equal(p, working[name]) and torch.equal(p, expected[name]), name
+    assert torch.equal(model.logits(batch()[0]), logits)
+
+    plain = build(small("cola"), VOCAB, torch.device("cpu"), dtype)
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(plain.logits(batch()[0]), logits)
+
+
+def test_fold_adds_beta_at_its_entries_and_nothing_elsewhere():
+    model = build(small("lowrank", "dlr=on", "dlr.alpha=2"), VOCAB, torch.device("cpu"), torch.float64)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    fold_(model)
+    for name, p in model.state_dict().items():
+        expected = torch.zeros_like(p)
+        if name.endswith(".b.weight"):
+            expected = 2 / math.sqrt(math.ceil(p.shape[0] / 8)) * r_transposed(p.shape[0], 8).double()
+        torch.testing.assert_close(p - before[name], expected, rtol=0, atol=1e-15)
+
+
+def test_masters_publish_the_sum_rounded_once():
+    model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"))
+    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.to(torch.bfloat16)
+    for _ in range(2):  # publishing again starts from the masters
+        publish(model, masters)
+    folded = folded_state(model, masters)
+    for name, p in model.named_parameters():
+        assert folded[name].dtype == torch.float32
+        assert torch.equal(folded[name].to(torch.bfloat16), p), name
+
+
+def test_b_comes_back_when_the_forward_fails():
+    layer = Layer()
+    attach_dlr(layer)
+    before = layer.up.weight.clone()
+    with pytest.raises(ZeroDivisionError), active(layer):
+        assert not torch.equal(layer.up.weight, before)
+        1 / 0  # noqa: B018
+    assert torch.equal(layer.up.weight, before)
+
+
+def test_misuse_is_refused():
+    layer = Layer()
+    with pytest.raises(ValueError, match="no residual"):
+        fold_(layer)
+    attach_dlr(layer)
+    with pytest.raises(ValueError, match="has a residual already"):
+        attach_dlr(layer)
+    with active(layer):
+        with pytest.raises(RuntimeError, match="published"):
+            layer.state_dict()
+        with pytest.raises(RuntimeError, match="published"):
+            fold_(layer)
+        with pytest.raises(RuntimeError, match="published"), active(layer):
+            pass
+    assert fold_(layer) == 1
+    with pytest.raises(ValueError, match="folded already"):
+        fold_(layer)
+    with pytest.raises(ValueError, match="was folded"):
+        attach_dlr(layer)
+    with pytest.raises(ValueError, match="no up-projection"):
+        attach_dlr(nn.Sequential(nn.ReLU()))
+    with pytest.raises(ValueError, match="no up-projection"):
+        attach_dlr(Layer(), match="*.nothing")
+
+
+def test_up_projections_are_found_named_or_chosen():
+    model = nn.ModuleDict({"a": Layer(), "b": nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 10))})
+    assert attach_dlr(copy.deepcopy(model)) == ["a.up"]
+    assert attach_dlr(copy.deepcopy(model), match="b.1") == ["b.1"]
+    assert attach_dlr(copy.deepcopy(model), match=lambda name, m: m.in_features == 4) == ["a.up", "b.1"]
+    assert attach_dlr(nn.Linear(4, 10)) == [""]
+
+
+@pytest.mark.parametrize("impl", ["weight", "branch"])
+def test_copies_are_independent(impl):
+    layer = Layer()
+    attach_dlr(layer, impl=impl)
+    twin = copy.deepcopy(layer)
+    x = torch.randn(2, 6)
+    with active(layer), active(twin):
+        assert torch.equal(layer(x), twin(x))
+    fold_(twin)
+    assert not torch.equal(twin.up.weight, layer.up.weight)
+    with active(layer):
+        torch.testing.assert_close(twin(x), layer(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["weight", "branch"])
+def test_compiled_equals_eager_where_inductor_miscompiles_the_literal_formula(impl):
+    """512 -> 1376 at rank 128: K = 11 does not divide 1376, and the last group has one row."""
+    layer = Layer(512, 128, 1376)
+    attach_dlr(layer, impl=impl)
+    compiled = copy.deepcopy(layer)
+    compiled.compile(dynamic=False, fullgraph=True)
+    x = torch.randn(16, 512)
+    with active(layer), active(compiled):
+        results = [m(x) for m in (layer, compiled)]
+        for y in results:
+            y.square().sum().backward()
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.up.weight.grad, compiled.up.weight.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(layer.down.weight.grad, compiled.down.weight.grad, rtol=1e-4, atol=1e-3)

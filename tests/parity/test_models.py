@@ -1,0 +1,186 @@
+"""Every backbone against a LLaMA written from the formulas, in float64; parameter counts of the paper."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import build
+from dlr_pretrain.models.linear import GroupHolder
+from dlr_pretrain.models.llama import Llama, padded
+
+BACKBONES = ("full", "lowrank", "cola")
+VOCAB = 50
+
+
+def small(backbone: str, *overrides: str, width: int = 91):
+    shape = f"scale=tiny scale.hidden_size=32 scale.intermediate_size={width} scale.num_heads=2 scale.num_layers=2"
+    rank = [] if backbone == "full" else ["scale.rank=8"]
+    return load([*shape.split(), *rank, f"backbone={backbone}", "data=sample", "logger=jsonl", *overrides])
+
+
+def tied(model: Llama) -> bool:
+    holders = [m for m in model.modules() if isinstance(m, GroupHolder)]
+    return all(stack.is_tied() for m in holders for group in m.groups() for stack in group.stacks())
+
+
+def reference_loss(state: dict, ids, targets, heads: int, layers: int, backbone: str):
+    """Summed next-token cross-entropy of a LLaMA, one projection at a time."""
+
+    def project(name, x):
+        if backbone == "full":
+            return x @ state[f"{name}.weight"].T
+        z = x @ state[f"{name}.a.weight"].T
+        if backbone == "cola":
+            z = z / (1 + torch.exp(-z))
+        return z @ state[f"{name}.b.weight"].T
+
+    def norm(name, x):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
+
+    x = state["model.embed_tokens.weight"][ids]
+    B, T, D = x.shape
+    E = D // heads
+    position = torch.arange(T, dtype=x.dtype)[:, None]
+    angle = position * 10000.0 ** (-torch.arange(0, E, 2, dtype=x.dtype) / E)
+
+    def turn(t):  # pairs (j, j + E/2) turned by their angle
+        l, r = t[..., : E // 2], t[..., E // 2 :]
+        return torch.cat((l * angle.cos() - r * angle.sin(), r * angle.cos() + l * angle.sin()), -1)
+
+    for i in range(layers):
+        at = f"model.layers.{i}"
+        h = norm(f"{at}.input_layernorm", x)
+        q, k, v = (
+            project(f"{at}.self_attn.{p}_proj", h).reshape(B, T, heads, E).permute(0, 2, 1, 3) for p in ("q", "k", "v")
+        )
+        scores = turn(q) @ turn(k).transpose(2, 3) / math.sqrt(E)
+        future = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
+        y = torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v
+        x = x + project(f"{at}.self_attn.o_proj", y.permute(0, 2, 1, 3).reshape(B, T, D))
+        h = norm(f"{at}.post_attention_layernorm", x)
+        gate, up = project(f"{at}.mlp.gate_proj", h), project(f"{at}.mlp.up_proj", h)
+        x = x + project(f"{at}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
+    logits = norm("model.norm", x) @ state["lm_head.weight"].T
+    log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
+    scored = targets != -100
+    return -(log_p[scored].gather(1, targets[scored][:, None])).sum()
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_loss_and_gradients_equal_the_formula(backbone, grouped):
+    cfg = small(backbone)
+    model = Llama(cfg, VOCAB, grouped=grouped)
+    model.init_(3)
+    model.double()
+    ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+    targets[0, :4] = -100
+    loss = model(ids, targets)
+    loss.backward()
+
+    state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected = reference_loss(state, ids, targets, cfg.scale.num_heads, cfg.scale.num_layers, backbone)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, state[name].grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_initial_weights_do_not_depend_on_grouping_padding_or_rank_count(backbone):
+    a, b = (Llama(small(backbone), VOCAB, grouped=grouped) for grouped in (True, False))
+    a.init_(5), b.init_(5)
+    for (name, x), (same, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        assert name == same and torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("backbone", ["lowrank", "cola"])
+def test_factors_start_with_the_variance_of_cola(backbone):
+    cfg = load(["scale=60m", f"backbone={backbone}", "data=sample", "scale.num_layers=1"])
+    model = build(cfg, 1000, torch.device("cpu"))
+    for name, d_out in (("self_attn.q_proj", 512), ("mlp.gate_proj", 1376)):
+        projection = model.model.layers[0].get_submodule(name)
+        sigma = 128**-0.25 * (512 + d_out) ** -0.25
+        for weight in (projection.a.weight, projection.b.weight):
+            assert weight.std().item() == pytest.approx(sigma, rel=0.02)
+            assert abs(weight.mean().item()) < 0.02 * sigma
+    assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_common_storage_survives_casts_copies_and_loading():
+    model = Llama(small("cola"), VOCAB)
+    model.init_(1)
+    assert tied(model)
+    moved = copy.deepcopy(model).to(torch.bfloat16).float()
+    assert tied(moved)
+    moved.load_state_dict(model.state_dict())
+    assert tied(moved)
+    ids, targets = torch.randint(0, VOCAB, (2, 2, 8))
+    assert torch.equal(model(ids, targets), moved(ids, targets))
+    optimizer = torch.optim.AdamW(moved.parameters(), lr=0.01, fused=True)
+    for _ in range(2):
+        moved(ids, targets).backward()
+        optimizer.step()
+    assert tied(moved)
+    fresh = Llama(small("cola"), VOCAB, grouped=False)
+    fresh.load_state_dict(moved.state_dict())
+    torch.testing.assert_close(moved(ids, targets), fresh(ids, targets))
+
+
+def test_odd_widths_are_padded_outside_of_every_parameter():
+    assert [padded(w) for w in (1376, 5461, 11008)] == [1376, 5504, 11008]
+    model = Llama(small("cola"), VOCAB)
+    mlp = model.model.layers[0].mlp
+    assert mlp.down_proj.a.weight.shape == (8, 91) and mlp.gate_proj.b.weight.shape == (91, 8)
+    model.init_(0)
+    ids, targets = torch.randint(0, VOCAB, (2, 2, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        model(ids, targets).backward()
+        optimizer.step()
+    assert mlp.gate_up.b.storage.shape == (2, 128, 8) and mlp.gate_up.b.storage[:, 91:].count_nonzero() == 0
+    assert mlp.down.a.storage.shape == (1, 8, 128) and mlp.down.a.storage[..., 91:].count_nonzero() == 0
+
+
+# methods of the paper's Table 1 by closed form: 2 V d + 2 L d + d, and per block 4 d^2 + 3 d f or r (8 d + 3 (d + f))
+COUNTS = {
+    ("full", "60m"): 58_073_600,
+    ("full", "130m"): 134_105_856,
+    ("full", "350m"): 367_969_280,
+    ("full", "1b"): 1_339_082_752,
+    ("full", "7b"): 6_738_415_616,
+    ("cola", "60m"): 42_770_944,
+    ("cola", "130m"): 93_997_824,
+    ("cola", "350m"): 185_222_144,
+    ("cola", "1b"): 609_310_720,
+    ("cola", "7b"): 2_820_935_680,
+    ("lowrank", "1b"): 609_310_720,
+}
+
+
+@pytest.mark.parametrize(("backbone", "scale"), COUNTS)
+def test_parameter_counts_to_the_unit(backbone, scale):
+    cfg = load([f"scale={scale}", f"backbone={backbone}", "data=sample"])
+    model = build(cfg, cfg.scale.vocab_size, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) == COUNTS[backbone, scale]
+
+
+@pytest.mark.slow
+def test_compiled_equals_eager():
+    cfg = small("cola", "dlr=on")
+    eager = build(cfg, VOCAB, torch.device("cpu"))
+    compiled = copy.deepcopy(eager)
+    compiled.compile_()
+    ids, targets = torch.randint(0, VOCAB, (2, 2, 16))
+    losses = [model(ids, targets) for model in (eager, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
+    assert [n for n, _ in compiled.named_parameters()] == [n for n, _ in eager.named_parameters()]
