@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.packing import PackedReader, PaddedReader, joined
+from dlr_pretrain.data.packing import SequenceReader, packed_runs, padded_runs
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
 
 BATCHES_AHEAD = 8  # hides the moments in which a stream reads its next block
+CLOSE_SECONDS = 5.0  # a read that hangs in the network is not waited for: the thread is a daemon
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class TrainLoader:
         self._thread = threading.Thread(
             target=_produce, args=(batches, self._queue, self._room, self._closed), name="data", daemon=True
         )
-        self._stop = weakref.finalize(self, _stop, self._closed, self._room)
+        self._stop = weakref.finalize(self, _stop, self._thread, self._closed, self._room)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -82,9 +83,8 @@ class TrainLoader:
         return item
 
     def close(self) -> None:
-        """Stop reading ahead and wait for the thread."""
+        """Stop reading ahead; called by itself when the loader is forgotten or the interpreter ends."""
         self._stop()
-        self._thread.join()
 
 
 def _produce(batches: Iterator[Batch], out: queue.SimpleQueue, room: threading.Semaphore, closed: threading.Event):
@@ -95,27 +95,31 @@ def _produce(batches: Iterator[Batch], out: queue.SimpleQueue, room: threading.S
         out.put(error)
 
 
-def _stop(closed: threading.Event, room: threading.Semaphore) -> None:
+def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Semaphore) -> None:
+    """End the thread, which must not be inside sentencepiece when the interpreter ends."""
     closed.set()
     room.release()
+    if thread is not threading.current_thread():  # the garbage collector may run anywhere
+        thread.join(CLOSE_SECONDS)
 
 
 def _batches(cfg: Config, source: Source, tokenizer: Tokenizer, places: dict[int, Place]) -> Iterator[Batch]:
     """The batches of the streams in ``places``, from these positions on."""
-    readers = {}
+    seq_len, readers = cfg.train.seq_len, {}
     for v, place in places.items():
         chunks = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams).chunks(place)
         if cfg.data.packing == "packed":
-            readers[v] = PackedReader(chunks, place, cfg.train.seq_len)
+            runs = packed_runs(chunks, place, seq_len)
         else:
-            readers[v] = PaddedReader(chunks, cfg.train.seq_len, tokenizer.pad_id, tokenizer.eos_id)
+            runs = padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
+        readers[v] = SequenceReader(runs)
     each = cfg.train.global_batch // cfg.num_streams
     while True:
-        taken = {v: reader.take(each) for v, reader in readers.items()}
-        inputs, targets, real_tokens = joined([sequences for sequences, _ in taken.values()])
-        yield Batch(
-            torch.from_numpy(inputs.astype(np.int64)),
-            torch.from_numpy(targets.astype(np.int64)),
-            real_tokens,
-            {str(v): list(place) for v, (_, place) in taken.items()},
-        )
+        inputs = np.empty((len(readers) * each, seq_len), np.int64)
+        targets = np.empty_like(inputs)
+        real_tokens, state = 0, {}
+        for i, (v, reader) in enumerate(readers.items()):
+            rows = slice(i * each, (i + 1) * each)
+            real, state[str(v)] = reader.fill(inputs[rows], targets[rows])
+            real_tokens += real
+        yield Batch(torch.from_numpy(inputs), torch.from_numpy(targets), real_tokens, state)

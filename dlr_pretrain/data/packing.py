@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,15 +17,14 @@ class Sequences(NamedTuple):
 
     inputs: np.ndarray  # [n, seq_len]
     targets: np.ndarray  # [n, seq_len], the next token or IGNORE
-    real_tokens: int  # input positions that are no padding
+    real: np.ndarray  # [n], input positions that are no padding
 
 
-def joined(parts: list[Sequences]) -> Sequences:
-    return Sequences(
-        np.concatenate([part.inputs for part in parts]),
-        np.concatenate([part.targets for part in parts]),
-        sum(part.real_tokens for part in parts),
-    )
+class Run(NamedTuple):
+    """Consecutive sequences of a stream, and where it stands after each of them: a ``Place`` a row, [n, 5]."""
+
+    sequences: Sequences
+    places: np.ndarray
 
 
 def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int) -> Sequences:
@@ -36,68 +33,76 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
     ``tokens`` [total] are documents joined, each with its </s>, beginning at ``starts`` [n].
     """
     lengths = np.diff(np.append(starts, len(tokens)))
-    kept = np.minimum(lengths, seq_len)[:, None]
-    column = np.arange(seq_len)[None, :]
-    inside = column < kept
+    real = np.minimum(lengths, seq_len)
+    column = np.arange(seq_len)
+    inside = column < real[:, None]
     inputs = np.where(inside, tokens[np.where(inside, starts[:, None] + column, 0)], pad_id)
     inputs[lengths > seq_len, -1] = eos_id
     targets = np.full(inputs.shape, IGNORE, np.int32)
     targets[:, :-1] = np.where(inside[:, 1:], inputs[:, 1:].astype(np.int32), IGNORE)
-    return Sequences(inputs, targets, int(kept.sum()))
+    return Sequences(inputs, targets, real)
 
 
-class PackedReader:
-    """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target."""
-
-    def __init__(self, chunks: Iterator[Chunk], place: Place, seq_len: int):
-        self._chunks, self._seq_len = chunks, seq_len
-        self._held: deque[Chunk] = deque()
-        self._offset = place.token  # of the next window in the first chunk held
-
-    def take(self, count: int) -> tuple[Sequences, Place]:
-        """The next sequences, and where the stream stands after them."""
-        used = count * self._seq_len
-        parts, missing, offset = [], used + 1, self._offset
-        for index in itertools.count():
-            if index == len(self._held):
-                self._held.append(next(self._chunks))
-            parts.append(self._held[index].tokens[offset : offset + missing])
-            missing, offset = missing - len(parts[-1]), 0
-            if not missing:
-                break
-        self._offset += used
-        while self._offset >= len(self._held[0].tokens):
-            self._offset -= len(self._held.popleft().tokens)
-        window, shape = np.concatenate(parts), (count, self._seq_len)
-        return Sequences(window[:-1].reshape(shape), window[1:].reshape(shape), used), self._place()
-
-    def _place(self) -> Place:
-        """The next window's first token: the last target of the one before, so it is always in a chunk held."""
-        chunk = self._held[0]
-        document = int(np.searchsorted(chunk.starts, self._offset, side="right")) - 1
-        return chunk.place._replace(
-            document=chunk.place.document + document, token=self._offset - int(chunk.starts[document])
+def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
+    """A run for each chunk: its documents, one a sequence."""
+    for place, tokens, starts in chunks:
+        yield Run(
+            padded(tokens, starts, seq_len, pad_id, eos_id),
+            _places(place, place.document + 1 + np.arange(len(starts)), np.zeros_like(starts)),
         )
 
 
-class PaddedReader:
-    """One document a sequence."""
+def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator[Run]:
+    """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
-    def __init__(self, chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int):
-        self._chunks, self._seq_len, self._pad_id, self._eos_id = chunks, seq_len, pad_id, eos_id
-        self._held: Chunk | None = None
-        self._document = 0  # the next one in the chunk held
+    A window's last target is the first input of the next; a run is what the chunks so far allow, the rest is carried.
+    """
+    carried, skip = np.empty(0, np.uint16), place.token
+    for chunk in chunks:
+        flat = np.concatenate((carried, chunk.tokens[skip:])) if len(carried) else chunk.tokens[skip:]
+        count = (len(flat) - 1) // seq_len
+        used = count * seq_len
+        if count > 0:
+            # At most seq_len tokens are carried, so the first token after any window lies in this chunk.
+            after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
+            document = np.searchsorted(chunk.starts, after, side="right") - 1
+            yield Run(
+                Sequences(
+                    flat[:used].reshape(count, seq_len),
+                    flat[1 : used + 1].reshape(count, seq_len),
+                    np.full(count, seq_len),
+                ),
+                _places(chunk.place, chunk.place.document + document, after - chunk.starts[document]),
+            )
+        carried, skip = flat[used:], 0
 
-    def take(self, count: int) -> tuple[Sequences, Place]:
-        """The next sequences, and where the stream stands after them."""
-        parts = []
-        while count:
-            if self._held is None or self._document == len(self._held.starts):
-                self._held, self._document = next(self._chunks), 0
-            place, tokens, starts = self._held
-            first, last = self._document, min(self._document + count, len(starts))
-            begin, end = starts[first], starts[last] if last < len(starts) else len(tokens)
-            documents = tokens[begin:end], starts[first:last] - begin
-            parts.append(padded(*documents, self._seq_len, self._pad_id, self._eos_id))
-            self._document, count = last, count - (last - first)
-        return joined(parts), place._replace(document=place.document + last, token=0)
+
+def _places(place: Place, document: np.ndarray, token: np.ndarray) -> np.ndarray:
+    """Places [n, 5] in the block of ``place``, at these documents and tokens [n]."""
+    places = np.tile(np.array(place), (len(document), 1))
+    places[:, 3], places[:, 4] = document, token
+    return places
+
+
+class SequenceReader:
+    """Takes sequences from runs, as many as are asked for."""
+
+    def __init__(self, runs: Iterator[Run]):
+        self._runs = runs
+        self._run: Run | None = None
+        self._taken = 0  # of the run
+
+    def fill(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[int, list[int]]:
+        """Write the next sequences into [n, seq_len]; returns their real tokens and the stream's place after them."""
+        done = real = 0
+        while done < len(inputs):
+            if self._run is None or self._taken == len(self._run.places):
+                self._run, self._taken = next(self._runs), 0
+            sequences, places = self._run
+            count = min(len(inputs) - done, len(places) - self._taken)
+            rows = slice(self._taken, self._taken + count)
+            inputs[done : done + count] = sequences.inputs[rows]
+            targets[done : done + count] = sequences.targets[rows]
+            real += int(sequences.real[rows].sum())
+            self._taken, done = self._taken + count, done + count
+        return real, places[self._taken - 1].tolist()

@@ -26,7 +26,7 @@ MARKUP = [
     (re.compile(r"\[([^\]]+)\]\([^)\s]+\)"), r"\1"),  # [text](address) -> text
     (re.compile(r"`([^`<]+?)\s*<[^`>]*>`_{0,2}"), r"\1"),  # `text <address>`_ -> text
     (re.compile(r"\s*\[[\w-]{1,12}\]_"), ""),  # a citation: [1]_
-    (re.compile(r"`+([^`]*)`+_{0,2}"), r"\1"),  # `code`, ``code``, `target`_
+    (re.compile(r"`+~?\.?([^`]*)`+_{0,2}"), r"\1"),  # `code`, ``code``, `target`_
     (re.compile(r"(?<!\w)\*{1,2}(\w[^*]*)\*{1,2}(?!\w)"), r"\1"),  # *emphasis*, **strong**
     (re.compile(r"::(?=\s|$)"), ":"),
 ]
@@ -82,9 +82,14 @@ def _prose(block: list[str]) -> str:
 
 
 def _is_english(text: str) -> bool:
-    """Whether a paragraph is sentences: it ends like one, and most of its words are words, many of them common."""
+    """Whether a paragraph is sentences.
+
+    It begins and ends like one (a colon introduces code that is left out), and most of its words are words, many of
+    them common.
+    """
     words = [word.strip("()[]\"',.;:!?") for word in text.split()]
-    if len(words) < MIN_WORDS or text[-1] not in ".!?:\"')" or (not text[0].isalnum() and text[0] not in "\"'("):
+    begins = text[:1].isupper() or text[:1].isdigit() or text[:1] in "\"'("
+    if len(words) < MIN_WORDS or not begins or text[-1] not in ".!?\"')":
         return False
     plain = sum(bool(WORD.match(word)) for word in words)
     common = sum(word.lower() in COMMON for word in words)

@@ -82,7 +82,7 @@ def package_folders() -> list[Path]:
     return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
 
-def build(folder: Path, packages: list[Path], pieces: int = PIECES) -> None:
+def build(folder: Path, packages: list[Path]) -> None:
     """Harvest ``packages`` into shards in ``folder`` and train their tokenizer."""
     documents, size = [], 0
     for document in harvest(packages):
@@ -99,7 +99,7 @@ def build(folder: Path, packages: list[Path], pieces: int = PIECES) -> None:
     for i in range(TRAIN_SHARDS):
         name = f"sample-train.{i:05d}-of-{TRAIN_SHARDS:05d}.json.gz"
         _write_shard(folder / name, documents[held_out + i :: TRAIN_SHARDS])
-    train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], pieces)
+    train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], PIECES)
 
 
 def harvest(packages: list[Path], seconds: float = HARVEST_SECONDS) -> Iterator[str]:

@@ -27,7 +27,8 @@ class Tokenizer:
 
         self.path = Path(path)
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=self.path.read_bytes())
+            self._model = sentencepiece.SentencePieceProcessor()
+            self._model.LoadFromSerializedProto(self.path.read_bytes())
         except (OSError, RuntimeError) as error:
             mend = "Set tokenizer.path to a sentencepiece model such as T5's spiece.model"
             raise UserError(f"{self.path}: not a readable sentencepiece model ({error}). {mend}") from error

@@ -9,7 +9,7 @@ from itertools import chain, islice
 import numpy as np
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.packing import IGNORE, Sequences, joined, padded
+from dlr_pretrain.data.packing import IGNORE, padded
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import CHUNK_DOCUMENTS, tokenise
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -40,7 +40,11 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
             break
     if not has_text:
         raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}")
-    return ValidationSet(*(joined(parts) if pad else _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)))
+    if pad:
+        inputs, targets, _ = map(np.concatenate, zip(*parts, strict=True))
+    else:
+        inputs, targets = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
+    return ValidationSet(inputs, targets, found)
 
 
 def _chunks(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -49,11 +53,11 @@ def _chunks(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, 
         yield tokenise(some, tokenizer)
 
 
-def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> Sequences:
+def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Packed windows as in training; the last is padded, so that no token is left out."""
     shape = (-(-len(tokens) // seq_len), seq_len)
     inputs = np.full(shape, pad_id, tokens.dtype)
     targets = np.full(shape, IGNORE, np.int32)
     inputs.reshape(-1)[: len(tokens)] = tokens
     targets.reshape(-1)[: len(tokens) - 1] = tokens[1:]
-    return Sequences(inputs, targets, len(tokens))
+    return inputs, targets

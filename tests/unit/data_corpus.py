@@ -1,0 +1,127 @@
+"""Small corpora, configurations and a transparent tokenizer for the tests of the data room."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from dlr_pretrain import config
+from dlr_pretrain.data import TrainLoader
+
+REPO = Path(config.CONFIG_DIR).parent
+REAL = Path(os.environ.get("DLR_TEST_DATA", REPO.parent / "shared" / "data"))
+needs_real_data = pytest.mark.skipif(not (REAL / "c4" / "en").is_dir(), reason=f"no test data at {REAL}")
+
+NASTY = [
+    "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
+    "👩‍🚀 \U0001f9ff é 中文 नमस्ते", "", " ", "\n\n", "\u200b\ufeff", "\x1b[31mred", "ffi ½ Ⅷ",
+]  # fmt: skip
+
+
+def make_config(data: str = "c4_local", **keys) -> config.Config:
+    """A real configuration of the smallest scale; ``train__seq_len=8`` sets train.seq_len."""
+    groups = {"scale": "tiny", "backbone": "lowrank", "dlr": "off", "optimizer": "adamw", "data": data}
+    groups |= {"precision": "fp32", "parallel": "ddp", "logger": "jsonl"}
+    tree = OmegaConf.load(config.CONFIG_DIR / "train.yaml")
+    for name in ("defaults", "hydra"):
+        tree.pop(name, None)
+    for group, option in groups.items():
+        tree = OmegaConf.merge(tree, {group: OmegaConf.load(config.CONFIG_DIR / group / f"{option}.yaml")})
+    for name, value in keys.items():
+        OmegaConf.update(tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value)
+    tree = OmegaConf.to_container(tree, resolve=True)
+    cfg, problems = config.parse(tree, {name: tree[name] for name in ("backbone", "optimizer")})
+    assert cfg is not None, problems
+    return cfg
+
+
+def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for i, texts in enumerate(shards):
+        paths.append(folder / f"{prefix}-{split}.{i:05d}-of-{len(shards):05d}.json.gz")
+        paths[-1].write_bytes(gzip.compress(b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)))
+    return paths
+
+
+class LetterTokenizer:
+    """A token a character, so that a sequence shows which documents it holds."""
+
+    pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        return [[3 + ord(c) % 39_000 for c in text] for text in texts]
+
+
+class MemorySource:
+    """Shards that are lists of texts."""
+
+    tokenizer_path = None
+    validation_shards = ()
+
+    def __init__(self, shards: list[list[str]]):
+        self._shards = {f"shard-{i}": texts for i, texts in enumerate(shards)}
+        self.train_shards = tuple(self._shards)
+
+    def read(self, shard, start=0, step=1):
+        return iter(self._shards[shard][start::step])
+
+    def describe(self):
+        return "memory"
+
+
+def corpus(shards: int, documents: int) -> list[list[str]]:
+    """Distinct documents of varied length; each begins with a character of its own."""
+    names = iter(range(0x4E00, 0x4E00 + shards * documents))
+    return [[chr(name) + "x" * ((7 * name) % 23) for name in (next(names) for _ in range(documents))]
+            for _ in range(shards)]  # fmt: skip
+
+
+def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=None):
+    """The global batches of the next steps, as one would see them with all ranks side by side.
+
+    Returns a list of (inputs, targets, real tokens, state), the tensors concatenated and the states merged over ranks.
+    """
+    loaders = [TrainLoader(cfg, source, tokenizer, rank, world_size, state) for rank in range(world_size)]
+    out = []
+    for _ in range(steps):
+        batches = [next(loader) for loader in loaders]
+        merged = {stream: place for batch in batches for stream, place in batch.state.items()}
+        out.append(
+            (
+                torch.cat([b.inputs for b in batches]),
+                torch.cat([b.targets for b in batches]),
+                sum(b.real_tokens for b in batches),
+                json.loads(json.dumps(merged)),
+            )
+        )
+    for loader in loaders:
+        loader.close()
+    return out
+
+
+def same(a, b) -> bool:
+    """Whether two lists of global batches are equal in every token, count and state."""
+    return len(a) == len(b) and all(
+        torch.equal(x[0], y[0]) and torch.equal(x[1], y[1]) and x[2:] == y[2:] for x, y in zip(a, b, strict=True)
+    )
+
+
+def run_python(program: str, folder: Path, arguments=(), **environment: str) -> tuple[str, str]:
+    """Run a program in a fresh interpreter, to which the hub is what ``environment`` says; its output and errors."""
+    unset = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
+    env = {k: v for k, v in os.environ.items() if k not in unset and not k.lower().endswith("_proxy")}
+    env |= {"HF_HOME": str(folder / "hf"), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr

@@ -1,0 +1,166 @@
+"""The hub: its shards and its tokenizer through the real clients, and a hub that gives no answer."""
+
+import http.server
+import json
+import pickle
+import socket
+import threading
+import time
+
+import pytest
+from data_corpus import LetterTokenizer, global_batches, make_config, run_python, same, write_shards
+
+from dlr_pretrain.data import hub, open_source, sample
+from dlr_pretrain.data.sources import read_with_datasets
+from dlr_pretrain.errors import UserError
+
+TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A server on the loopback that speaks as much of the hub's protocol as its clients use."""
+
+    files: dict[str, bytes] = {}  # noqa: RUF012
+    commit = "a" * 40
+
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = self.path.split("?")[0]
+        about = {"X-Repo-Commit": self.commit, "ETag": f'"{"b" * 40}"', "Accept-Ranges": "bytes"}
+        if "/tree/" in path:
+            tree = [
+                {"type": "file", "path": name, "size": len(content), "oid": "b" * 40}
+                for name, content in self.files.items()
+            ]
+            self.reply(json.dumps(tree).encode())
+        elif "/resolve/" in path:
+            content = self.files.get(path.split("/resolve/")[1].split("/", 1)[1])
+            self.reply(content or b"", 200 if content else 404, about)
+        elif path.startswith(("/api/datasets/allenai/c4", "/api/models/google-t5/t5-base")):
+            self.reply(json.dumps({"id": "x/y", "sha": self.commit, "tags": [], "siblings": []}).encode())
+        else:
+            self.reply(b"{}", 404)
+
+    do_HEAD = do_POST = do_GET
+
+    def reply(self, body, code=200, headers=None):
+        first = 0
+        if code == 200 and (span := self.headers.get("Range")):
+            first, last = (int(n) if n else len(body) - 1 for n in span.removeprefix("bytes=").split("-"))
+            headers = {**(headers or {}), "Content-Range": f"bytes {first}-{last}/{len(body)}"}
+            code, body = 206, body[first : last + 1]
+        self.send_response(code)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def served():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+OPEN = """
+    from data_corpus import make_config
+    from dlr_pretrain.data import open_source, open_tokenizer
+    from dlr_pretrain.errors import UserError
+    import time
+    class NoTokenizer: tokenizer_path = None
+    for opened in (lambda cfg: open_source(cfg), lambda cfg: open_tokenizer(cfg, NoTokenizer)):
+        begin = time.monotonic()
+        try:
+            opened(make_config("c4"))
+        except UserError as error:
+            print(error, type(error.__cause__).__name__)
+        print(time.monotonic() - begin)
+"""
+
+
+def check_refusals(output):
+    source, source_seconds, tokenizer, tokenizer_seconds = output.strip().splitlines()
+    assert source.startswith("allenai/c4: the Hugging Face hub gives no access to it: ")
+    assert "data=sample" in source and "data=c4_local data.root=<folder" in source
+    assert tokenizer.startswith("google-t5/t5-base: the Hugging Face hub gives no access to it: ")
+    assert "tokenizer.path=<spiece.model>" in tokenizer and "data=sample" in tokenizer
+    assert float(source_seconds) < 10 and float(tokenizer_seconds) < 10
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path):
+    with socket.socket() as closed:  # a port at which nobody listens
+        closed.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        check_refusals(run_python(OPEN, tmp_path, HF_ENDPOINT=address)[0])
+
+
+def test_a_hub_that_is_switched_off(tmp_path):
+    output, errors = run_python(OPEN, tmp_path, HF_HUB_OFFLINE="1")
+    check_refusals(output)
+    assert not errors
+
+
+@pytest.mark.slow
+def test_a_hub_that_never_answers(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        check_refusals(run_python(OPEN, tmp_path, HF_ENDPOINT=address)[0])
+
+
+def test_first_contact_does_not_wait_beyond_its_time():
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"a/b: .*no answer within 0\.2 s\. Go offline"):
+        hub.first_contact("a/b", lambda: time.sleep(5), "Go offline", seconds=0.2)
+    assert time.monotonic() - begin < 2
+
+
+def test_the_hub_gives_the_batches_of_the_same_shards_on_disk(tmp_path, served, monkeypatch):
+    paths = write_shards(tmp_path / "en", [TEXTS[:100], TEXTS[100:]])
+    paths += write_shards(tmp_path / "en", [["validation"]], split="validation")
+    monkeypatch.setattr(Hub, "files", {f"en/{p.name}": p.read_bytes() for p in paths} | {"en/other.txt": b"x"})
+    program = """
+        import pickle
+        from data_corpus import LetterTokenizer, global_batches, make_config
+        from dlr_pretrain.data import open_source
+        cfg = make_config("c4", train__global_batch=4, train__seq_len=16)
+        source = open_source(cfg)
+        print(source.describe())
+        first = global_batches(cfg, source, LetterTokenizer(), 1, 6)
+        again = global_batches(cfg, source, LetterTokenizer(), 2, 3, first[2][3])
+        with open(OUT, "wb") as file:
+            pickle.dump((first, again), file)
+    """.replace("OUT", repr(str(tmp_path / "out")))
+    output, errors = run_python(program, tmp_path, HF_ENDPOINT=served)
+    assert output == "allenai/c4@aaaaaaa on the hub: 2 train and 1 validation shards\n" and not errors
+    first, again = pickle.loads((tmp_path / "out").read_bytes())
+    cfg = make_config(data__root=tmp_path / "en", train__global_batch=4, train__seq_len=16)
+    assert same(first, global_batches(cfg, open_source(cfg), LetterTokenizer(), 1, 6)) and same(again, first[3:])
+
+
+def test_the_tokenizer_is_fetched_from_the_hub_once(tmp_path, served, monkeypatch):
+    sample.train_tokenizer(tmp_path / "small.model", ["Some text for a small model of few pieces."], pieces=40)
+    monkeypatch.setattr(Hub, "files", {"spiece.model": (tmp_path / "small.model").read_bytes()})
+    program = """
+        from data_corpus import make_config
+        from dlr_pretrain.data import open_tokenizer
+        class NoTokenizer: tokenizer_path = None
+        print(open_tokenizer(make_config("c4"), NoTokenizer).vocab_size)
+    """
+    output, _ = run_python(program, tmp_path, HF_ENDPOINT=served)
+    assert output == run_python(program, tmp_path, HF_HUB_OFFLINE="1")[0]
+
+
+def test_datasets_errors_name_the_file_and_the_document(tmp_path):
+    (path,) = write_shards(tmp_path, [TEXTS])
+    assert list(read_with_datasets(str(path), "text", start=250)) == TEXTS[250:]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"c4-train\.00000.*: reading failed after document \d+ "):
+        list(read_with_datasets(str(path), "text"))

@@ -1,0 +1,188 @@
+"""Batches: the same on any number of ranks and after any resume; what they hold, packed and padded; the thread."""
+
+import gc
+import math
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from data_corpus import LetterTokenizer, MemorySource, corpus, global_batches, make_config, same, write_shards
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlr_pretrain.data import TrainLoader, open_source, streams
+from dlr_pretrain.data.streams import DocumentStream, Place
+from dlr_pretrain.errors import UserError
+
+TOKENIZER = LetterTokenizer()
+PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
+
+
+def config(global_batch=8, seq_len=16, packing="packed", **keys):
+    return make_config(train__global_batch=global_batch, train__seq_len=seq_len, data__packing=packing, **keys)
+
+
+@PACKINGS
+@pytest.mark.parametrize(("shards", "global_batch"), [(1, 8), (3, 8), (9, 8), (5, 24), (2, 6)])
+def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch):
+    cfg, source = config(global_batch, packing=packing), MemorySource(corpus(shards, 40))
+    alone = global_batches(cfg, source, TOKENIZER, 1, steps=20)
+    for world_size in (w for w in (2, 4, 8) if cfg.num_streams % w == 0):
+        assert same(global_batches(cfg, source, TOKENIZER, world_size, steps=20), alone)
+
+
+@PACKINGS
+def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
+    cfg, source = config(packing=packing), MemorySource(corpus(3, 30))
+    steps = 24  # more than an epoch of each stream
+    undisturbed = global_batches(cfg, source, TOKENIZER, 1, steps)
+    assert min(place[0] for place in undisturbed[-1][3].values()) >= 1
+    for k in range(1, steps):
+        state = undisturbed[k - 1][3]
+        once = global_batches(cfg, source, TOKENIZER, (1, 2, 4, 8)[k % 4], min(3, steps - k), state)
+        assert same(once, undisturbed[k : k + 3])
+        twice = global_batches(cfg, source, TOKENIZER, (2, 8, 1, 4)[k % 4], min(3, steps - k - 1), once[0][3])
+        assert same(twice, undisturbed[k + 1 : k + 4])
+
+
+def flat(source, stream, num_streams, documents, seed=42):
+    """The tokens of the first documents of a stream, document by document."""
+    out = []
+    for chunk in DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Place()):
+        out += [tokens.tolist() for tokens in np.split(chunk.tokens, chunk.starts[1:])]
+        if len(out) >= documents:
+            return out[:documents]
+
+
+def test_packed_windows_join_the_documents_without_a_gap_and_every_position_has_a_target():
+    cfg, source = config(global_batch=8, seq_len=16), MemorySource(corpus(2, 40))
+    batches = global_batches(cfg, source, TOKENIZER, 2, steps=12)
+    for v in range(8):
+        tokens = np.concatenate(flat(source, v, 8, documents=60))
+        inputs = torch.cat([inputs[v] for inputs, *_ in batches]).numpy()
+        targets = torch.cat([targets[v] for _, targets, *_ in batches]).numpy()
+        assert np.array_equal(inputs, tokens[: 12 * 16]) and np.array_equal(targets, tokens[1 : 12 * 16 + 1])
+    assert {real for *_, real, _ in batches} == {8 * 16}
+
+
+def test_a_padded_sequence_is_one_document_that_ends_with_eos_also_when_it_is_cut():
+    cfg, source = config(global_batch=2, seq_len=8, packing="pad"), MemorySource(corpus(2, 30))
+    batches = global_batches(cfg, source, TOKENIZER, 1, steps=20)
+    for v in range(2):
+        for (inputs, targets, *_), document in zip(batches, flat(source, v, 2, documents=20), strict=True):
+            kept = document if len(document) <= 8 else [*document[:7], 1]
+            assert inputs[v].tolist() == kept + [0] * (8 - len(kept))
+            assert targets[v].tolist() == kept[1:] + [-100] * (9 - len(kept))
+    for inputs, _, real_tokens, _ in batches:
+        assert real_tokens == (inputs != 0).sum()
+
+
+def test_a_batch_is_int64_of_the_ranks_share():
+    cfg = config(global_batch=24, seq_len=16)
+    loader = TrainLoader(cfg, MemorySource(corpus(2, 40)), TOKENIZER, 1, 2, None)
+    batch = next(iter(loader))
+    loader.close()
+    assert batch.inputs.shape == batch.targets.shape == (12, 16)
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert set(batch.state) == {"4", "5", "6", "7"}  # 8 streams, of which rank 1 of 2 owns the second half
+
+
+TEXTS = st.lists(st.text(st.characters(codec=None), max_size=40), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shards=st.lists(TEXTS, min_size=1, max_size=5),
+    global_batch=st.sampled_from([1, 2, 4, 6, 8]),
+    seq_len=st.integers(2, 40),
+    packing=st.sampled_from(["packed", "pad"]),
+    block=st.integers(1, 8),
+    stop=st.integers(1, 8),
+    data=st.data(),
+)
+def test_any_corpus_any_ranks_any_stop(shards, global_batch, seq_len, packing, block, stop, data):
+    streams_ = math.gcd(global_batch, 64)
+    shards[0] += ["some text"] * streams_  # no stream of these is without text
+    shards = [texts + ["more"] * streams_ for texts in shards]
+    ranks = st.sampled_from([w for w in (1, 2, 4, 8) if streams_ % w == 0])
+    cfg, source = config(global_batch, seq_len, packing), MemorySource(shards)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams, "BLOCK_DOCUMENTS", block)
+        patch.setattr(streams, "CHUNK_DOCUMENTS", 3)
+        undisturbed = global_batches(cfg, source, TOKENIZER, 1, 12)
+        head = global_batches(cfg, source, TOKENIZER, data.draw(ranks), stop)
+        patch.setattr(streams, "CHUNK_DOCUMENTS", 5)
+        middle = global_batches(cfg, source, TOKENIZER, data.draw(ranks), 2, head[-1][3])
+        tail = global_batches(cfg, source, TOKENIZER, data.draw(ranks), 2, middle[0][3])
+        assert same(head + middle, undisturbed[: stop + 2]) and same(tail, undisturbed[stop + 1 : stop + 3])
+    assert all(inputs.min() >= 0 and inputs.max() < TOKENIZER.vocab_size for inputs, *_ in undisturbed)
+
+
+def test_a_position_of_another_global_batch_is_refused():
+    cfg, source = config(global_batch=4), MemorySource(corpus(2, 40))
+    state = global_batches(config(global_batch=8), source, TOKENIZER, 1, 1)[0][3]
+    with pytest.raises(UserError, match=r"8 streams, and this run has 4\. .*train\.global_batch"):
+        TrainLoader(cfg, source, TOKENIZER, 0, 1, state)
+
+
+def cut_off(tmp_path):
+    """A source of one shard that ends in the middle, after some of its documents."""
+    (path,) = write_shards(tmp_path, [["".join(map(chr, range(0x4E00, 0x4E00 + 5000)))[i::7] for i in range(3000)]])
+    write_shards(tmp_path, [["validation"]], split="validation")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    return open_source(config(global_batch=1, data__root=tmp_path)), path
+
+
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_wanted_and_again(tmp_path):
+    source, path = cut_off(tmp_path)
+    loader = TrainLoader(config(global_batch=1, seq_len=1024), source, TOKENIZER, 0, 1, None)
+    for _ in range(2):
+        with pytest.raises(UserError, match=rf"{path.name}: damaged or cut off after document \d+.*Fetch"):
+            for _ in range(10_000):
+                next(loader)
+    loader.close()
+
+
+def data_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "data"]
+
+
+def test_the_thread_reads_ahead_and_ends_with_the_loader():
+    loader = TrainLoader(config(), MemorySource(corpus(2, 40)), TOKENIZER, 0, 1, None)
+    next(loader)
+    assert len(data_threads()) == 1
+    loader.close()
+    loader.close()
+    assert not data_threads()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_a_forgotten_loader_ends_its_thread():
+    loader = TrainLoader(config(), MemorySource(corpus(2, 40)), TOKENIZER, 0, 1, None)
+    next(loader)
+    del loader
+    gc.collect()
+    assert not data_threads()
+
+
+def test_a_consumer_that_dies_is_not_kept_alive_by_the_thread(tmp_path):
+    program = """
+        import sys
+        sys.path[:0] = sys.argv[1:]
+        from data_corpus import LetterTokenizer, MemorySource, corpus, make_config
+        from dlr_pretrain.data import TrainLoader
+        loader = TrainLoader(make_config(), MemorySource(corpus(9, 4000)), LetterTokenizer(), 0, 1, None)
+        next(loader)
+        raise SystemExit(7)
+    """
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program), *sys.path], capture_output=True, timeout=60)
+    assert done.returncode == 7 and not done.stderr, done.stderr
+    assert time.monotonic() - begin < 20

@@ -1,0 +1,105 @@
+"""The data order: which documents a stream holds, in which order, and that none is lost or repeated."""
+
+from itertools import takewhile
+
+import numpy as np
+import pytest
+from data_corpus import LetterTokenizer, MemorySource, corpus
+
+from dlr_pretrain.data import streams
+from dlr_pretrain.data.streams import DocumentStream, Place, permutation
+from dlr_pretrain.errors import UserError
+
+TOKENIZER = LetterTokenizer()
+
+
+def epochs(source, stream, num_streams, count, seed=42):
+    """The documents of the first epochs of a stream, each as a list of its token lists."""
+    out = [[] for _ in range(count)]
+    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Place())
+    for chunk in takewhile(lambda chunk: chunk.place.epoch < count, chunks):
+        out[chunk.place.epoch] += [tuple(tokens) for tokens in np.split(chunk.tokens, chunk.starts[1:])]
+    return out
+
+
+def expected(texts):
+    return sorted((*ids, 1) for ids in TOKENIZER.encode(texts))
+
+
+@pytest.mark.parametrize(("shards", "num_streams"), [(1, 1), (1, 8), (3, 8), (4, 4), (5, 2), (9, 8), (20, 4)])
+def test_each_epoch_of_the_streams_is_every_document_once(shards, num_streams):
+    texts = corpus(shards, 29)
+    first = [epochs(MemorySource(texts), v, num_streams, 2) for v in range(num_streams)]
+    for epoch in range(2):
+        seen = [document for stream in first for document in stream[epoch]]
+        assert sorted(seen) == expected([text for shard in texts for text in shard])
+
+
+def test_whole_shards_where_there_are_enough_and_otherwise_every_mth_document():
+    texts = corpus(7, 10)
+    (epoch,) = epochs(MemorySource(texts), 1, 4, 1)
+    assert sorted(epoch) == expected(texts[1] + texts[5])
+    texts = corpus(3, 10)  # stream 5 of 8 is the second of the streams 2 and 5 on shard 2; shards 0 and 1 have three
+    (epoch,) = epochs(MemorySource(texts), 5, 8, 1)
+    assert sorted(epoch) == expected(texts[2][1::2])
+    (epoch,) = epochs(MemorySource(texts), 3, 8, 1)
+    assert sorted(epoch) == expected(texts[0][1::3])
+
+
+def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    source = MemorySource(corpus(6, 50))
+    first, second = epochs(source, 0, 2, 2)
+    assert first != second and sorted(first) == sorted(second)
+    assert epochs(source, 0, 2, 1, seed=43)[0] != first
+
+
+def test_documents_are_shuffled_within_their_block_and_no_further(monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    texts = corpus(1, 40)
+    (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
+    for start in (0, 16, 32):
+        block = epoch[start : start + 16]
+        assert sorted(block) == expected(texts[0][start : start + 16])
+        assert block != expected(texts[0][start : start + 16])
+
+
+def test_a_block_of_long_documents_is_cut_by_its_characters(monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_CHARACTERS", 1000)
+    texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
+    stream = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1)
+    blocks = {c.place.block for c in takewhile(lambda c: c.place.epoch == 0, stream.chunks(Place()))}
+    assert blocks == {0, 4, 8, 12, 16}
+    (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
+    assert sorted(epoch) == expected(texts[0])
+
+
+def test_a_stream_continues_from_any_document():
+    texts = corpus(3, 40)
+    stream = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1)
+    whole = [c for c, _ in zip(stream.chunks(Place()), range(8), strict=False)]
+    flat = np.concatenate([c.tokens for c in whole])
+    for i, chunk in enumerate(whole[:4]):
+        for document in (0, 1, len(chunk.starts) - 1):
+            place = chunk.place._replace(document=chunk.place.document + document)
+            after = next(stream.chunks(place)).tokens
+            start = sum(len(c.tokens) for c in whole[:i]) + int(chunk.starts[document])
+            assert np.array_equal(after, flat[start : start + len(after)])
+
+
+def test_the_order_does_not_depend_on_the_version_of_numpy():
+    assert permutation(8, 42, 0, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", "", ""]])
+def test_a_stream_without_text_ends_with_its_reason(texts):
+    stream = DocumentStream(MemorySource([["text"], texts]), TOKENIZER, 42, 1, 2)
+    with pytest.raises(UserError, match=r"stream 1 \(shard-1\) holds no text.*global_batch"):
+        for _ in range(10):
+            list(zip(stream.chunks(Place()), range(100), strict=False))
+
+
+def test_more_streams_than_documents_name_the_share_that_is_empty():
+    stream = DocumentStream(MemorySource([["one", "two"]]), TOKENIZER, 42, 5, 8)
+    with pytest.raises(UserError, match="document 5 of every 8 in shard-0"):
+        next(stream.chunks(Place()))

@@ -1,0 +1,98 @@
+"""The tokenizer: raw sentencepiece, T5's layout, and no id outside the vocabulary whatever a text holds."""
+
+import hashlib
+import io
+import time
+
+import pytest
+import sentencepiece
+from data_corpus import NASTY, REAL, make_config, needs_real_data
+
+from dlr_pretrain.data import Tokenizer, open_source, open_tokenizer, sample
+from dlr_pretrain.errors import UserError
+
+PROSE = ["It is a truth universally acknowledged, that a single man in possession of a good fortune must want a wife."]
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
+    sample.train_tokenizer(path, PROSE, pieces=60)
+    return path
+
+
+@pytest.fixture(params=["small", pytest.param("t5", marks=needs_real_data)])
+def tokenizer(request, small_model):
+    return Tokenizer(small_model if request.param == "small" else REAL / "tokenizer" / "spiece.model")
+
+
+def test_layout_and_fingerprint(small_model):
+    tokenizer = Tokenizer(small_model)
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.unk_id) == (0, 1, 2)
+    assert tokenizer.path == small_model
+    assert tokenizer.fingerprint == hashlib.sha256(small_model.read_bytes()).hexdigest()
+    assert 4 < tokenizer.vocab_size <= 60
+
+
+def test_ids_are_in_the_vocabulary_and_no_text_reaches_a_control_symbol(tokenizer):
+    for text, ids in zip(NASTY, tokenizer.encode(NASTY), strict=True):
+        assert all(2 <= i < tokenizer.vocab_size for i in ids), text
+    assert tokenizer.encode(["", " \n"]) == [[], []]
+
+
+@needs_real_data
+def test_t5_ids():
+    tokenizer = Tokenizer(REAL / "tokenizer" / "spiece.model")
+    assert tokenizer.vocab_size == 32_000
+    assert tokenizer.encode(["Hello world", "The"]) == [[8774, 296], [37]]
+
+
+@needs_real_data
+@pytest.mark.parametrize("word", ["x", "word "])
+def test_a_document_of_ten_megabytes(word):
+    tokenizer, begin = Tokenizer(REAL / "tokenizer" / "spiece.model"), time.monotonic()
+    (ids,) = tokenizer.encode([word * (10_000_000 // len(word))])
+    assert len(ids) > 1_000_000 and min(ids) >= 2 and max(ids) < 32_000
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not a model", bytes(1000)])
+def test_an_unreadable_model_is_named(tmp_path, content):
+    path = tmp_path / "broken.model"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"):
+        Tokenizer(path)
+
+
+def test_another_layout_is_refused(tmp_path):
+    model, path = io.BytesIO(), tmp_path / "llama.model"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(PROSE), model_writer=model, vocab_size=60, hard_vocab_limit=False, minloglevel=2
+    )
+    path.write_bytes(model.getvalue())
+    with pytest.raises(
+        UserError, match=r"llama\.model: its pad, eos and unk are \(-1, 2, 0\), and must be \(0, 1, 2\)"
+    ):
+        Tokenizer(path)
+
+
+def test_the_configured_model_goes_before_the_sources_own(small_model, tmp_path):
+    class Source:
+        tokenizer_path = small_model
+
+    assert open_tokenizer(make_config(), Source).path == small_model
+    other = tmp_path / "other.model"
+    other.write_bytes(small_model.read_bytes())
+    assert open_tokenizer(make_config(tokenizer__path=other), Source).path == other
+
+
+@needs_real_data
+def test_counts_of_real_c4_equal_those_of_sentencepiece():
+    cfg = make_config(data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model")
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    texts = [text for shard in source.validation_shards for text in source.read(shard)]
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.path))
+    assert tokenizer.encode(texts) == [reference.encode(text) for text in texts]
+    assert (len(texts), sum(map(len, tokenizer.encode(texts))) + len(texts)) == (200, 85_866)

@@ -1,0 +1,76 @@
+"""The validation set: the same sequences always, as many tokens as asked for or all there is."""
+
+import numpy as np
+import pytest
+from data_corpus import REAL, LetterTokenizer, make_config, needs_real_data, write_shards
+
+from dlr_pretrain.data import open_source, open_tokenizer, validation_set
+from dlr_pretrain.errors import UserError
+
+TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_shards(tmp_path, [["train"]])
+    write_shards(tmp_path, [TEXTS[:70], TEXTS[70:]], split="validation")
+    return tmp_path
+
+
+def build(root, packing, tokens, seq_len=8, **keys):
+    cfg = make_config(data__root=root, eval__packing=packing, eval__tokens=tokens, train__seq_len=seq_len, **keys)
+    return validation_set(cfg, open_source(cfg), LetterTokenizer())
+
+
+def test_padded_documents_in_file_order(root):
+    found = build(root, "pad", 10**6)
+    ids = [[*i, 1] for i in LetterTokenizer().encode(TEXTS)]
+    kept = [i if len(i) <= 8 else [*i[:7], 1] for i in ids]
+    assert found.inputs.tolist() == [i + [0] * (8 - len(i)) for i in kept]
+    assert found.targets.tolist() == [i[1:] + [-100] * (9 - len(i)) for i in kept]
+    assert found.real_tokens == sum(map(len, kept)) == (found.inputs != 0).sum()
+
+
+def test_packed_windows_leave_no_token_out(root):
+    found = build(root, "packed", 10**6)
+    tokens = np.concatenate([[*i, 1] for i in LetterTokenizer().encode(TEXTS)])
+    assert found.real_tokens == len(tokens) and len(tokens) % 8
+    assert found.inputs.reshape(-1)[: len(tokens)].tolist() == tokens.tolist()
+    assert found.targets.reshape(-1)[: len(tokens)].tolist() == [*tokens[1:], -100]
+    assert (found.inputs.reshape(-1)[len(tokens) :] == 0).all()
+    assert (found.targets.reshape(-1)[len(tokens) :] == -100).all()
+
+
+@pytest.mark.parametrize("packing", ["pad", "packed"])
+def test_ends_with_the_document_that_fills_the_budget(root, packing):
+    whole = build(root, packing, 10**6)
+    for budget in (1, 8, 9, 100, 333):
+        found = build(root, packing, budget)
+        assert budget <= found.real_tokens < budget + 14
+        full = found.real_tokens // 8 if packing == "packed" else len(found.inputs)
+        assert np.array_equal(found.inputs[:full], whole.inputs[:full])
+        assert found.inputs.dtype == np.uint16 and found.targets.dtype == np.int32
+
+
+@pytest.mark.parametrize("packing", ["pad", "packed"])
+def test_does_not_depend_on_seeds_or_batches(root, packing):
+    first = build(root, packing, 300)
+    second = build(root, packing, 300, seed=1, data__seed=1, train__global_batch=64, train__micro_batch=2)
+    assert np.array_equal(first.inputs, second.inputs) and np.array_equal(first.targets, second.targets)
+
+
+def test_no_text_is_an_error(tmp_path):
+    write_shards(tmp_path, [["train"]])
+    write_shards(tmp_path, [["", ""]], split="validation")
+    with pytest.raises(UserError, match="No text in the validation shards"):
+        build(tmp_path, "pad", 100)
+
+
+@needs_real_data
+def test_real_c4_has_the_tokens_of_its_readme():
+    cfg = make_config(
+        data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model",
+        eval__tokens=10_000_000, eval__packing="packed", train__seq_len=256,
+    )  # fmt: skip
+    source = open_source(cfg)
+    assert validation_set(cfg, source, open_tokenizer(cfg, source)).real_tokens == 85_866
