@@ -37,7 +37,7 @@ def test_data() -> Path:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """C4-layout shards of seeded sentences, and a tokenizer of 300 pieces trained on them (spiece.model)."""
+    """C4-layout shards of seeded sentences, and a tokenizer of 120 pieces trained on them (spiece.model)."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     words = ["".join(rng.choices("aeioulnrst", k=rng.randint(2, 6))) for _ in range(120)]
@@ -53,7 +53,7 @@ def corpus(tmp_path_factory) -> Path:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(document() for _ in range(400)),
         model_prefix=str(folder / "spiece"),
-        vocab_size=300,
+        vocab_size=120,
         pad_id=0,
         eos_id=1,
         unk_id=2,
@@ -69,10 +69,17 @@ def words(corpus):
 
     def of(*overrides: str) -> list[str]:
         data = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
-        small = [word for word in SMALL if "backbone=full" not in overrides or not word.startswith("scale.rank")]
-        return [*small, *data, *overrides]
+        given = {word.split("=")[0] for word in overrides} | ({"scale.rank"} if "backbone=full" in overrides else set())
+        return [*(word for word in [*SMALL, *data] if word.split("=")[0] not in given), *overrides]
 
     return of
+
+
+@pytest.fixture
+def no_export(monkeypatch):
+    """Leave out what a run does after folding (seconds: a process with transformers, a plot); other tests cover it."""
+    monkeypatch.setattr("dlr_pretrain.train.run.verify", lambda *_: 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.run.write_report", lambda *_: None)
 
 
 @pytest.fixture
@@ -95,7 +102,7 @@ def train(words):
 
 
 def torchrun(words: list[str], ranks: int) -> subprocess.CompletedProcess:
-    """``train.py`` on ``ranks`` gloo ranks, a thread each."""
+    """``train.py`` on ``ranks`` gloo ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.run([*launch, str(ROOT / "train.py"), *words], env=environment, capture_output=True, text=True)

@@ -72,7 +72,7 @@ def clip(gradients: list[Tensor], norm: Tensor, bound: float | None) -> None:
         torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
 
 
-def _summed(_, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _summed(_, bucket):  # DDP refuses annotations that are strings
     """DDP's reduction as a sum: the loss is already divided by the global count of targets."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 

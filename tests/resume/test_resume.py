@@ -1,0 +1,115 @@
+"""The same command again continues the run, and ends where an undisturbed one does, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.metrics import read_metrics
+from tests.conftest import torchrun
+
+pytestmark = pytest.mark.usefixtures("no_export")
+TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
+
+
+def final(folder):
+    """The folded tensors, and the metrics without what depends on the clock."""
+    records = [{k: v for k, v in r.items() if k not in TIMING} for r in read_metrics(folder / "metrics.jsonl")]
+    return load_file(folder / "folded" / "model.safetensors"), records
+
+
+def assert_same(a, b):
+    assert a[0].keys() == b[0].keys()
+    for name in a[0]:
+        assert torch.equal(a[0][name], b[0][name]), name
+    assert a[1] == b[1]
+
+
+@pytest.mark.parametrize("choice", [
+    ("backbone=cola", "dlr=on"),
+    ("backbone=cola", "dlr=on", "dlr.impl=branch"),
+    ("backbone=lowrank", "precision=bf16"),
+    ("backbone=lowrank", "dlr=on", "precision=bf16_mixed"),
+    ("backbone=full", "train.accumulate=fp32"),
+])  # fmt: skip
+def test_interrupted_twice_equals_undisturbed(train, tmp_path, choice):
+    whole = final(train(tmp_path / "whole", *choice))
+    assert [r["step"] for r in whole[1]] == list(range(1, 21))
+    for stop in (7, 13):
+        with pytest.raises(Stopped, match=f"after step {stop} of 20"):
+            train(tmp_path / "parts", *choice, f"train.stop_after={stop}")
+    assert_same(final(train(tmp_path / "parts", *choice)), whole)
+
+
+def test_lines_beyond_the_checkpoint_are_cut(train, tmp_path):
+    whole = final(train(tmp_path / "whole"))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "train.stop_after=7")
+    path = tmp_path / "parts" / "metrics.jsonl"
+    with open(path, "a") as file:  # a run that went on, and was killed in the middle of a line
+        file.write(json.dumps({"step": 8, "train/loss": 1.0}) + "\n" + '{"step": 9, "train/lo')
+    assert_same(final(train(tmp_path / "parts")), whole)
+
+
+def test_a_complete_run_is_left_alone(train, tmp_path, capsys):
+    folder = train(tmp_path / "run", "train.steps=4")
+    before = {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()}
+    capsys.readouterr()
+    train(folder, "train.steps=4")
+    assert {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()} == before
+    assert "is complete" in capsys.readouterr().out
+    assert len(read_metrics(folder / "metrics.jsonl")) == 4
+
+
+def test_a_fold_that_was_interrupted_is_made_again(train, tmp_path):
+    whole = final(train(tmp_path / "run", "train.steps=4", "dlr=on"))
+    shutil.rmtree(tmp_path / "run" / "folded")
+    assert_same(final(train(tmp_path / "run", "train.steps=4", "dlr=on")), whole)
+
+
+def test_other_mathematics_are_refused_with_the_difference(train, tmp_path):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=3")
+    with pytest.raises(UserError, match=r"train.lr: 0.01 there, 0.02 here"):
+        train(tmp_path / "run", "train.lr=0.02")
+    train(tmp_path / "run", "train.micro_batch=4", "checkpoint.keep_last=1")  # the machine's business
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "unmark"])
+def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, capsys, damage):
+    whole = final(train(tmp_path / "whole"))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "train.stop_after=10")
+    newest = tmp_path / "parts" / "checkpoints" / "step_00000010"
+    weights = newest / "model.safetensors"
+    if damage == "truncate":
+        weights.write_bytes(weights.read_bytes()[:-5])
+    elif damage == "flip":
+        data = bytearray(weights.read_bytes())
+        data[-100] ^= 1
+        weights.write_bytes(data)
+    elif damage == "remove":
+        (newest / "optimizer.safetensors").unlink()
+    else:
+        (newest / "manifest.json").unlink()
+    capsys.readouterr()
+    assert_same(final(train(tmp_path / "parts")), whole)
+    assert "passed over" in (out := capsys.readouterr().out) and "after step 5" in out
+
+
+@pytest.mark.slow
+def test_other_rank_counts_continue_the_run(train, words, tmp_path):
+    whole = final(train(tmp_path / "whole", "dlr=on"))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "dlr=on", "train.stop_after=7")
+    stopped = torchrun(words(f"run.dir={tmp_path}/parts", "dlr=on", "train.stop_after=14"), ranks=2)
+    assert stopped.returncode != 0 and "stopped after step 14 of 20" in stopped.stderr
+    parts = final(train(tmp_path / "parts", "dlr=on"))
+    assert [r["train/real_tokens"] for r in parts[1]] == [r["train/real_tokens"] for r in whole[1]]
+    for a, b in zip(parts[1], whole[1], strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
