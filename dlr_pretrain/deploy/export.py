@@ -1,0 +1,180 @@
+"""The folded checkpoint as a folder that ``transformers`` loads.
+
+Everything is written by hand (safetensors, JSON, a copy of the modeling file), so that a run ends with a complete
+folder where transformers is not installed. The folder is written aside and renamed into place: it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data.tokenizer import EOS, PAD
+from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
+
+POSITIONS = 1024
+SHARD_BYTES = 5 * 10**9
+MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
+FACTORISED = ("lowrank", "cola")  # the backbones that MODELING has a layer for
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def export(
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    cfg: Config,
+    vocab_size: int,
+    tokenizer_path: Path,
+    record: dict[str, object],
+) -> None:
+    """Write ``folder`` from folded weights.
+
+    ``tensors`` are the model's parameters under its own names, all fp32 or all bf16, folded; ``tokenizer_path`` is the
+    sentencepiece model; ``record`` the final numbers of the run, by name, for the folder's README.
+    """
+    dtype = check_tensors(tensors, cfg, vocab_size)
+    pieces = len(read_spiece(tokenizer_path).pieces)
+    if pieces > vocab_size:
+        raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
+    aside, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_weights(aside, tensors)
+    _write_json(aside / "config.json", model_config(cfg, vocab_size, dtype))
+    _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
+    if cfg.backbone.name in FACTORISED:
+        shutil.copyfile(MODELING, aside / MODELING.name)
+    export_tokenizer(aside, tokenizer_path, POSITIONS)
+    (aside / "README.md").write_text(readme(cfg, record), encoding="utf-8")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int) -> torch.dtype:
+    """Hold the names and shapes of ``tensors`` against the model of ``cfg``; returns their common dtype."""
+    if cfg.backbone.name not in (*FACTORISED, "full"):
+        raise UserError(f"backbone={cfg.backbone.name}: {MODELING.name} has no layer for it, so it cannot be exported")
+    with torch.device("meta"):
+        expected = Llama(cfg, vocab_size, grouped=False).state_dict()
+    wrong = [f"{name}: missing" for name in expected if name not in tensors]
+    wrong += [f"{name}: not a parameter of this model" for name in tensors if name not in expected]
+    wrong += [
+        f"{name}: has shape {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
+        for name in expected
+        if name in tensors and tensors[name].shape != expected[name].shape
+    ]
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+        wrong.append("dtypes: " + ", ".join(sorted(map(str, dtypes))) + " instead of all float32 or all bfloat16")
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError("\n".join(["these weights are not exported:", *wrong[:10], *more]))
+    return dtypes.pop()
+
+
+def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """``model.safetensors``, or shards of at most ``shard_bytes`` (one tensor at least) with their index."""
+    from safetensors.torch import save_file
+
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= tensor.nbytes
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    for file, names in zip(files, shards, strict=True):
+        # a copy of each: projections of a group are views of one storage, which safetensors refuses
+        own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
+        save_file(own, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
+    """``config.json``: a plain LLaMA, or one with the factors of ``cfg.backbone``."""
+    shape = {
+        "vocab_size": vocab_size,
+        "hidden_size": cfg.scale.hidden_size,
+        "intermediate_size": cfg.scale.intermediate_size,
+        "num_hidden_layers": cfg.scale.num_layers,
+        "num_attention_heads": cfg.scale.num_heads,
+        "num_key_value_heads": cfg.scale.num_heads,
+        "max_position_embeddings": POSITIONS,
+        "hidden_act": "silu",
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_BASE,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "initializer_range": INIT_STD,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": EOS,
+        "dtype": DTYPES[dtype],
+    }
+    if cfg.backbone.name == "full":
+        return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}
+    return {
+        "model_type": "lowrank_llama",
+        "architectures": ["LowRankLlamaForCausalLM"],
+        "auto_map": {
+            "AutoConfig": f"{MODELING.stem}.LowRankLlamaConfig",
+            "AutoModel": f"{MODELING.stem}.LowRankLlamaModel",
+            "AutoModelForCausalLM": f"{MODELING.stem}.LowRankLlamaForCausalLM",
+        },
+        "backbone": cfg.backbone.name,
+        "rank": cfg.backbone.rank,
+        **shape,
+    }
+
+
+def readme(cfg: Config, record: dict[str, object]) -> str:
+    """How to load the folder, and what was trained."""
+    trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
+    dlr = f" + DLR ({cfg.dlr.name}), folded" if cfg.dlr.enabled else ""
+    numbers = "\n".join(f"| {name} | {_shown(value)} |" for name, value in record.items() if value is not None)
+    return f"""# LLaMA {cfg.scale.name}, {cfg.backbone.name}{dlr}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{trust})
+tokenizer = AutoTokenizer.from_pretrained(".")
+prompt = tokenizer("The house stands", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
+```
+
+| | |
+| --- | --- |
+{numbers}
+
+The tokenizer appends no end of sequence, and reads "</s>" in a text as four ordinary characters, as in training; load
+it with `split_special_tokens=False` where a text is to spell its special tokens.
+"""
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

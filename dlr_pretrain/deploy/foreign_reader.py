@@ -1,0 +1,39 @@
+"""Reads an exported folder as any user of transformers would; ``verify`` runs this file in a process of its own.
+
+    python foreign_reader.py FOLDER QUESTION ANSWER
+
+QUESTION holds ``ids`` [B, T], a ``probe`` text and the ``dtype`` to load in; ANSWER receives the ``logits`` (as fp32),
+the ``dtype`` that they were computed in, and the tokenizer's ids of the probe. Imports nothing from this package.
+"""
+
+import sys
+
+import torch
+
+CANNOT_IMPORT = 4
+OLDEST = (4, 57)
+
+
+def main(folder: str, question: str, answer: str) -> None:
+    try:
+        import transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        sys.exit(CANNOT_IMPORT)
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        sys.exit(CANNOT_IMPORT)
+    asked = torch.load(question)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=asked["dtype"], trust_remote_code=True, output_loading_info=True
+    )
+    problems = {kind: names for kind, names in report.items() if names}
+    if problems:
+        sys.exit(f"not loaded strictly: {problems}")
+    with torch.inference_mode():
+        logits = model.eval()(input_ids=asked["ids"]).logits.float()
+    probe = AutoTokenizer.from_pretrained(folder)(asked["probe"]).input_ids
+    torch.save({"logits": logits, "dtype": model.dtype, "probe": probe}, answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,277 @@
+"""The exported folder is what was trained, for whoever has transformers and not this package."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from small_tokenizer import PIECES, train
+
+from dlr_pretrain.config import Choice
+from dlr_pretrain.deploy import export as export_module
+from dlr_pretrain.deploy.export import FACTORISED, MODELING, export, write_weights
+from dlr_pretrain.deploy.verify import verify
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.llama import Llama
+
+HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 2, 8, PIECES + 8  # more embedding rows than pieces
+KINDS = ("full", "lowrank", "cola")
+RECORD = {"step": 7, "tokens": 14_336, "precision": "fp32", "eval/perplexity": 51.23456}
+
+
+def config(backbone: str) -> SimpleNamespace:
+    """As much of a configuration as models and export read."""
+    scale = SimpleNamespace(
+        name="test", hidden_size=HIDDEN, intermediate_size=WIDE, num_heads=HEADS, num_layers=LAYERS, rank=RANK
+    )
+    knobs = {} if backbone == "full" else {"rank": RANK}
+    return SimpleNamespace(
+        scale=scale, backbone=Choice(backbone, knobs), dlr=SimpleNamespace(name="off", enabled=False)
+    )
+
+
+def trained(backbone: str) -> Llama:
+    """A model whose norms are not one and whose logits are not tiny, as after training."""
+    torch.manual_seed(3)
+    model = Llama(config(backbone), ROWS)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape) * 0.2 if parameter.ndim > 1 else 0.5 + torch.rand(HIDDEN))
+    return model
+
+
+def formulas(weights: dict, backbone: str, ids: torch.Tensor) -> torch.Tensor:
+    """LLaMA written out, in fp64: ids [T] -> logits [T, vocabulary]."""
+    weights = {name: tensor.double() for name, tensor in weights.items()}
+
+    def norm(x, name):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
+
+    def linear(x, name):
+        if backbone == "full":
+            return x @ weights[f"{name}.weight"].T
+        z = x @ weights[f"{name}.a.weight"].T
+        return (F.silu(z) if backbone == "cola" else z) @ weights[f"{name}.b.weight"].T
+
+    def turned(x):  # position t turns the pair (i, i + E/2) of a head by t / 10000^(2i/E)
+        half = x.shape[-1] // 2
+        angle = torch.outer(torch.arange(len(x)).double(), 10000.0 ** (-torch.arange(half).double() / half))
+        pair = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((pair.real, pair.imag), -1)
+
+    x, width = weights["model.embed_tokens.weight"][ids], HIDDEN // HEADS
+    mask = torch.full((len(ids), len(ids)), -math.inf).triu(1)
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        h = norm(x, f"{at}.input_layernorm")
+        q, k, v = (linear(h, f"{at}.self_attn.{p}_proj").split(width, -1) for p in "qkv")
+        heads = [
+            (turned(q) @ turned(k).T / math.sqrt(width) + mask).softmax(-1) @ v for q, k, v in zip(q, k, v, strict=True)
+        ]
+        x = x + linear(torch.cat(heads, -1), f"{at}.self_attn.o_proj")
+        h = norm(x, f"{at}.post_attention_layernorm")
+        gated = F.silu(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj")
+        x = x + linear(gated, f"{at}.mlp.down_proj")
+    return norm(x, "model.norm") @ weights["lm_head.weight"].T
+
+
+@pytest.fixture(scope="module")
+def spiece(tmp_path_factory) -> Path:
+    return train(tmp_path_factory.mktemp("spiece"))
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, ROWS, (2, 24), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, spiece, ids) -> dict:
+    """What transformers makes of a folder of each kind, one of them in bf16 and one in shards."""
+    pytest.importorskip("transformers")
+    root, scratch = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("scratch")
+    for kind in KINDS:
+        export(root / kind, trained(kind).state_dict(), config(kind), ROWS, spiece, RECORD)
+    halves = {name: tensor.bfloat16() for name, tensor in trained("cola").state_dict().items()}
+    export(root / "cola-bf16", halves, config("cola"), ROWS, spiece, RECORD)
+    export(root / "cola-sharded", trained("cola").state_dict(), config("cola"), ROWS, spiece, RECORD)
+    (root / "cola-sharded/model.safetensors").unlink()
+    write_weights(root / "cola-sharded", trained("cola").state_dict(), shard_bytes=30_000)
+    torch.save(ids, root / "ids.pt")
+    script = Path(__file__).with_name("foreign_checks.py")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, str(script), str(root), str(scratch / "answers.pt")]
+    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(scratch / "answers.pt")
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found - wanted).abs().max() / wanted.std()).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_those_of_the_formulas(answers, ids, kind):
+    weights = trained(kind).state_dict()
+    wanted = torch.stack([formulas(weights, kind, row) for row in ids])
+    assert relative(answers[kind]["logits"], wanted) < 1e-5
+    assert relative(trained(kind).logits(ids).detach(), wanted) < 1e-5
+
+
+def test_nothing_of_this_package_is_imported(answers):
+    assert answers["imported"] == []
+    imports = [node for node in ast.walk(ast.parse(MODELING.read_text())) if isinstance(node, ast.Import)]
+    froms = [node for node in ast.walk(ast.parse(MODELING.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names] + [node.module for node in froms]
+    assert {name.split(".")[0] for name in names} == {"torch", "transformers"}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cola-bf16", "cola-sharded"])
+def test_loads_strictly_and_generates(answers, kind):
+    found = answers[kind]
+    assert found["loading"] == {}
+    assert found["class"] == ("LlamaForCausalLM" if kind == "full" else "LowRankLlamaForCausalLM")
+    assert found["dtype"] == (torch.bfloat16 if kind == "cola-bf16" else torch.float32)
+    assert found["cast"] == torch.bfloat16
+    assert (found["eps"], found["bos"], found["positions"]) == (1e-6, None, 1024)
+    assert found["pieces"] == PIECES
+    assert 1 not in found["literal"]
+    if kind != "cola-bf16":  # rounding decides between near-equal logits
+        assert torch.equal(found["cached"], found["uncached"])
+        assert torch.equal(found["batched"], found["alone"])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "cola-bf16", "cola-sharded"])
+def test_saving_by_transformers_keeps_everything(answers, kind):
+    found = answers[kind]
+    assert torch.equal(found["reloaded"], found["logits"])
+    assert (MODELING.name in found["resaved"]) == (kind != "full")
+    kept = found["resaved_config"]
+    assert (kept.get("bos_token_id"), kept["pad_token_id"], kept["eos_token_id"]) == (None, 0, 1)
+    if kind != "full":
+        assert (kept["backbone"], kept["rank"]) == (kind.split("-")[0], RANK)
+
+
+def test_sharded_and_whole_are_the_same(answers):
+    assert torch.equal(answers["cola-sharded"]["logits"], answers["cola"]["logits"])
+
+
+def test_a_fresh_model_starts_as_ours(answers):
+    """From a configuration alone, the factors are drawn with our standard deviation, not the library's 0.02."""
+    std = answers["cola"]["fresh_std"]
+    for name, width in (("self_attn.q_proj", 2 * HIDDEN), ("mlp.down_proj", HIDDEN + WIDE)):
+        for factor in "ab":
+            found = std[f"model.layers.1.{name}.{factor}.weight"]
+            assert found == pytest.approx((RANK * width) ** -0.25, rel=0.2)
+    assert std["lm_head.weight"] == pytest.approx(0.02, rel=0.2)
+
+
+def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
+    model = trained("cola")
+    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+    stored = load_file(tmp_path / "folded/model.safetensors")
+    assert stored.keys() == model.state_dict().keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
+    assert "51.23" in (tmp_path / "folded/README.md").read_text()
+
+
+def test_the_modeling_file_has_a_layer_for_each_backbone():
+    tree = ast.parse(MODELING.read_text())
+    table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "LAYERS")
+    assert tuple(key.value for key in table.keys) == FACTORISED
+
+
+def test_shards(tmp_path):
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
+    write_weights(tmp_path, tensors, shard_bytes=80)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 200
+    assert index["weight_map"] == {f"t{i}": f"model-0000{1 + i // 2}-of-00003.safetensors" for i in range(5)}
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
+        (lambda t: t.update(extra=torch.ones(1)), "extra: not a parameter"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(3, HIDDEN)}), r"lm_head.weight: has shape \[3, 32\]"),
+        (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}), "dtypes: torch.bfloat16"),
+    ],
+)  # fmt: skip
+def test_wrong_tensors_are_refused_by_name(tmp_path, spiece, spoil, message):
+    tensors = dict(trained("cola").state_dict())
+    spoil(tensors)
+    with pytest.raises(UserError, match=message):
+        export(tmp_path / "folded", tensors, config("cola"), ROWS, spiece, RECORD)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_refusals(tmp_path, spiece):
+    tensors = trained("cola").state_dict()
+    with pytest.raises(UserError, match="backbone=other"):
+        export(tmp_path / "folded", tensors, config("other"), ROWS, spiece, RECORD)
+    small = {name: t[:20] if t.shape[0] == ROWS else t for name, t in tensors.items()}
+    with pytest.raises(UserError, match="160 pieces, more than the model's vocabulary of 20"):
+        export(tmp_path / "folded", small, config("cola"), 20, spiece, RECORD)
+
+
+def test_an_older_folder_stays_until_the_new_one_is_whole(tmp_path, spiece, monkeypatch):
+    folder, tensors = tmp_path / "folded", trained("cola").state_dict()
+    export(folder, tensors, config("cola"), ROWS, spiece, {"step": 1})
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
+        broken.setattr(export_module, "export_tokenizer", _disk_full)
+        export(folder, tensors, config("cola"), ROWS, spiece, {"step": 2})
+    assert "| step | 1 |" in (folder / "README.md").read_text()
+    export(folder, tensors, config("cola"), ROWS, spiece, {"step": 3})
+    assert "| step | 3 |" in (folder / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["folded"]
+
+
+def _disk_full(*_):
+    raise OSError("disk full")
+
+
+def test_verify_finds_a_difference(tmp_path, spiece, ids):
+    pytest.importorskip("transformers")
+    model = trained("cola").requires_grad_(False)
+    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+    assert verify(tmp_path / "folded", model.logits, ids) < 1e-5
+    with pytest.raises(UserError, match="beyond the bound"):
+        verify(tmp_path / "folded", lambda ids: model.logits(ids) * 1.001, ids)
+
+
+def test_verify_names_what_does_not_load(tmp_path, spiece, ids):
+    pytest.importorskip("transformers")
+    model = trained("cola").requires_grad_(False)
+    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+    tensors = model.state_dict()
+    del tensors["model.norm.weight"]
+    write_weights(tmp_path / "folded", tensors)
+    with pytest.raises(UserError, match=r"does not load it.*model\.norm\.weight"):
+        verify(tmp_path / "folded", model.logits, ids)
+
+
+def test_verify_does_not_pretend_without_transformers(tmp_path, spiece, ids, monkeypatch):
+    model = trained("cola").requires_grad_(False)
+    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+    (tmp_path / "transformers.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert verify(tmp_path / "folded", model.logits, ids) is None
+
+
+def test_bf16_weights_are_verified_in_either_precision(tmp_path, spiece, ids):
+    pytest.importorskip("transformers")
+    model = trained("cola").requires_grad_(False).bfloat16()
+    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+    assert verify(tmp_path / "folded", model.logits, ids) < 0.25
+    assert verify(tmp_path / "folded", model.float().logits, ids, torch.float32) < 1e-5
