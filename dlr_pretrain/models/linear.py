@@ -89,12 +89,20 @@ class Stack:
 
     def shared(self, x: Tensor) -> Tensor:
         """x [..., pad_in] -> [..., G, pad_out]: one product for projections that read the same input."""
-        y = _SharedInput.apply(x.flatten(0, -2), self.storage, *self.leaves)
+        rows = x.flatten(0, -2)
+        if torch.is_grad_enabled():
+            y = _SharedInput.apply(rows, self.storage, *self.leaves)
+        else:  # dynamo (torch 2.13) fails on autograd functions without gradients
+            y = rows @ self.storage.flatten(0, 1).T
         return y.view(*x.shape[:-1], len(self.linears), -1)
 
     def batched(self, z: Tensor) -> Tensor:
         """z [..., G, pad_in] -> [G, ..., pad_out]: each projection its own input."""
-        y = _OwnInput.apply(z.flatten(0, -3), self.storage, *self.leaves)
+        rows = z.flatten(0, -3)
+        if torch.is_grad_enabled():
+            y = _OwnInput.apply(rows, self.storage, *self.leaves)
+        else:
+            y = torch.bmm(rows.transpose(0, 1), self.storage.transpose(1, 2))
         return y.view(len(self.linears), *z.shape[:-2], -1)
 
 

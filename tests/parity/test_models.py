@@ -177,6 +177,8 @@ def test_compiled_equals_eager():
     compiled = copy.deepcopy(eager)
     compiled.compile_()
     ids, targets = torch.randint(0, VOCAB, (2, 2, 16))
+    with torch.no_grad():
+        torch.testing.assert_close(eager(ids, targets), compiled(ids, targets), rtol=1e-5, atol=0)
     losses = [model(ids, targets) for model in (eager, compiled)]
     for loss in losses:
         loss.backward()

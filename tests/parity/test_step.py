@@ -1,0 +1,83 @@
+"""The step: losses do not depend on how a batch is cut, and the finite gate keeps what was there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.gradients import clip, global_norm
+from dlr_pretrain.train.metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("no_export")
+
+
+def losses(folder):
+    return [(r["train/loss"], r["train/grad_norm"], r.get("eval/loss", 0)) for r in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("accumulate", ["native", "fp32"])
+@pytest.mark.parametrize("packing", ["packed", "pad"])
+def test_micro_batches_do_not_change_the_step(train, tmp_path, accumulate, packing):
+    common = ("backbone=cola", "dlr=on", "train.lr=1e-3", f"train.accumulate={accumulate}", f"data.packing={packing}")
+    whole = losses(train(tmp_path / "1x1", *common, "train.micro_batch=8"))
+    cut = losses(train(tmp_path / "1x4", *common, "train.micro_batch=2"))
+    for a, b in zip(whole, cut, strict=True):
+        assert a == pytest.approx(b, rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", ["native", "fp32"])
+def test_ranks_do_not_change_the_step(train, tmp_path, accumulate):
+    common = ("backbone=cola", "dlr=on", "train.lr=1e-3", f"train.accumulate={accumulate}", "data.packing=pad")
+    alone = train(tmp_path / "1x4", *common, "train.micro_batch=2")
+    shared = train(tmp_path / "2x2", *common, "train.micro_batch=2", ranks=2)
+    for a, b in zip(losses(alone), losses(shared), strict=True):
+        assert a == pytest.approx(b, rel=2e-5)
+    a, b = (load_file(f / "folded" / "model.safetensors") for f in (alone, shared))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_precisions_train_alike_at_the_start(train, tmp_path):
+    runs = {p: losses(train(tmp_path / p, f"precision={p}", "dlr=on")) for p in ("fp32", "bf16", "bf16_mixed")}
+    for precision in ("bf16", "bf16_mixed"):
+        assert runs[precision][0][0] == pytest.approx(runs["fp32"][0][0], rel=2e-3)
+        assert runs[precision][-1][0] == pytest.approx(runs["fp32"][-1][0], rel=3e-2)
+    assert runs["bf16"] != runs["bf16_mixed"]
+
+
+def test_tiny_rates_leave_the_start_and_dlr_is_its_offset(train, tmp_path):
+    """With lr 1e-12 the folded weights of dlr=on minus those of dlr=off are 1/sqrt(K) at (i, floor(i/K))."""
+    on, off = (
+        load_file(train(tmp_path / d, "backbone=cola", f"dlr={d}", "train.lr=1e-12") / "folded" / "model.safetensors")
+        for d in ("on", "off")
+    )
+    for name in on:
+        expected = torch.zeros_like(on[name])
+        if name.endswith(".b.weight"):
+            copies = -(-expected.shape[0] // expected.shape[1])
+            rows = torch.arange(expected.shape[0])
+            expected[rows, rows // copies] = copies**-0.5
+        torch.testing.assert_close(on[name] - off[name], expected, rtol=0, atol=1e-7, msg=name)
+
+
+def test_a_step_that_is_not_finite_is_masked_and_named(train, tmp_path):
+    with pytest.raises(UserError, match=r"step \d+: loss .* not finite. The update was not applied"):
+        train(tmp_path / "run", "train.lr=1e30", "train.clip=null", "checkpoint.every=1")
+    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    newest = max((tmp_path / "run" / "checkpoints").iterdir()) / "model.safetensors"
+    assert steps and all(torch.isfinite(t).all() for t in load_file(newest).values())
+
+
+def test_clipping_bounds_the_global_norm():
+    gradients = [torch.full((3, 4), 2.0), torch.full((5,), -1.0, dtype=torch.float32)]
+    norm = global_norm(gradients)
+    assert norm.item() == pytest.approx((12 * 4 + 5) ** 0.5)
+    clip(gradients, norm, 0.5)
+    assert global_norm(gradients).item() == pytest.approx(0.5, rel=1e-5)
+    before = [g.clone() for g in gradients]
+    clip(gradients, global_norm(gradients), 0.6)
+    clip(gradients, global_norm(gradients), None)
+    assert all(torch.equal(a, b) for a, b in zip(before, gradients, strict=True))
