@@ -149,7 +149,9 @@ def readme(cfg: Config, record: dict[str, object]) -> str:
     """How to load the folder, and what was trained."""
     trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
     dlr = f" + DLR ({cfg.dlr.name}), folded" if cfg.dlr.enabled else ""
-    numbers = "\n".join(f"| {name} | {_shown(value)} |" for name, value in record.items() if value is not None)
+    facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
+    rows = {name: value for name, value in (facts | record).items() if value is not None}
+    numbers = "\n".join(f"| {name} | {_shown(value)} |" for name, value in rows.items())
     return f"""# LLaMA {cfg.scale.name}, {cfg.backbone.name}{dlr}
 
 ```python

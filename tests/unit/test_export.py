@@ -24,7 +24,7 @@ from dlr_pretrain.models.llama import Llama
 
 HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 2, 8, PIECES + 8  # more embedding rows than pieces
 KINDS = ("full", "lowrank", "cola")
-RECORD = {"step": 7, "tokens": 14_336, "precision": "fp32", "eval/perplexity": 51.23456}
+RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
 
 
 def config(backbone: str) -> SimpleNamespace:
@@ -34,7 +34,12 @@ def config(backbone: str) -> SimpleNamespace:
     )
     knobs = {} if backbone == "full" else {"rank": RANK}
     return SimpleNamespace(
-        scale=scale, backbone=Choice(backbone, knobs), dlr=SimpleNamespace(name="off", enabled=False)
+        scale=scale,
+        backbone=Choice(backbone, knobs),
+        dlr=SimpleNamespace(name="off", enabled=False),
+        precision=SimpleNamespace(name="fp32"),
+        data=SimpleNamespace(packing="packed"),
+        eval=SimpleNamespace(packing="pad"),
     )
 
 
@@ -180,7 +185,10 @@ def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
     stored = load_file(tmp_path / "folded/model.safetensors")
     assert stored.keys() == model.state_dict().keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
-    assert "51.23" in (tmp_path / "folded/README.md").read_text()
+    readme = (tmp_path / "folded/README.md").read_text()
+    for words in ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23"):
+        assert words in readme
+    assert "mfu" not in readme
 
 
 def test_the_modeling_file_has_a_layer_for_each_backbone():
