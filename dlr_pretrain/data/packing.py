@@ -21,10 +21,10 @@ class Sequences(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive sequences of a stream, and where it stands after each of them: a ``Place`` a row, [n, 5]."""
+    """Consecutive sequences of a stream."""
 
     sequences: Sequences
-    places: np.ndarray
+    places: list[list[int]]  # where the stream stands after each of them: n times the numbers of a ``Place``
 
 
 def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int) -> Sequences:
@@ -77,11 +77,10 @@ def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator
         carried, skip = flat[used:], 0
 
 
-def _places(place: Place, document: np.ndarray, token: np.ndarray) -> np.ndarray:
-    """Places [n, 5] in the block of ``place``, at these documents and tokens [n]."""
-    places = np.tile(np.array(place), (len(document), 1))
-    places[:, 3], places[:, 4] = document, token
-    return places
+def _places(place: Place, document: np.ndarray, token: np.ndarray) -> list[list[int]]:
+    """Places in the block of ``place``, at these documents and tokens [n]."""
+    block = (place.epoch, place.shard, place.block)
+    return [[*block, d, t] for d, t in zip(document.tolist(), token.tolist(), strict=True)]
 
 
 class SequenceReader:
@@ -105,4 +104,4 @@ class SequenceReader:
             targets[done : done + count] = sequences.targets[rows]
             real += int(sequences.real[rows].sum())
             self._taken, done = self._taken + count, done + count
-        return real, places[self._taken - 1].tolist()
+        return real, places[self._taken - 1]

@@ -14,7 +14,7 @@ import sys
 import warnings
 
 MIN_WORDS = 6  # of a paragraph; a shorter one is a title or a label
-MIN_CHARACTERS = 120  # of a document; a shorter one is a label ("Return the shape.") that comes in thousands
+MIN_CHARACTERS = 80  # of a document; a shorter one is a label ("Return the shape.") that comes in thousands
 SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # what holds what has docstrings
 COMMON_WORDS = """a an and any are as at be been but by can for from has have if in into is it its may more must no not
 of on one only or other should so such than that the their then there these they this to used was when where which will

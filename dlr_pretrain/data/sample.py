@@ -29,7 +29,7 @@ from dlr_pretrain.errors import UserError
 VERSION = 1  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
 SEED = 20260
 MAX_BYTES = 10_000_000  # of text
-HARVEST_SECONDS = 30.0
+HARVEST_SECONDS = 38.0
 MIN_BYTES = 200_000  # below this there is nothing to learn from
 TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03

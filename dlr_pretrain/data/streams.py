@@ -9,8 +9,8 @@ stands is five integers, so it is resumed, or moved to another rank, exactly.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -62,9 +62,9 @@ def tokenise(texts: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.nda
     ids = tokenizer.encode(texts)
     for one in ids:
         one.append(tokenizer.eos_id)
-    ends = np.cumsum([len(one) for one in ids])
-    tokens = np.fromiter(chain.from_iterable(ids), token_dtype(tokenizer.vocab_size), count=int(ends[-1]))
-    return tokens, np.concatenate(([0], ends[:-1]))
+    flat = b"".join([array("I", one) for one in ids])  # twice as fast as numpy takes numbers from lists
+    tokens = np.frombuffer(flat, np.uintc).astype(token_dtype(tokenizer.vocab_size))
+    return tokens, np.cumsum([0, *map(len, ids[:-1])])
 
 
 class DocumentStream:

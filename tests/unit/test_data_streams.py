@@ -4,9 +4,10 @@ from itertools import takewhile
 
 import numpy as np
 import pytest
-from data_corpus import LetterTokenizer, MemorySource, corpus
+import sentencepiece
+from data_corpus import REAL, LetterTokenizer, MemorySource, corpus, make_config, needs_real_data
 
-from dlr_pretrain.data import streams
+from dlr_pretrain.data import open_source, open_tokenizer, streams
 from dlr_pretrain.data.streams import DocumentStream, Place, permutation
 from dlr_pretrain.errors import UserError
 
@@ -103,3 +104,20 @@ def test_more_streams_than_documents_name_the_share_that_is_empty():
     stream = DocumentStream(MemorySource([["one", "two"]]), TOKENIZER, 42, 5, 8)
     with pytest.raises(UserError, match="document 5 of every 8 in shard-0"):
         next(stream.chunks(Place()))
+
+
+@needs_real_data
+def test_an_epoch_of_real_c4_has_the_tokens_that_sentencepiece_counts():
+    cfg = make_config(data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model")
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    found = sum(
+        len(chunk.tokens)
+        for v in range(8)
+        for chunk in takewhile(
+            lambda chunk: chunk.place.epoch == 0, DocumentStream(source, tokenizer, 42, v, 8).chunks(Place())
+        )
+    )
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.path))
+    texts = [text for shard in source.train_shards for text in source.read(shard)]
+    assert len(texts) == 2300 and found == sum(map(len, reference.encode(texts))) + 2300
