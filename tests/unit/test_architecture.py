@@ -1,0 +1,103 @@
+"""The house stays as it is drawn: who imports whom, how large things are, and what a new backbone takes."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "dlr_pretrain"
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "cli": {"config", "errors"},
+    "models": {"config", "errors"},
+    "optim": {"config", "errors"},
+    "data": {"config", "errors"},
+    "deploy": {"models", "config", "data", "errors"},
+    "analysis": {"models", "config", "errors"},
+    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors"},
+}
+
+
+def room(path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dlr_pretrain":
+            parts = node.module.split(".")
+            rooms |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names if (PACKAGE / a.name).is_dir()}
+    return rooms - {room(path)}
+
+
+FILES = sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name != "__init__.py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_downwards_only(path):
+    assert imported_rooms(path) <= MAY_IMPORT[room(path)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_can_be_read(path):
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
+
+
+def test_training_imports_no_library_that_it_does_not_use():
+    code = "import sys, dlr_pretrain.train.run; print(sorted({'transformers', 'datasets', 'wandb'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
+BACKBONE = '''
+import torch
+from dlr_pretrain.models.lowrank import LowRank
+
+class Tanh(LowRank):
+    """y = B tanh(gain A x)."""
+    def latent(self, x, carried):
+        return torch.tanh(self.knobs["gain"] * self.down(x))
+
+BACKBONE = Tanh
+'''
+
+
+def test_a_backbone_is_one_file_of_code_and_one_of_configuration(tmp_path, monkeypatch, words):
+    """It composes, checks its own knobs, trains with DLR, folds and resumes; no other file knows its name."""
+    from dlr_pretrain import models
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.errors import UserError
+    from dlr_pretrain.train.run import run
+
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "throwaway.py").write_text(BACKBONE)
+    (tmp_path / "backbone").mkdir()
+    (tmp_path / "backbone" / "throwaway.yaml").write_text(
+        "name: throwaway\nsupports_dlr: true\nrank: ${scale.rank}\ngain: 2.0\n"
+    )
+    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
+    monkeypatch.setattr("dlr_pretrain.train.run.export", lambda aside, *_: aside.mkdir())
+    monkeypatch.setattr("dlr_pretrain.train.run.verify", lambda *_: 0.0)
+
+    own = ("--config-dir", str(tmp_path), "backbone=throwaway")
+    given = words(*own, "dlr=on", "train.steps=3", f"run.dir={tmp_path}/run")
+    with pytest.raises(UserError, match="Did you mean backbone.gain"):
+        load([*given, "backbone.gian=3"])
+    cfg = load(given)
+    assert cfg.backbone.gain == 2.0
+    run(cfg)
+    assert (tmp_path / "run" / "folded").exists()
+    model = models.build(cfg, 60, torch.device("cpu"))
+    assert type(model.model.layers[0].mlp.down).__name__ == "Tanh"
