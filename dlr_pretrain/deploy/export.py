@@ -46,8 +46,9 @@ def export(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     write_weights(aside, tensors)
-    _write_json(aside / "config.json", model_config(cfg, vocab_size, dtype))
-    _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
+    if loadable(cfg):
+        _write_json(aside / "config.json", model_config(cfg, vocab_size, dtype))
+        _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
     if cfg.backbone.name in FACTORISED:
         shutil.copyfile(MODELING, aside / MODELING.name)
     export_tokenizer(aside, tokenizer_path, POSITIONS)
@@ -59,10 +60,13 @@ def export(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def loadable(cfg: Config) -> bool:
+    """Whether transformers will load the folder: a new backbone's weights are exported before its layer is written."""
+    return cfg.backbone.name in (*FACTORISED, "full")
+
+
 def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int) -> torch.dtype:
     """Hold the names and shapes of ``tensors`` against the model of ``cfg``; returns their common dtype."""
-    if cfg.backbone.name not in (*FACTORISED, "full"):
-        raise UserError(f"backbone={cfg.backbone.name}: {MODELING.name} has no layer for it, so it cannot be exported")
     with torch.device("meta"):
         expected = Llama(cfg, vocab_size, grouped=False).state_dict()
     wrong = [f"{name}: missing" for name in expected if name not in tensors]
@@ -147,6 +151,8 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
 
 def readme(cfg: Config, record: dict[str, object]) -> str:
     """How to load the folder, and what was trained."""
+    if not loadable(cfg):
+        return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet.\n"
     trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
     dlr = f" + DLR ({cfg.dlr.name}), folded" if cfg.dlr.enabled else ""
     facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}

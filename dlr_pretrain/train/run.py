@@ -13,7 +13,8 @@ from torch import Tensor
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Source, Tokenizer, TrainLoader, ValidationSet, open_source, open_tokenizer, validation_set
-from dlr_pretrain.deploy.export import export
+from dlr_pretrain.deploy.export import export, loadable
+from dlr_pretrain.deploy.tokenizer import read_spiece
 from dlr_pretrain.deploy.verify import verify
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, build
@@ -83,6 +84,7 @@ class Run:
                 f"tokenizer {tokenizer.path}: {tokenizer.vocab_size} pieces, but the model has "
                 f"scale.vocab_size={cfg.scale.vocab_size}. Set scale.vocab_size={tokenizer.vocab_size} or more"
             )
+        read_spiece(tokenizer.path)  # refuses what could not be exported when the run ends
         return source, tokenizer, self.runtime.main_first(lambda: validation_set(cfg, source, tokenizer))
 
     def open_run(self, tokenizer: Tokenizer) -> Snapshot | None:
@@ -188,18 +190,16 @@ class Run:
         final = read_metrics(self.dir / "metrics.jsonl")[-1]
         aside = self.dir / ".folded_unverified"
         export(aside, tensors, self.cfg, vocab_size, tokenizer.path, final)
-        ids = torch.from_numpy(validation.inputs[:2].astype("int64"))
-        difference = verify(aside, self.plain_logits(tensors, vocab_size), ids)
+        checked = self.check(aside, tensors, vocab_size, validation)
         folded = self.dir / "folded"
         if folded.exists():
             shutil.rmtree(folded)
         os.rename(aside, folded)
         write_report(self.dir)
-        checked = "not verified: transformers is not installed" if difference is None else (
-            f"verified through transformers: largest difference of a logit {difference:.1e} of their spread"
-        )  # fmt: skip
-        self.console.say(f"folded     {len(residuals(weights.model))} layers; {checked}")
-        self.console.say(f"finished   in {duration(time.time() - self.started)}")
+        self.console.summary({
+            "folded": f"{len(residuals(weights.model))} layers; {checked}",
+            "finished": f"in {duration(time.time() - self.started)}",
+        })  # fmt: skip
         self.console.say(self.farewell())
 
     def require_identical(self, weights: Weights, tensors: dict[str, Tensor]) -> None:
@@ -211,16 +211,26 @@ class Run:
                 if not torch.equal(tensors[name].to(p.dtype), p.detach().cpu()):
                     raise RuntimeError(f"{name}: the folded tensor is not the working weight")
 
+    def check(self, folder: Path, tensors: dict[str, Tensor], vocab_size: int, validation: ValidationSet) -> str:
+        """Hold the exported folder against our own model with the same weights, both in fp32; says what was found."""
+        if not loadable(self.cfg):
+            return f"transformers cannot load backbone={self.cfg.backbone.name} yet: deploy/ has no layer for it"
+        ids = torch.from_numpy(validation.inputs[:2].astype("int64"))
+        difference = verify(folder, self.plain_logits(tensors, vocab_size), ids, torch.float32)
+        if difference is None:
+            return "not verified: transformers 4.57 or newer is not installed"
+        return f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
+
     def plain_logits(self, tensors: dict[str, Tensor], vocab_size: int):
-        """The logits of our own model that holds ``tensors`` and no residual."""
+        """The fp32 logits of our own model that holds ``tensors`` and no residual."""
         with torch.device("meta"):
-            model = Llama(self.cfg, vocab_size).to(next(iter(tensors.values())).dtype)
+            model = Llama(self.cfg, vocab_size)
         model.to_empty(device=self.runtime.device)
         model.load_state_dict(tensors)
 
         @torch.no_grad()
         def logits(ids: Tensor) -> Tensor:
-            return model.logits(ids.to(self.runtime.device)).float().cpu()
+            return model.logits(ids.to(self.runtime.device)).cpu()
 
         return logits
 

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.usefixtures("no_export")
 
 
 def losses(folder):
-    return [(r["train/loss"], r["train/grad_norm"], r.get("eval/loss", 0)) for r in read_metrics(folder / "metrics.jsonl")]
+    return [
+        (r["train/loss"], r["train/grad_norm"], r.get("eval/loss", 0)) for r in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 @pytest.mark.parametrize("accumulate", ["native", "fp32"])
