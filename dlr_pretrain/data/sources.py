@@ -73,12 +73,11 @@ class LocalSource:
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
-        found = sorted(Path(p) for p in glob.glob(str(Path(self._root or "", pattern)), recursive=True))
-        names = {str(p.relative_to(self._root) if self._root and p.is_relative_to(self._root) else p): p for p in found}
+        names = sorted(glob.glob(pattern, root_dir=self._root, recursive=True))
         if not names:
             where = f"{key}={pattern}" + (f" below {self._root}" if self._root else "")
             raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-        self._paths |= names
+        self._paths |= {name: Path(self._root or "", name) for name in names}
         return tuple(names)
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
