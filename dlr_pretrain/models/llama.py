@@ -180,10 +180,9 @@ def build(cfg: Config, vocab_size: int, device: torch.device, dtype: torch.dtype
     branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=not branch).to(dtype)
-    if device.type == "meta":
-        return model
-    model.to_empty(device=device)
-    model.init_(cfg.seed)
+    if device.type != "meta":
+        model.to_empty(device=device)
+        model.init_(cfg.seed)
     if cfg.dlr.enabled:
         attach_dlr(model, cfg.dlr.alpha, cfg.dlr.variance_correction, cfg.dlr.impl)
     return model

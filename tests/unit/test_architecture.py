@@ -91,7 +91,7 @@ def test_a_backbone_is_one_file_of_code_and_one_of_configuration(tmp_path, monke
 
     own = ("--config-dir", str(tmp_path), "backbone=throwaway")
     given = words(*own, "dlr=on", "train.steps=3", f"run.dir={tmp_path}/run")
-    with pytest.raises(UserError, match="Did you mean backbone.gain"):
+    with pytest.raises(UserError, match=r"Did you mean backbone\.gain"):
         load([*given, "backbone.gian=3"])
     cfg = load(given)
     assert cfg.backbone.gain == 2.0

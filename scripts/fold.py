@@ -1,0 +1,30 @@
+"""Fold a saved checkpoint: ``python scripts/fold.py runs/<run>/checkpoints/step_00001000``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from dlr_pretrain.deploy.fold import fold_checkpoint
+from dlr_pretrain.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write a checkpoint's folded weights as a transformers folder.")
+    parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
+    parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
+    given = parser.parse_args()
+    output = given.output or given.checkpoint.parent.parent / f"folded_{given.checkpoint.name}"
+    try:
+        layers = fold_checkpoint(given.checkpoint, output, getattr(torch, given.dtype or "", None))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"folded {layers} layers into {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
