@@ -122,7 +122,7 @@ class Run:
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
             "parameters": f"{total:,}, the same after folding; vocabulary {len(embedding):,}",
             "data": f"{source.describe()}; tokenizer of {tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
-            "validation": f"{len(validation.inputs):,} sequences, {validation.real_tokens:,} tokens {cfg.eval.packing}",
+            "validation": f"{len(validation.inputs):,} sequences; {validation.real_tokens:,} tokens; {cfg.eval.packing}",
             "batch": f"{world} ranks x {t.global_batch // world // micro} micro-batches x {micro} sequences "
             f"x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
