@@ -116,13 +116,13 @@ class Run:
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         layers = len(residuals(weights.model))
         dlr = f"DLR ({cfg.dlr.impl}, alpha {cfg.dlr.alpha:g}) on {layers} projections" if layers else "no DLR"
-        embedding = weights.state["model.embed_tokens.weight"]
-        rows = {
+        vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(validation.inputs)
+        table = {
             "run": str(self.dir),
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
-            "parameters": f"{total:,}, the same after folding; vocabulary {len(embedding):,}",
+            "parameters": f"{total:,}, the same after folding; vocabulary {vocabulary:,}",
             "data": f"{source.describe()}; tokenizer of {tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
-            "validation": f"{len(validation.inputs):,} sequences; {validation.real_tokens:,} tokens; {cfg.eval.packing}",
+            "validation": f"{rows:,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
             "batch": f"{world} ranks x {t.global_batch // world // micro} micro-batches x {micro} sequences "
             f"x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
@@ -131,8 +131,8 @@ class Run:
             f"{', compiled' if cfg.compile else ''}",
         }
         if snapshot:
-            rows["resuming"] = f"after step {snapshot.state['step']:,}"
-        self.console.summary(rows)
+            table["resuming"] = f"after step {snapshot.state['step']:,}"
+        self.console.summary(table)
 
     # ------------------------------------------------------------------------------------------------
     # During
