@@ -21,7 +21,7 @@ from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
-from dlr_pretrain.train.console import Console, count, duration
+from dlr_pretrain.train.console import Console, count, duration, plural
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import MetricsFile, WandbView, read_metrics
@@ -77,7 +77,7 @@ class Run:
 
     def open_data(self) -> tuple[Source, Tokenizer, ValidationSet]:
         cfg = self.cfg
-        source = self.runtime.main_first(lambda: open_source(cfg))
+        source = self.runtime.main_first(lambda: open_source(cfg, self.console.say))
         tokenizer = self.runtime.main_first(lambda: open_tokenizer(cfg, source))
         if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
             raise UserError(
@@ -123,8 +123,8 @@ class Run:
             "parameters": f"{total:,}, the same after folding; vocabulary {vocabulary:,}",
             "data": f"{source.describe()}; tokenizer of {tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
             "validation": f"{rows:,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
-            "batch": f"{world} ranks x {t.global_batch // world // micro} micro-batches x {micro} sequences "
-            f"x {t.seq_len} = {positions:,} tokens a step",
+            "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
+            f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
             f"{cfg.warmup_steps:,} steps, then a cosine to {t.lr * t.min_lr_ratio:g}",
             "precision": f"{cfg.precision.name}, {describe_device(self.runtime.device)}, torch {torch.__version__}"
