@@ -155,7 +155,7 @@ def test_one_problem_is_one_line_and_several_are_a_list():
 
 
 def test_derived_values(cfg):
-    assert (cfg.warmup_steps, cfg.num_streams) == (30, 16)
+    assert (cfg.warmup_steps, cfg.num_streams) == (30, 8)
     cfg.train.steps = 100
     assert cfg.warmup_steps == 10
     cfg.train.warmup_steps = 7
@@ -168,7 +168,7 @@ def test_derived_values(cfg):
 
 
 def test_a_sound_configuration_breaks_no_rule(cfg):
-    assert broken_rules(cfg) == broken_rules(cfg, 2) == broken_rules(cfg, 16) == []
+    assert broken_rules(cfg) == broken_rules(cfg, 2) == broken_rules(cfg, 8) == []
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_rules_that_span_keys(cfg):
         "backbone.rank=129: must lie between 1 and the narrowest layer's width, 128",
         "dlr=on: backbone=cola has no up-projection to carry the residual. "
         "Use dlr=off, or a low-rank backbone such as backbone=cola",
-        "train.micro_batch=3: must divide a rank's share of train.global_batch, 16 sequences. Try 2",
+        "train.micro_batch=3: must divide a rank's share of train.global_batch, 8 sequences. Try 2",
         "train.warmup_steps=300: must be below train.steps=300",
         "train.stop_after=301: must not exceed train.steps=300",
         "optimizer.beta1=1: must be at least 0 and below 1",
