@@ -18,6 +18,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -37,14 +38,16 @@ class Snapshot:
 
 
 def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
-    """Write ``snapshot`` durably, then delete all but the newest ``keep_last``."""
+    """Write ``snapshot`` durably, then delete all but the newest ``keep_last``.
+
+    What is not valid, or is of a later step, was passed over when the run resumed: it goes too, and counts for nothing.
+    """
     final = root / f"step_{step:08d}"
     aside = root / f".writing_{final.name}"
     if final.exists() and _fault(final) is None:
         return final
-    for stale in (aside, final):  # left by a kill
-        if stale.exists():
-            _delete(stale)
+    for stale in (*root.glob(".writing_*"), *root.glob(final.name)):  # left by a kill
+        _delete(stale)
     aside.mkdir(parents=True)
     tensors = {
         "model": snapshot.model,
@@ -52,7 +55,10 @@ def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
         "random": {f"rank{i}": s for i, s in enumerate(snapshot.random)},
     }
     for name, group in tensors.items():
-        save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, aside / f"{name}.safetensors")
+        try:
+            save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, aside / f"{name}.safetensors")
+        except SafetensorError as error:  # that is how it reports a full disk
+            raise OSError(str(error)) from error
     (aside / "state.json").write_text(json.dumps(snapshot.state))
     manifest = {path.name: _describe(path) for path in sorted(aside.iterdir())}
     for path in aside.iterdir():
@@ -61,8 +67,11 @@ def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
     os.rename(aside, final)
     _sync(root)
     write_durably(final / MANIFEST, json.dumps(manifest, indent=1))
-    for old in directories(root)[keep_last:]:
-        _delete(old)
+    everything = directories(root)
+    kept = [d for d in everything if (d / MANIFEST).exists() and _step(d) <= step][:keep_last]
+    for directory in everything:
+        if directory not in kept:
+            _delete(directory)
     return final
 
 
@@ -96,7 +105,7 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
 def directories(root: Path) -> list[Path]:
     """Checkpoint directories, newest first, valid or not."""
     named = [d for d in root.glob("step_*") if d.is_dir() and re.fullmatch(r"step_\d+", d.name)]
-    return sorted(named, key=lambda d: int(d.name[5:]), reverse=True)
+    return sorted(named, key=_step, reverse=True)
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -108,13 +117,17 @@ def write_durably(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
+def _step(directory: Path) -> int:
+    return int(directory.name.removeprefix("step_"))
+
+
 def _fault(directory: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
         return "was not finished"
-    except json.JSONDecodeError:
+    except ValueError:  # no JSON, or no text at all
         return f"{MANIFEST} is damaged"
     for name, described in manifest.items():
         path = directory / name

@@ -1,0 +1,217 @@
+"""A checkpoint is there whole or does not count, whatever interrupts the saving of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+import torch
+
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train import checkpoint
+from dlr_pretrain.train.checkpoint import MANIFEST, Snapshot, load, newest, save
+
+
+def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
+    """Tensors in the layouts that models have: views of one storage, a transpose, odd sizes, scalars, one element."""
+    generator = torch.Generator().manual_seed(step)
+    stack = torch.randn(3, 5, 7, generator=generator).to(dtype)
+    model = {
+        "q": stack[0],
+        "k": stack[1],
+        "t": torch.randn(6, 9, generator=generator).to(dtype).T,
+        "n": stack[2, 0, :1],
+    }
+    optimizer = {f"{name}/exp_avg": value.clone() for name, value in model.items()} | {
+        "q/step": torch.tensor(step + 0.0)
+    }
+    state = {"step": step, "tokens": 10**13 + step, "real_tokens": 7, "streams": {"0": [0, 1, 2, 3, 4]}}
+    return Snapshot(model, optimizer, [torch.get_rng_state(), torch.arange(9, dtype=torch.uint8)], state)
+
+
+def assert_is(found: Snapshot, step: int, dtype: torch.dtype = torch.float32) -> None:
+    expected = snapshot(step, dtype)
+    for group in ("model", "optimizer"):
+        a, b = getattr(found, group), getattr(expected, group)
+        assert a.keys() == b.keys()
+        for name in a:
+            assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+    assert all(torch.equal(a, b) for a, b in zip(found.random, expected.random, strict=True))
+    assert found.state == expected.state
+
+
+def names(root) -> set[str]:
+    return {path.name for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_loaded_equals_what_was_saved(tmp_path, dtype):
+    given = snapshot(3, dtype)
+    given.model["t"][0, 0], given.model["q"][1, 2] = float("nan"), -0.0
+    loaded = load(save(tmp_path, 3, given, keep_last=1))
+    for name, value in given.model.items():
+        bits = loaded.model[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
+        assert loaded.model[name].dtype == dtype and torch.equal(*bits), name
+    assert_is(load(save(tmp_path, 4, snapshot(4, dtype), keep_last=1)), 4, dtype)
+
+
+def test_the_newest_ones_are_kept(tmp_path):
+    for step in (1, 2, 3, 10):
+        save(tmp_path, step, snapshot(step), keep_last=2)
+    assert names(tmp_path) == {"step_00000003", "step_00000010"}
+    assert newest(tmp_path) == (tmp_path / "step_00000010", [])
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (99_999_999, 100_000_000):
+        save(tmp_path, step, snapshot(1), keep_last=9)
+    assert newest(tmp_path)[0].name == "step_100000000"
+
+
+def test_a_step_that_is_saved_twice_is_written_once(tmp_path):
+    path = save(tmp_path, 5, snapshot(5), keep_last=2)
+    before = {p: p.stat().st_mtime_ns for p in path.iterdir()}
+    assert save(tmp_path, 5, snapshot(5), keep_last=2) == path
+    assert {p: p.stat().st_mtime_ns for p in path.iterdir()} == before
+
+
+def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path):
+    path = save(tmp_path, 5, snapshot(5), keep_last=2)
+    (path / "model.safetensors").write_bytes(b"damaged")
+    assert_is(load(save(tmp_path, 5, snapshot(5), keep_last=2)), 5)
+    assert newest(tmp_path) == (path, [])
+
+
+def test_what_was_passed_over_does_not_crowd_out_the_new_one(tmp_path):
+    """After damage the run resumes from step 5; its next checkpoint is older than the damaged one, and must stay."""
+    for step in (5, 10):
+        save(tmp_path, step, snapshot(step), keep_last=2)
+    (tmp_path / "step_00000010" / "state.json").write_text("{}")
+    shutil.copytree(tmp_path / "step_00000005", tmp_path / "step_00000011")
+    (tmp_path / "step_00000011" / MANIFEST).unlink()
+    assert newest(tmp_path)[0].name == "step_00000005"
+    save(tmp_path, 6, snapshot(6), keep_last=1)
+    assert names(tmp_path) == {"step_00000006"}
+    assert_is(load(newest(tmp_path)[0]), 6)
+
+
+STAGES = {
+    checkpoint: ("save_file", "_describe", "_sync", "write_durably", "_delete"),
+    os: ("rename", "replace"),
+    shutil: ("rmtree",),
+}
+
+
+@pytest.mark.parametrize(
+    ("owner", "stage"),
+    [(owner, stage) for owner, stages in STAGES.items() for stage in stages],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_kill_at_any_stage_leaves_a_valid_one_and_a_way_on(tmp_path, monkeypatch, owner, stage):
+    """The kill is an exception that nothing handles, before each call of ``stage`` in turn."""
+    real, calls, deadly = getattr(owner, stage), 0, 0
+
+    def killing(*given):
+        nonlocal calls
+        calls += 1
+        if calls == deadly:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(owner, stage, killing)
+    save(tmp_path / "0", 1, snapshot(1), keep_last=1)
+    calls = 0
+    save(tmp_path / "0", 2, snapshot(2), keep_last=1)
+    stages = calls
+    assert stages > 0
+    for kill in range(1, stages + 1):
+        root, deadly = tmp_path / str(kill), 0
+        save(root, 1, snapshot(1), keep_last=1)
+        calls, deadly = 0, kill
+        with pytest.raises(KeyboardInterrupt):
+            save(root, 2, snapshot(2), keep_last=1)
+        deadly = 0
+        survivor, _ = newest(root)
+        assert_is(load(survivor), int(survivor.name[5:]))
+        for step in (2, 3):  # once more, as after a resume
+            assert_is(load(save(root, step, snapshot(step), keep_last=1)), step)
+        assert names(root) == {"step_00000003"}
+
+
+def test_a_write_that_a_kill_left_is_cleared_at_the_next_save_of_any_step(tmp_path):
+    (tmp_path / ".writing_step_00000007").mkdir()
+    (tmp_path / ".writing_step_00000007" / "model.safetensors").touch()
+    save(tmp_path, 9, snapshot(9), keep_last=1)
+    assert names(tmp_path) == {"step_00000009"}
+
+
+DAMAGES = {
+    "is damaged": lambda d: (d / MANIFEST).write_bytes(b"\xff\x00\xff"),
+    "manifest.json is damaged": lambda d: (d / MANIFEST).write_text(""),
+    "model.safetensors is missing": lambda d: (d / "model.safetensors").unlink(),
+    "state.json has 0 bytes": lambda d: (d / "state.json").write_text(""),
+    "state.json fails its checksum": lambda d: (d / "state.json").write_text(
+        (d / "state.json").read_text().replace("2", "3")
+    ),
+    "was not finished": lambda d: (d / MANIFEST).unlink(),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGES)
+def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault):
+    for step in (1, 2):
+        save(tmp_path, step, snapshot(step), keep_last=2)
+    DAMAGES[fault](tmp_path / "step_00000002")
+    found, skipped = newest(tmp_path)
+    assert found.name == "step_00000001"
+    assert len(skipped) == 1 and "step_00000002" in skipped[0] and fault in skipped[0]
+
+
+def test_none_valid_is_refused_and_only_unfinished_ones_start_over(tmp_path):
+    assert newest(tmp_path / "absent") == (None, [])
+    save(tmp_path, 2, snapshot(2), keep_last=1)
+    (tmp_path / "step_00000002" / "state.json").write_text("")
+    with pytest.raises(UserError, match=r"no valid checkpoint: .*step_00000002: state.json has 0 bytes.*start over"):
+        newest(tmp_path)
+    (tmp_path / "step_00000002" / MANIFEST).unlink()
+    found, skipped = newest(tmp_path)
+    assert found is None and "was not finished" in skipped[0]
+
+
+def test_junk_is_neither_taken_for_a_checkpoint_nor_touched(tmp_path):
+    for junk in ("step_", "step_12a", "step_-1", "step_0001.bak", "other"):
+        (tmp_path / junk).mkdir()
+    (tmp_path / "step_00000099").write_text("a file")
+    assert newest(tmp_path) == (None, [])
+    before = names(tmp_path)
+    save(tmp_path, 1, snapshot(1), keep_last=1)
+    assert names(tmp_path) == before | {"step_00000001"}
+    assert newest(tmp_path)[0].name == "step_00000001"
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.parametrize("stage", ["_sync", "save_file"])
+def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp_path, monkeypatch, stage):
+    from safetensors import SafetensorError
+
+    full = {
+        "_sync": OSError(errno.ENOSPC, "No space left on device"),
+        "save_file": SafetensorError("I/O error: No space left on device (os error 28)"),
+    }[stage]
+    real = getattr(checkpoint, stage)
+
+    def filling(*given):
+        if (tmp_path / "run" / "checkpoints" / ".writing_step_00000010").exists():
+            raise full
+        return real(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, stage, filling)
+        with pytest.raises(UserError, match=r"checkpoint of step 10 could not be written: .*No space left"):
+            train(tmp_path / "run")
+    root = tmp_path / "run" / "checkpoints"
+    assert newest(root) == (root / "step_00000005", [])
+    train(tmp_path / "run")
+    assert names(root) == {"step_00000015", "step_00000020"}
