@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
 
 from dlr_pretrain.errors import UserError
 
 HEARTBEAT = 10.0  # seconds between beats
 EXPIRY = 60.0  # seconds without a beat after which the holder counts as dead
+LEASE_BYTES = 512  # a beat overwrites all of the last one in one write, so that nobody reads half of it
 
 
 class RunLock:
@@ -26,7 +27,7 @@ class RunLock:
 
     def __init__(self, run_dir: Path):
         self.run_dir = run_dir
-        self.file: TextIO | None = None
+        self.descriptor: int | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
 
@@ -34,17 +35,13 @@ class RunLock:
         """Take the run directory, or raise a UserError that names its holder."""
         run_dir = self.run_dir
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.file = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held until release
+        self.descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"{run_dir} is in use by {self._holder()}. Wait for it, stop it, or set run.dir") from None
-        lease = self._read()
-        age = time.time() - lease.get("beat", 0)
-        if lease.get("host") not in (None, socket.gethostname()) and age < EXPIRY:
-            left = f"If that machine is dead, its lease ends in {EXPIRY - age:.0f} s"
-            raise UserError(f"{run_dir} is in use by {self._holder()}. {left}")
-        self._beat()
+            self._take()
+            self._beat()
+        except BaseException:
+            os.close(self.descriptor)
+            raise
         self._thread.start()
 
     def release(self) -> None:
@@ -53,25 +50,47 @@ class RunLock:
             return
         self._stopped.set()
         self._thread.join()
-        self.file.truncate(0)
-        self.file.close()
+        with suppress(OSError):
+            os.ftruncate(self.descriptor, 0)
+        os.close(self.descriptor)
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def _take(self) -> None:
+        own = socket.gethostname()
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.run_dir} is in use by {self._holder()}. Wait for it, stop it, or set run.dir"
+            ) from None
+        except OSError:  # a file system without locks (Lustre may be one): the lease alone decides, on this host, too
+            own = None
+        lease = self._read()
+        age = time.time() - lease.get("beat", 0)
+        if lease.get("host") not in (None, own) and age < EXPIRY:
+            left = f"If that process is dead, its lease ends in {EXPIRY - age:.0f} s"
+            raise UserError(f"{self.run_dir} is in use by {self._holder()}. {left}")
 
     def _keep(self) -> None:
         while not self._stopped.wait(HEARTBEAT):
-            self._beat()
+            with suppress(OSError):  # a full disk or a file server that is away: the next beat may come through
+                self._beat()
 
     def _beat(self) -> None:
         lease = {"host": socket.gethostname(), "pid": os.getpid(), "beat": time.time()}
-        self.file.seek(0)
-        self.file.truncate()
-        self.file.write(json.dumps(lease))
-        self.file.flush()
+        os.pwrite(self.descriptor, json.dumps(lease).ljust(LEASE_BYTES).encode(), 0)
 
     def _read(self) -> dict:
-        self.file.seek(0)
+        """The lease; nothing where there is none, or where it is damaged."""
         try:
-            return json.loads(self.file.read() or "{}")
-        except json.JSONDecodeError:  # the holder died within a beat
+            lease = json.loads(os.pread(self.descriptor, LEASE_BYTES, 0))
+            return {"host": str(lease["host"]), "pid": int(lease["pid"]), "beat": float(lease["beat"])}
+        except (ValueError, TypeError, KeyError):
             return {}
 
     def _holder(self) -> str:
