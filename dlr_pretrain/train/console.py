@@ -24,7 +24,7 @@ class Console:
     def say(self, text: str = "") -> None:
         """A line of its own."""
         if self.enabled:
-            self._close_line()
+            self.close_line()
             print(text, file=self.stream, flush=True)
 
     def summary(self, rows: dict[str, str]) -> None:
@@ -47,9 +47,9 @@ class Console:
         step, steps = record["step"], self.cfg.train.steps
         parts = [
             f"step {step:>{len(str(steps))}}/{steps}",
-            f"loss {record['train/loss']:.4f}",
+            f"loss {decimal(record['train/loss'], 4)}",
             f"lr {record['train/lr']:.2e}",
-            f"grad {_short(record['train/grad_norm'])}",
+            f"grad {decimal(record['train/grad_norm'], 3)}",
         ]
         if record["perf/tokens_per_second"]:
             parts.append(f"{count(record['perf/tokens_per_second'])} tok/s")
@@ -57,23 +57,26 @@ class Console:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
         if seconds_per_step and step < steps:
             parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
-        line = "  ".join(parts)
+        while len(line := "  ".join(parts)) >= self.width and len(parts) > 2:
+            del parts[2]  # the learning rate first, the remaining time last
         evaluated = "eval/loss" in record
         if self.live and not evaluated:
-            self.stream.write("\r\x1b[K" + line[: self.width - 1])
+            self.stream.write("\r\x1b[K" + line)
             self.stream.flush()
             self._line_open = True
         elif evaluated or step == 1 or step % self.cfg.log.every == 0:
             self.say(line)
         if evaluated:
+            perplexity, galore = decimal(record["eval/perplexity"], 2), decimal(record["eval/perplexity_galore"], 2)
             self.say(
-                f"  eval  step {step}  loss {record['eval/loss']:.4f}  perplexity {record['eval/perplexity']:.2f}"
-                f"  (galore convention {record['eval/perplexity_galore']:.2f})"
+                f"  eval  loss {decimal(record['eval/loss'], 4)}  perplexity {perplexity}  (galore convention {galore})"
             )
 
-    def _close_line(self) -> None:
+    def close_line(self) -> None:
+        """Take the live line away: what comes next is written by others."""
         if self._line_open:
             self.stream.write("\r\x1b[K")
+            self.stream.flush()
             self._line_open = False
 
 
@@ -94,10 +97,13 @@ def plural(n: int, noun: str) -> str:
 def count(number: float) -> str:
     """1234567 -> 1.23M."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if number >= 0.9995 * size:  # 999,999 is 1M, not 1e+03k
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
 
 
-def _short(number: float | None) -> str:
-    return "-" if number is None else f"{number:.3f}"
+def decimal(number: float | None, places: int) -> str:
+    """3.1416, 1.2e+30 where that many digits would fill the line, or "-"."""
+    if number is None:
+        return "-"
+    return f"{number:.{places}f}" if abs(number) < 1e5 else f"{number:.1e}"
