@@ -1,0 +1,90 @@
+"""The run directory says what the run is, and refuses to become another one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+import dlr_pretrain
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import identity, to_dict
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train import record
+from dlr_pretrain.train.record import git_state, open_record
+
+
+def config(*overrides: str):
+    return load(["scale=tiny", "backbone=cola", "data=sample", "logger=jsonl", *overrides])
+
+
+def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1) -> dict:
+    open_record(folder, config(*overrides), fingerprint, world_size, "a device")
+    return json.loads((folder / "manifest.json").read_text())
+
+
+def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "scale=tiny"])
+    manifest = open_in(tmp_path, "dlr=on", world_size=4)
+    cfg = config("dlr=on")
+    assert manifest["identity"] == json.loads(json.dumps(identity(cfg))) | {"tokenizer.fingerprint": "f"}
+    (start,) = manifest["starts"]
+    assert start["command"] == ["train.py", "scale=tiny"]
+    assert (start["world_size"], start["device"], start["git"]) == (4, "a device", git_state())
+    assert start["python"] == ".".join(map(str, sys.version_info[:3]))
+    import torch
+
+    assert start["packages"]["torch"] == torch.__version__ and "hydra-core" in start["packages"]
+    written = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
+    assert written == json.loads(json.dumps(to_dict(cfg)))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yaml", "manifest.json"]
+
+
+def test_a_second_start_is_added_and_may_change_the_machines_business(tmp_path):
+    first = open_in(tmp_path)
+    second = open_in(tmp_path, "train.micro_batch=2", "log.every=3", world_size=2)
+    assert second["identity"] == first["identity"]
+    assert second["starts"][0] == first["starts"][0]
+    assert [start["world_size"] for start in second["starts"]] == [1, 2]
+    assert OmegaConf.load(tmp_path / "config.yaml").log.every == 3
+
+
+def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
+    open_in(tmp_path, "train.clip=1.0")
+    before = (tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(UserError) as refused:
+        open_in(tmp_path, "train.clip=null", "seed=7", "dlr=on", fingerprint="g")
+    text = str(refused.value)
+    assert f"{tmp_path} holds another run" in text and "choose another run.dir" in text
+    changed = {line.strip() for line in text.splitlines() if line.startswith("  ")}
+    assert {
+        "train.clip: 1.0 there, None here",
+        "seed: 42 there, 7 here",
+        "dlr.name: off there, on here",
+        "dlr.enabled: False there, True here",
+        "tokenizer.fingerprint: f there, g here",
+    } == changed
+    assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
+
+
+def test_the_commit_is_named_with_a_mark_on_local_changes(tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+
+    (tmp_path / "package").mkdir()
+    monkeypatch.setattr(dlr_pretrain, "__file__", str(tmp_path / "package" / "__init__.py"))
+    assert record.git_state() is None  # installed, not checked out
+    git("init")
+    assert record.git_state() is None or "+" not in record.git_state()  # no commit yet
+    (tmp_path / "package" / "__init__.py").write_text("")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "x")
+    commit = record.git_state()
+    assert len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    (tmp_path / "untracked").touch()
+    assert record.git_state() == commit
+    (tmp_path / "package" / "__init__.py").write_text("changed")
+    assert record.git_state() == commit + "+"
