@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from dlr_pretrain.errors import EXIT_CONFIG, UserError
 
-MISSING = object()
+
+class MISSING:
+    """In the place of a value: none was given. A class, so that it is itself again after pickling."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,9 @@ class ConfigError(UserError):
         self.problems = problems
         lines = list(dict.fromkeys(map(str, problems)))
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines]))
+
+    def __reduce__(self):  # an exception is otherwise made again from its text
+        return type(self), (self.problems,)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -6,6 +6,7 @@ import json
 import math
 import netrc
 import os
+import sys
 import time
 import uuid
 from collections import deque
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.checkpoint import write_durably
 
 SETTLING_STEPS = 10  # steps after a start that no throughput counts
 WINDOW = 20  # steps over which throughput is averaged
@@ -28,20 +30,26 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int):
         self.path = path
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_step]
-        aside = path.with_suffix(".tmp")
-        aside.write_text("".join(_line(record) for record in kept))
-        os.replace(aside, path)
-        self.file = open(path, "a")  # noqa: SIM115 - open for the life of the run
+        write_durably(path, "".join(_line(record) for record in kept))
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
-        self.file.write(_line(record))
-        self.file.flush()
+        line = _line(record).encode()
+        try:
+            written = self.file.write(line)
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written: {error}") from error
+        if written != len(line):
+            raise UserError(f"{self.path} could not be written: the disk is full")
 
     def sync(self) -> None:
         """Durable before the checkpoint that counts on it."""
         os.fsync(self.file.fileno())
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_) -> None:
         self.file.close()
 
 
@@ -108,8 +116,10 @@ class Throughput:
     def paused(self):
         """Time spent within does not count."""
         start = time.perf_counter()
-        yield
-        self.clock += time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.clock += time.perf_counter() - start
 
 
 class WandbView:
@@ -120,39 +130,62 @@ class WandbView:
             import wandb
         except ImportError:
             raise UserError("logger=wandb: wandb is not installed. Install it, or use logger=jsonl") from None
-        self.mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self.run = wandb.init(
-            project=cfg.logger.project,
-            entity=cfg.logger.entity,
-            name=run_dir.name,
-            id=_run_id(run_dir),
-            resume="allow",
-            dir=run_dir,
-            mode=self.mode,
-            config=to_dict(cfg),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        settings = wandb.Settings(silent=True, console="off")
+
+        def start(mode: str):
+            return wandb.init(
+                project=cfg.logger.project,
+                entity=cfg.logger.entity,
+                name=run_dir.name,
+                id=_run_id(run_dir),
+                resume="allow",
+                dir=run_dir,
+                mode=mode,
+                config=to_dict(cfg),
+                settings=settings,
+            )
+
+        self.mode, self.why = os.environ.get("WANDB_MODE") or "online", "WANDB_MODE"
+        if self.mode == "online" and not _has_wandb_key(settings.base_url):  # wandb would ask for one
+            self.mode, self.why = "offline", "no API key found: set WANDB_API_KEY for online"
+        try:
+            self.run = start(self.mode)
+        except Exception as error:  # no network, a wrong key, a server that is away
+            if self.mode == "offline":
+                raise UserError(f"logger=wandb: {error}. Use logger=jsonl") from error
+            self.mode, self.why = "offline", f"{self.mode} failed: {str(error).splitlines()[0]}"
+            self.run = start(self.mode)
         self.run.define_metric("*", step_metric="step")
 
     def describe(self) -> str:
         """Where the curves are."""
         if self.mode == "online":
             return f"online, {self.run.url}"
-        return f"{self.mode} (no API key found: set WANDB_API_KEY for online), under {self.run.dir}"
+        return f"{self.mode} ({self.why}), under {self.run.dir}"
 
     def write(self, record: dict) -> None:
-        self.run.log({name: value for name, value in record.items() if value is not None})
+        if self.run is None:
+            return
+        try:
+            self.run.log({name: value for name, value in record.items() if value is not None})
+        except Exception as error:
+            print(f"warning: W&B was left, metrics.jsonl goes on: {error}", file=sys.stderr, flush=True)
+            self.run = None
 
-    def close(self) -> None:
-        self.run.finish()
+    def __enter__(self) -> WandbView:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if self.run is not None:
+            self.run.finish(exit_code=0 if kind in (None, Stopped) else 1)
 
 
-def _has_wandb_key() -> bool:
+def _has_wandb_key(url: str) -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    host = url.split("//")[-1].split("/")[0]
     try:
-        return netrc.netrc().authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
@@ -161,7 +194,7 @@ def _run_id(run_dir: Path) -> str:
     """The W&B id of this run, drawn once in its life."""
     path = run_dir / "wandb_id"
     if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12])
+        write_durably(path, uuid.uuid4().hex[:12])
     return path.read_text().strip()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -36,15 +37,9 @@ def run(cfg: Config) -> None:
 
     Raises UserError where something is in the way, and Stopped where the run was asked to stop and has saved.
     """
-    runtime = Runtime(cfg)
-    lock = RunLock(Path(cfg.run.dir))
-    try:
+    with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
         runtime.on_main(lock.acquire)
         Run(cfg, runtime).complete()
-    finally:
-        lock.release()
-        runtime.close()
-        torch._dynamo.reset()  # the next run of a multirun compiles other shapes
 
 
 class Run:
@@ -58,8 +53,10 @@ class Run:
     def complete(self) -> None:
         """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
         source, tokenizer, validation = self.open_data()
+        self.runtime.stop_if_asked("before the first step")
         snapshot = self.open_run(tokenizer)
         if snapshot and snapshot.state["step"] == self.cfg.train.steps and (self.dir / "folded").exists():
+            self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
             return self.console.say(self.farewell())
 
@@ -68,6 +65,7 @@ class Run:
         weights = Weights(build(self.cfg, vocab_size, self.runtime.device, dtype), self.cfg.precision.name)
         self.summarize(weights, source, tokenizer, validation, snapshot)
         if self.cfg.compile:
+            torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
             weights.model.compile_()
         self.train(weights, source, tokenizer, validation, snapshot)
         self.runtime.on_main(lambda: self.finish(weights, vocab_size, tokenizer, validation))
@@ -145,8 +143,7 @@ class Run:
         validation: ValidationSet,
         snapshot: Snapshot | None,
     ) -> None:
-        cfg, runtime = self.cfg, self.runtime
-        views = self.open_views(snapshot.state["step"] if snapshot else 0) if runtime.is_main else []
+        cfg, runtime, views = self.cfg, self.runtime, []
         evaluator = Evaluator(validation, cfg.micro_batch(runtime.world_size), runtime)
 
         def write(record: dict) -> None:
@@ -154,32 +151,29 @@ class Run:
                 view.write(record)
 
         def save(step: int, state: Snapshot) -> None:
-            views[0].sync()
             try:
+                views[0].sync()
                 checkpoint.save(self.dir / "checkpoints", step, state, cfg.checkpoint.keep_last)
             except OSError as error:
                 raise UserError(f"checkpoint of step {step} could not be written: {error}") from error
 
-        trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, save)
-        if snapshot:
-            trainer.resume(snapshot)
-        streams = snapshot.state["streams"] if snapshot else None
-        loader = TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, streams)
-        try:
-            trainer.train(loader)
-        finally:
-            loader.close()
-            for view in views:
-                view.close()
+        with ExitStack() as opened:
+            runtime.on_main(lambda: self.open_views(views, opened, snapshot))
+            opened.callback(self.console.close_line)
+            trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, save)
+            if snapshot:
+                trainer.resume(snapshot)
+            streams = snapshot.state["streams"] if snapshot else None
+            loader = TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, streams)
+            trainer.train(opened.enter_context(closing(loader)))
 
-    def open_views(self, resumed_step: int) -> list:
-        """metrics.jsonl, and what shows it."""
-        views: list = [MetricsFile(self.dir / "metrics.jsonl", resumed_step)]
+    def open_views(self, views: list, opened: ExitStack, snapshot: Snapshot | None) -> None:
+        """metrics.jsonl, and what shows it, into ``views``; ``opened`` closes them."""
+        step = snapshot.state["step"] if snapshot else 0
+        views.append(opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", step)))
         if self.cfg.logger.name == "wandb":
-            view = WandbView(self.cfg, self.dir)
-            self.console.summary({"wandb": view.describe()})
-            views.append(view)
-        return views
+            views.append(opened.enter_context(WandbView(self.cfg, self.dir)))
+            self.console.summary({"wandb": views[-1].describe()})
 
     # ------------------------------------------------------------------------------------------------
     # After

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import Stopped, UserError
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1
@@ -35,6 +35,7 @@ class Runtime:
         self.device = _device(cfg)
         self.stop_requested = False
         self.control: dist.ProcessGroup | None = None
+        self._agreed: Exception | None = None  # raised on every rank
         if self.world_size > 1:
             _die_with_parent()
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -50,18 +51,25 @@ class Runtime:
         self.stop_requested = True
 
     def on_main(self, decide: Callable[[], T]) -> T:
-        """The result of ``decide`` on rank 0, on every rank; a ``UserError`` that it raises is raised on every rank."""
+        """The result of ``decide`` on rank 0, on every rank.
+
+        Where it raises a ``UserError``, every rank does; after any other exception the others raise one that names it.
+        """
         if self.world_size == 1:
             return decide()
         answer: list = [None, None]
+        own: Exception | None = None
         if self.is_main:
             try:
                 answer[0] = decide()
-            except UserError as error:
-                answer[1] = error
+            except Exception as error:
+                own = error
+                known = isinstance(error, UserError)
+                answer[1] = error if known else UserError(f"rank 0 failed: {type(error).__name__}: {error}")
         dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
-            raise answer[1]
+            self._agreed = own or answer[1]
+            raise self._agreed
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
@@ -69,6 +77,11 @@ class Runtime:
         result: list[T] = []
         self.on_main(lambda: result.append(act()))
         return result[0] if self.is_main else act()
+
+    def stop_if_asked(self, when: str) -> None:
+        """Between the stages of a run: raise ``Stopped`` on every rank where any was asked to stop."""
+        if any(self.gather(self.stop_requested)):
+            raise Stopped(f"stopped {when} (asked to stop). The same command continues")
 
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, in the order of ranks, on every rank."""
@@ -84,6 +97,12 @@ class Runtime:
             dist.all_reduce(tensor)
         return tensor
 
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """A copy of a CPU tensor on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
+
     def random_state(self) -> list[Tensor]:
         """The generators' states of every rank, [CPU, GPU if any] as one uint8 tensor each."""
         states = [torch.get_rng_state()]
@@ -97,11 +116,17 @@ class Runtime:
         if self.device.type == "cuda" and state.numel() > host:
             torch.cuda.set_rng_state(state[host:], self.device)
 
-    def close(self) -> None:
-        """Give the signals back and leave the process group."""
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, _type, error: BaseException | None, _trace) -> None:
+        """Give the signals back, and leave the process group where all ranks do.
+
+        A rank that fails alone just ends: leaving NCCL in order would wait for the others, which wait for this rank.
+        """
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if dist.is_initialized():
+        if dist.is_initialized() and (error is None or error is self._agreed or isinstance(error, Stopped)):
             dist.destroy_process_group()
 
 

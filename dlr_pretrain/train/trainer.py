@@ -61,9 +61,9 @@ class Trainer:
         Returns device metrics: mean loss, gradient norm before clipping, whether the update was applied, real tokens,
         and how many ranks were asked to stop.
         """
-        device = self.runtime.device
-        inputs, targets = batch.inputs.to(device, non_blocking=True), batch.targets.to(device, non_blocking=True)
-        counts = torch.tensor([0, batch.real_tokens, self.runtime.stop_requested]).to(device, non_blocking=True)
+        to_device = self.runtime.to_device
+        inputs, targets = to_device(batch.inputs), to_device(batch.targets)
+        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested]))
         counts[0] = (targets != IGNORE).sum()
         count, real_tokens, stop = self.runtime.sum(counts)
 
@@ -87,6 +87,9 @@ class Trainer:
         """Run to the last step; raises ``Stopped`` after saving where the run was asked to stop before it."""
         steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
         while self.step < steps:
+            if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
+                why = f"train.stop_after={stop_after}"
+                raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. Without it, the run goes on")
             batch = next(loader)
             values = self.update(batch, self.lr(self.step))
             self.step += 1
@@ -109,8 +112,8 @@ class Trainer:
             if save:
                 with self.throughput.paused():
                     self.checkpoint()
-            if not last and (stopping or self.step == stop_after):
-                why = "asked to stop" if stopping else f"train.stop_after={stop_after}"
+            if stopping and not last:
+                why = "asked to stop"
                 raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. The same command continues")
 
     def lr(self, update: int) -> float:
