@@ -1,0 +1,81 @@
+"""The golden curves: 20 steps in fp32 of the smallest shape, for each backbone with and without DLR.
+
+    python -m tests.golden.regenerate
+
+writes ``curves.json`` anew. Do so only with a change that is meant to move the curves, and say in its commit why they
+move. Tokens come from a fixed chain over 40 ids and not from a corpus, so that no tokenizer's version takes part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import Batch
+from dlr_pretrain.models import build
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.weights import STATE_DTYPE, Weights
+from tests.conftest import SMALL
+
+CURVES = Path(__file__).with_name("curves.json")
+CHOICES = {
+    "full": ("backbone=full",),
+    "lowrank": ("backbone=lowrank",),
+    "lowrank+dlr": ("backbone=lowrank", "dlr=on"),
+    "cola": ("backbone=cola",),
+    "cola+dlr": ("backbone=cola", "dlr=on"),
+}
+VOCAB = 40
+
+
+def batches(batch_size: int, seq_len: int):
+    """Endless batches of a chain in which each id is followed by one of three."""
+    rng = random.Random(0)
+    followers = [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(VOCAB)]
+    while True:
+        rows = []
+        for _ in range(batch_size):
+            row = [rng.randrange(VOCAB)]
+            while len(row) <= seq_len:
+                row.append(followers[row[-1]][rng.randrange(3)])
+            rows.append(row)
+        ids = torch.tensor(rows)
+        yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), batch_size * seq_len, {"0": [0, 0, 0, 0, 0]})
+
+
+def curve(*overrides: str) -> list[float]:
+    """The loss of every step of a run of the trainer, without data room and run directory."""
+    kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
+    kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
+    cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
+    records: list[dict] = []
+    with Runtime(cfg) as runtime:
+        precision = cfg.precision.name
+        weights = Weights(build(cfg, VOCAB, runtime.device, STATE_DTYPE[precision]), precision)
+        console = Console(cfg, enabled=False)
+        trainer = Trainer(cfg, runtime, weights, lambda _: {}, console, records.append, lambda *_: None)
+        steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
+        trainer.train(steps)
+    return [record["train/loss"] for record in records]
+
+
+def main() -> None:
+    curves = {name: [float(f"{loss:.8g}") for loss in curve(*overrides)] for name, overrides in CHOICES.items()}
+    CURVES.write_text("{\n" + ",\n".join(f'  "{name}": {losses}' for name, losses in curves.items()) + "\n}\n")
+    for name, losses in curves.items():
+        print(f"{name:<12} {losses[0]:.4f} -> {losses[-1]:.4f}")
+
+
+def golden() -> dict[str, list[float]]:
+    return json.loads(CURVES.read_text())
+
+
+if __name__ == "__main__":
+    main()
