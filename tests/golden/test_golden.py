@@ -1,8 +1,8 @@
 """The mathematics of training stays what it is: the losses of ``curves.json``, to rounding.
 
-A curve that moves on purpose is written anew by ``python -m tests.golden.regenerate``. Measured on these curves: initial
-values changed in their last bits, two threads, and kernels without AVX-512 or without any vectors move them by less
-than 3e-7; alpha 1 -> 0.99 by 1e-4, clipping at 1 instead of 0.5 (where it acts) by 3e-4.
+A curve that moves on purpose is written anew by ``python -m tests.golden.regenerate``. Measured on these curves:
+initial values changed in their last bits, two threads, and kernels without AVX-512 or without any vectors move them by
+less than 3e-7; alpha 1 -> 0.99 by 1e-4, clipping at 1 instead of 0.5 (where it acts) by 3e-4.
 """
 
 from __future__ import annotations

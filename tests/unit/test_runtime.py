@@ -1,0 +1,144 @@
+"""What ranks agree on, and requests to stop at any stage of a run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dlr_pretrain.config import MISSING, ConfigError, Problem
+from dlr_pretrain.errors import EXIT_CONFIG, Stopped, UserError
+from dlr_pretrain.train.checkpoint import newest
+from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.metrics import read_metrics
+from tests.conftest import ROOT
+
+
+def test_errors_reach_other_ranks_as_they_are():
+    error = ConfigError([Problem("a.b", MISSING, "is missing"), Problem("c", 1, "is odd", "Use 2")])
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) == "2 problems\n  a.b: is missing\n  c=1: is odd. Use 2"
+    assert again.problems == error.problems and again.exit_code == EXIT_CONFIG
+    for kind in (UserError, Stopped):
+        again = pickle.loads(pickle.dumps(kind("why")))
+        assert type(again) is kind and str(again) == "why"
+
+
+RANKS = """
+import os, sys
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError, Problem
+from dlr_pretrain.train.runtime import Runtime
+
+cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"], ranks=2)
+raised = {
+    "user": ConfigError([Problem("a", 1, "is odd")]),
+    "other": ZeroDivisionError("by zero"),
+    "none": None,
+}
+said = []
+with Runtime(cfg) as runtime:
+    for name, error in raised.items():
+        def decide():
+            if error:
+                raise error
+            return os.environ["RANK"]
+        try:
+            said.append(runtime.on_main(decide))
+        except Exception as caught:
+            said.append(f"{type(caught).__name__} {caught}")
+    said.append(runtime.gather(runtime.rank))
+    runtime.stop_requested = runtime.rank == 1
+    try:
+        runtime.stop_if_asked("here")
+    except Exception as caught:
+        said.append(str(caught))
+open(f"{sys.argv[1]}/{runtime.rank}", "w").write("\\n".join(map(str, said)))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_agree_on_results_errors_and_stops(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(tmp_path / "ranks.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    shared = ["0", "[0, 1]", "stopped here (asked to stop). The same command continues"]
+    own = ["ConfigError a=1: is odd", "ZeroDivisionError by zero"]
+    other = ["ConfigError a=1: is odd", "UserError rank 0 failed: ZeroDivisionError: by zero"]
+    assert (tmp_path / "0").read_text().splitlines() == own + shared
+    assert (tmp_path / "1").read_text().splitlines() == other + shared
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.parametrize(("stage", "message"), [
+    ("open_source", "stopped before the first step"),  # data
+    ("build", "stopped after step 1 of 20"),  # the model
+])  # fmt: skip
+def test_a_signal_before_the_first_step_is_followed(train, tmp_path, monkeypatch, stage, message):
+    from dlr_pretrain.train import run
+
+    real = getattr(run, stage)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def interrupted(*given):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(*given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(run, stage, interrupted)
+        with pytest.raises(Stopped, match=message):
+            train(tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) is before
+    train(tmp_path / "run", "train.steps=20")
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 20
+
+
+def test_a_signal_while_the_run_is_folded_lets_it_finish(train, tmp_path, monkeypatch, no_export):
+    from dlr_pretrain.train import run
+
+    real = run.export
+    monkeypatch.setattr(run, "export", lambda *given: (os.kill(os.getpid(), signal.SIGTERM), real(*given)))
+    train(tmp_path / "run", "train.steps=2")
+    assert (tmp_path / "run" / "folded" / "model.safetensors").exists()
+
+
+@pytest.mark.usefixtures("no_export")
+def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
+    for stop in (7, 7, 3):
+        with pytest.raises(Stopped, match=rf"stopped after step 7 of 20 \(train\.stop_after={stop}\); saved"):
+            train(tmp_path / "run", f"train.stop_after={stop}")
+    assert newest(tmp_path / "run" / "checkpoints")[0].name == "step_00000007"
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 7
+
+
+def test_the_report_of_a_run_that_was_killed_after_its_fold_is_made_up_for(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("dlr_pretrain.train.run.verify", lambda *_: 0.0)
+    folder = train(tmp_path / "run", "train.steps=2")
+    (folder / "report.md").unlink()
+    train(folder, "train.steps=2")
+    assert (folder / "report.md").exists()
+
+
+def test_evaluation_needs_no_sequence_on_every_rank():
+    """One sequence on three ranks: two have nothing to run, and all get the same number."""
+    validation = SimpleNamespace(inputs=np.zeros((1, 4), "uint16"), targets=np.ones((1, 4), "int32"), real_tokens=4)
+    sums = []
+    for rank in range(3):
+
+        def collect(tensor):
+            sums.append(tensor.clone())
+            return tensor if len(sums) == 1 else sum(sums)
+
+        view = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), sum=collect)
+        found = Evaluator(validation, 2, view)(lambda ids, targets: 2.0 * (targets != -100).sum())
+        assert found["eval/loss"] == 2.0
+    assert [s.tolist() for s in sums] == [[8.0, 4.0], [0.0, 0.0], [0.0, 0.0]]
