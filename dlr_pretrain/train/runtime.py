@@ -36,8 +36,8 @@ class Runtime:
         self.stop_requested = False
         self.control: dist.ProcessGroup | None = None
         self._agreed: Exception | None = None  # raised on every rank
+        _die_with_parent()
         if self.world_size > 1:
-            _die_with_parent()
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=30))
             self.control = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
