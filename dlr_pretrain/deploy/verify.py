@@ -70,7 +70,15 @@ def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, 
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, str(READER), str(folder), str(question), str(answer)]
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, errors="replace")
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=scratch,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # an interrupt from the keyboard asks the run to stop, not its reader
+    )
     if done.returncode == CANNOT_IMPORT:
         return None
     if done.returncode:

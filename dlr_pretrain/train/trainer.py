@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -46,7 +47,12 @@ class Trainer:
         self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
-        self.streams: dict[str, list[int]] = {}
+        self.saved = 0  # the last step that a checkpoint holds
+        self.streams: dict[int, dict[str, list[int]]] = {}  # data position after each of the last steps
+        self.stopping = False  # a rank was asked to stop
+        self.failure: UserError | None = None  # of this rank's data
+        self.masked = torch.zeros((), device=runtime.device)  # 1 from the first update on that could not be applied
+        self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
         self.pending, self.throughput = Pending(runtime.device), Throughput()
         shape = cfg.scale.hidden_size, cfg.scale.num_layers
         self.flops_per_token = flops_per_token(weights.model, cfg.train.seq_len, *shape)
@@ -58,14 +64,15 @@ class Trainer:
     def update(self, batch: Batch, lr: float) -> Tensor:
         """One optimizer update from one global batch. The host waits for nothing.
 
-        Returns device metrics: mean loss, gradient norm before clipping, whether the update was applied, real tokens,
-        and how many ranks were asked to stop.
+        An update whose loss or gradient is not finite, or for which a rank has no data, changes nothing, and neither
+        does any after it. Returns device metrics: mean loss, gradient norm before clipping, whether the update was
+        masked, real tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
         inputs, targets = to_device(batch.inputs), to_device(batch.targets)
-        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested]))
+        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, self.failure is not None]))
         counts[0] = (targets != IGNORE).sum()
-        count, real_tokens, stop = self.runtime.sum(counts)
+        count, real_tokens, stop, failed = self.runtime.sum(counts)
 
         micro = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
         with self.weights.published():
@@ -75,10 +82,11 @@ class Trainer:
         gradients = self.gradients.collect()
         norm = global_norm(gradients)
         clip(gradients, norm, self.cfg.train.clip)
-        healthy = torch.isfinite(loss) & torch.isfinite(norm)
-        optim.update(self.optimizer, lr, skip=(~healthy).float())
+        healthy = torch.isfinite(loss) & torch.isfinite(norm) & (failed == 0)
+        self.masked = torch.maximum(self.masked, (~healthy).float())
+        optim.update(self.optimizer, lr, skip=self.masked)
         self.gradients.clear()
-        return torch.stack((loss, norm, healthy.float(), real_tokens.float(), stop.float()))
+        return torch.stack((loss, norm, self.masked, real_tokens.float(), stop.float()))
 
     # ------------------------------------------------------------------------------------------------
     # The loop
@@ -90,49 +98,59 @@ class Trainer:
             if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
                 why = f"train.stop_after={stop_after}"
                 raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. Without it, the run goes on")
-            batch = next(loader)
+            batch = self.next_batch(loader)
             values = self.update(batch, self.lr(self.step))
             self.step += 1
-            self.streams = batch.state
+            self.streams[self.step] = batch.state
+            self.streams.pop(self.step - 2 - self.pending.lag, None)
             self.pending.push(self.step, values)
 
             last = self.step == steps
             evaluate = last or self.step % self.cfg.eval.every == 0
             save = last or self.step % self.cfg.checkpoint.every == 0 or self.step == stop_after
-            records, stopping = self.completed(everything=evaluate or save)
-            if stopping and not last:
+            records = self.completed(everything=evaluate or save)
+            if self.stopping and not last:
                 save = True
-                records += self.completed(everything=True)[0]
-            if evaluate:
+                records += self.completed(everything=True)
+            if evaluate and not self.broken:
                 with self.throughput.paused():
                     records[-1] |= self.evaluate()
             for record in records:
                 self.write(record)
                 self.console.step(record, self.throughput.seconds_per_step())
+            if self.broken:
+                self.give_up(*self.broken)
             if save:
                 with self.throughput.paused():
                     self.checkpoint()
-            if stopping and not last:
+            if self.stopping and not last:
                 why = "asked to stop"
                 raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. The same command continues")
+
+    def next_batch(self, loader: TrainLoader) -> Batch:
+        """The next batch; an empty one where this rank's data fail, so that all ranks learn of it in the step."""
+        try:
+            return next(loader)
+        except UserError as error:
+            self.failure = error
+            shape = self.cfg.train.global_batch // self.runtime.world_size, self.cfg.train.seq_len
+            return Batch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE), 0, {})
 
     def lr(self, update: int) -> float:
         t = self.cfg.train
         return cosine(update, t.steps, self.cfg.warmup_steps, t.lr, t.min_lr_ratio)
 
-    def completed(self, everything: bool) -> tuple[list[dict], bool]:
-        """The records of updates whose metrics have arrived, oldest first, and whether a rank was asked to stop."""
+    def completed(self, everything: bool) -> list[dict]:
+        """The records of updates whose metrics have arrived, oldest first, up to one that was masked."""
         positions = self.cfg.train.global_batch * self.cfg.train.seq_len
-        records, stopping = [], False
-        for step, (loss, norm, healthy, real_tokens, stop) in self.pending.ready(everything):
-            if not healthy:
-                raise UserError(
-                    f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied, "
-                    f"the last checkpoint stands. Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
-                )
+        records: list[dict] = []
+        for step, (loss, norm, masked, real_tokens, stop) in self.pending.ready(everything):
+            if masked or self.broken:
+                self.broken = self.broken or (step, loss, norm)
+                continue
             self.tokens += positions
             self.real_tokens += int(real_tokens)
-            stopping = stopping or stop > 0
+            self.stopping = self.stopping or stop > 0
             rate = self.throughput.step(positions)
             records.append(
                 {
@@ -148,7 +166,20 @@ class Trainer:
                     "time": time.time(),
                 }
             )
-        return records, stopping
+        return records
+
+    def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
+        """End the run at the first masked update, on every rank, with the state before it saved."""
+        self.step = step - 1
+        if self.step > self.saved:
+            self.checkpoint()
+        failures = [f"rank {rank}: {error}" for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
+        if failures:
+            raise UserError(f"no data for step {step}. The steps before it are saved. " + "; ".join(failures))
+        raise UserError(
+            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied, the steps "
+            f"before it are saved. Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
+        )
 
     def mfu(self, tokens_per_second: float | None) -> float | None:
         """Achieved over peak FLOP/s of all GPUs; None where the peak is not known."""
@@ -172,7 +203,7 @@ class Trainer:
     def checkpoint(self) -> None:
         """Save everything that the next step depends on."""
         streams = {}
-        for part in self.runtime.gather(self.streams):
+        for part in self.runtime.gather(self.streams[self.step]):
             streams |= part
         snapshot = Snapshot(
             model=self.weights.state,
@@ -181,6 +212,7 @@ class Trainer:
             state={"step": self.step, "tokens": self.tokens, "real_tokens": self.real_tokens, "streams": streams},
         )
         self.runtime.on_main(lambda: self.save(self.step, snapshot))
+        self.saved = self.step
 
     def resume(self, snapshot: Snapshot) -> None:
         """Go on from ``snapshot``, saved on any number of ranks."""
@@ -188,5 +220,5 @@ class Trainer:
         optim.load_state_tensors(self.optimizer, self.weights.names, snapshot.optimizer)
         if len(snapshot.random) == self.runtime.world_size:
             self.runtime.set_random_state(snapshot.random[self.runtime.rank])
-        self.step = snapshot.state["step"]
+        self.step = self.saved = snapshot.state["step"]
         self.tokens, self.real_tokens = snapshot.state["tokens"], snapshot.state["real_tokens"]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.gradients import clip, global_norm
 from dlr_pretrain.train.metrics import read_metrics
+from tests.conftest import torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -65,12 +70,38 @@ def test_tiny_rates_leave_the_start_and_dlr_is_its_offset(train, tmp_path):
         torch.testing.assert_close(on[name] - off[name], expected, rtol=0, atol=1e-7, msg=name)
 
 
-def test_a_step_that_is_not_finite_is_masked_and_named(train, tmp_path):
+def steps_and_newest(folder):
+    """The logged steps, and the newest checkpoint."""
+    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl")]
+    return steps, max((folder / "checkpoints").iterdir())
+
+
+def test_a_step_that_is_not_finite_is_masked_named_and_leaves_the_steps_before_it(train, tmp_path):
     with pytest.raises(UserError, match=r"step \d+: loss .* not finite. The update was not applied"):
-        train(tmp_path / "run", "train.lr=1e30", "train.clip=null", "checkpoint.every=1")
-    steps = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    newest = max((tmp_path / "run" / "checkpoints").iterdir()) / "model.safetensors"
-    assert steps and all(torch.isfinite(t).all() for t in load_file(newest).values())
+        train(tmp_path / "run", "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
+    steps, newest = steps_and_newest(tmp_path / "run")
+    assert steps == list(range(1, steps[-1] + 1)) and newest.name == f"step_{steps[-1]:08d}"
+    assert all(torch.isfinite(t).all() for t in load_file(newest / "model.safetensors").values())
+
+
+@pytest.mark.slow
+def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(words, corpus, tmp_path):
+    shards = tmp_path / "shards"
+    shutil.copytree(corpus, shards)
+    first, second = sorted(shards.glob("c4-train.*"))
+    for i, path in ((2, first), (3, second)):
+        shutil.copyfile(path, shards / f"c4-train.{i:05d}-of-00002.json.gz")
+    later = (1, 3)[permutation(2, 42, 1, 0)[1]]  # the shard that stream 1, of rank 1, reads second
+    second = shards / f"c4-train.{later:05d}-of-00002.json.gz"
+    whole = gzip.decompress(second.read_bytes()).splitlines(keepends=True)
+    second.write_bytes(gzip.compress(b"".join([*whole[:60], b"not json\n", *whole[61:]])))
+    given = words(f"run.dir={tmp_path}/run", "train.global_batch=2", "train.micro_batch=1", "train.steps=1000")
+    done = torchrun([w if "data.root" not in w else f"data.root={shards}" for w in given], ranks=2)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "no data for step" in line and "rank 1" in line and f"{second}: document 60" in line
+    steps, newest = steps_and_newest(tmp_path / "run")
+    assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1}." in line
 
 
 def test_clipping_bounds_the_global_norm():
