@@ -7,6 +7,8 @@ tokens or ranks. The order of the shards is part of the data order, so it is sor
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ class Source(Protocol):
     train_shards: tuple[str, ...]
     validation_shards: tuple[str, ...]
     tokenizer_path: Path | None  # the source's own sentencepiece model, where it has one
+    fingerprint: str  # of the shards, wherever they lie: a run resumes on the same ones only
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
         """The texts of the documents start, start + step, ... of a shard."""
@@ -70,6 +73,7 @@ class LocalSource:
         self._kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
+        self.fingerprint = _fingerprint({name: path.stat().st_size for name, path in self._paths.items()})
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
@@ -121,6 +125,7 @@ class HubSource:
             if not files:
                 raise UserError(f"{key}={pattern}: matches no file of {dataset} on the hub. Correct the glob")
         self.train_shards, self.validation_shards = map(tuple, found)
+        self.fingerprint = _fingerprint([dataset, *found])
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
         address = f"hf://datasets/{self._dataset}@{self._commit}/{shard}"
@@ -129,6 +134,10 @@ class HubSource:
     def describe(self) -> str:
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         return f"{self._dataset}@{self._commit[:7]} on the hub: {shards}"
+
+
+def _fingerprint(shards: object) -> str:
+    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
 
 
 def read_with_datasets(address: str, text_key: str, start: int = 0) -> Iterator[str]:

@@ -20,19 +20,21 @@ from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.checkpoint import write_durably
 
+PATHS = ("data.root", "tokenizer.path")  # may move: what lies there is held by its fingerprint
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
-def open_record(run_dir: Path, cfg: Config, tokenizer_fingerprint: str, world_size: int, device: str) -> None:
+def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str], world_size: int, device: str) -> None:
     """Write ``config.yaml`` and ``manifest.json``, adding this start to those of the run.
 
-    Raises UserError, with the difference, where the directory holds a run of other mathematics.
+    ``fingerprints`` are of the data and the tokenizer. Raises UserError, with the difference, where the directory holds
+    a run of other mathematics.
     """
-    now = json.loads(json.dumps(identity(cfg))) | {"tokenizer.fingerprint": tokenizer_fingerprint}
+    now = json.loads(json.dumps(identity(cfg))) | fingerprints
     path = run_dir / "manifest.json"
     manifest = json.loads(path.read_text()) if path.exists() else {"identity": now, "starts": []}
     before = manifest["identity"]
-    changed = [k for k in before if k in now and before[k] != now[k]]
+    changed = [k for k in before if k in now and k not in PATHS and before[k] != now[k]]
     if changed:
         lines = [f"  {k}: {before[k]} there, {now[k]} here" for k in changed]
         raise UserError(

@@ -54,7 +54,7 @@ class Run:
         """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
         source, tokenizer, validation = self.open_data()
         self.runtime.stop_if_asked("before the first step")
-        snapshot = self.open_run(tokenizer)
+        snapshot = self.open_run(source, tokenizer)
         if snapshot and snapshot.state["step"] == self.cfg.train.steps and (self.dir / "folded").exists():
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
@@ -85,12 +85,13 @@ class Run:
         read_spiece(tokenizer.path)  # refuses what could not be exported when the run ends
         return source, tokenizer, self.runtime.main_first(lambda: validation_set(cfg, source, tokenizer))
 
-    def open_run(self, tokenizer: Tokenizer) -> Snapshot | None:
+    def open_run(self, source: Source, tokenizer: Tokenizer) -> Snapshot | None:
         """The state to go on from, after a look that the directory holds this very run."""
 
         def find() -> Path | None:
             device = describe_device(self.runtime.device)
-            open_record(self.dir, self.cfg, tokenizer.fingerprint, self.runtime.world_size, device)
+            fingerprints = {"data.shards": source.fingerprint, "tokenizer.pieces": tokenizer.fingerprint}
+            open_record(self.dir, self.cfg, fingerprints, self.runtime.world_size, device)
             shutil.copyfile(tokenizer.path, self.dir / "spiece.model")
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:

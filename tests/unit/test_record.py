@@ -22,7 +22,7 @@ def config(*overrides: str):
 
 
 def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1) -> dict:
-    open_record(folder, config(*overrides), fingerprint, world_size, "a device")
+    open_record(folder, config(*overrides), {"data.shards": fingerprint}, world_size, "a device")
     return json.loads((folder / "manifest.json").read_text())
 
 
@@ -30,7 +30,7 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "scale=tiny"])
     manifest = open_in(tmp_path, "dlr=on", world_size=4)
     cfg = config("dlr=on")
-    assert manifest["identity"] == json.loads(json.dumps(identity(cfg))) | {"tokenizer.fingerprint": "f"}
+    assert manifest["identity"] == json.loads(json.dumps(identity(cfg))) | {"data.shards": "f"}
     (start,) = manifest["starts"]
     assert start["command"] == ["train.py", "scale=tiny"]
     assert (start["world_size"], start["device"], start["git"]) == (4, "a device", git_state())
@@ -45,8 +45,8 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
 
 def test_a_second_start_is_added_and_may_change_the_machines_business(tmp_path):
     first = open_in(tmp_path)
-    second = open_in(tmp_path, "train.micro_batch=2", "log.every=3", world_size=2)
-    assert second["identity"] == first["identity"]
+    second = open_in(tmp_path, "train.micro_batch=2", "log.every=3", "data.root=/moved", world_size=2)
+    assert second["identity"] == first["identity"] | {"data.root": "/moved"}
     assert second["starts"][0] == first["starts"][0]
     assert [start["world_size"] for start in second["starts"]] == [1, 2]
     assert OmegaConf.load(tmp_path / "config.yaml").log.every == 3
@@ -65,7 +65,7 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
         "seed: 42 there, 7 here",
         "dlr.name: off there, on here",
         "dlr.enabled: False there, True here",
-        "tokenizer.fingerprint: f there, g here",
+        "data.shards: f there, g here",
     } == changed
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
 
