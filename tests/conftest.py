@@ -78,8 +78,8 @@ def words(corpus):
 @pytest.fixture
 def no_export(monkeypatch):
     """Leave out what a run does after folding (seconds: a process with transformers, a plot); other tests cover it."""
-    monkeypatch.setattr("dlr_pretrain.train.run.verify", lambda *_: 0.0)
-    monkeypatch.setattr("dlr_pretrain.train.run.write_report", lambda *_: None)
+    monkeypatch.setattr("dlr_pretrain.train.finish.verify", lambda *_: 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def train(words):
     return run_in
 
 
-def torchrun(words: list[str], ranks: int) -> subprocess.CompletedProcess:
+def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:
     """``train.py`` on ``ranks`` gloo ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([*launch, str(ROOT / "train.py"), *words], env=environment, capture_output=True, text=True)
+    return subprocess.run([*launch, str(script), *words], env=environment, capture_output=True, text=True)

@@ -5,8 +5,21 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-# Dense bf16 peaks of the data sheets, FLOP/s. A GPU that is not listed has no MFU.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12}
+# Dense bf16 peaks of the data sheets, FLOP/s, by the driver's exact name: variants differ, and so do slices of a GPU.
+# A GPU that is not listed has no MFU.
+PEAK_FLOPS = {
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA B200": 2250e12,
+}
 
 
 def flops_per_token(model: nn.Module, seq_len: int, hidden_size: int, num_layers: int) -> float:
@@ -23,5 +36,4 @@ def peak_flops(device: torch.device) -> float | None:
     """The peak of one device, or None where it is not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device))

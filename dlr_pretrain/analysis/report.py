@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from omegaconf import OmegaConf
 
+from dlr_pretrain.analysis.history import read_metrics
+
 DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
 POINTS = 2000  # of the faint curve; more are not seen
 FEW = 20  # steps that need no smoothing
@@ -16,8 +18,7 @@ FEW = 20  # steps that need no smoothing
 
 def write_report(run_dir: Path) -> None:
     """Write ``report.md`` and ``plots/loss.png`` from ``metrics.jsonl``, ``config.yaml`` and ``manifest.json``."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    metrics = [json.loads(line) for line in lines if line.endswith("\n")]  # a kill may have cut off the last
+    metrics = read_metrics(run_dir / "metrics.jsonl")
     config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
     manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
     (run_dir / "plots").mkdir(exist_ok=True)

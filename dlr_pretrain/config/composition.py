@@ -186,7 +186,7 @@ def _checked_options(words: list[str], config_name: str) -> tuple[list[str], lis
             kept.append(word)
             continue
         near = nearest(str(value), options)
-        rule = "must be one of " + ", ".join(options) if options else "there is no option yet; --config-dir adds some"
+        rule = "must be one of " + ", ".join(options)
         problems.append(Problem(group, value_of(word), rule, f"Did you mean {near}?" if near else ""))
         certain = certain and near is not None
         if near:

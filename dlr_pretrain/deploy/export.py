@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 
-POSITIONS = 1024
+POSITIONS = 1024  # at least: a run of longer sequences says its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
 FACTORISED = ("lowrank", "cola")  # the backbones that MODELING has a layer for
@@ -32,11 +33,13 @@ def export(
     vocab_size: int,
     tokenizer_path: Path,
     record: dict[str, object],
+    check: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Write ``folder`` from folded weights.
 
     ``tensors`` are the model's parameters under its own names, all fp32 or all bf16, folded; ``tokenizer_path`` is the
-    sentencepiece model; ``record`` the final numbers of the run, by name, for the folder's README.
+    sentencepiece model; ``record`` the final numbers of the run, by name, for the folder's README. ``check`` looks at
+    the finished folder before it takes its place; what it raises leaves it aside, as ``<folder>.partial``.
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
@@ -51,13 +54,18 @@ def export(
         _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
     if cfg.backbone.name in FACTORISED:
         shutil.copyfile(MODELING, aside / MODELING.name)
-    export_tokenizer(aside, tokenizer_path, POSITIONS)
+    export_tokenizer(aside, tokenizer_path, positions(cfg))
     (aside / "README.md").write_text(readme(cfg, record), encoding="utf-8")
+    check(aside)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def positions(cfg: Config) -> int:
+    return max(POSITIONS, cfg.train.seq_len)
 
 
 def loadable(cfg: Config) -> bool:
@@ -120,7 +128,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "num_hidden_layers": cfg.scale.num_layers,
         "num_attention_heads": cfg.scale.num_heads,
         "num_key_value_heads": cfg.scale.num_heads,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": positions(cfg),
         "hidden_act": "silu",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,

@@ -20,8 +20,9 @@ from dlr_pretrain.errors import UserError
 
 # Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
-# A single residual that was left unfolded shows as 0.4; a slip as small as a wrong RoPE base only in fp32.
-BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+# A residual that was left unfolded shows as 0.4, a wrong RoPE base as 0.06 to 0.14. Training lets rounding errors grow:
+# fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
+BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 READER = Path(__file__).with_name("foreign_reader.py")
 CANNOT_IMPORT = 4  # exit code of the reader

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,12 @@ class Branch:
         return super().forward(z) + self.residual.beta * self.residual.duplicate(z)
 
 
+@cache
+def _with_branch(linear: type[nn.Linear]) -> type[nn.Linear]:
+    """One class for all layers of a class, so that equal blocks share one compiled graph."""
+    return type(f"Branch{linear.__name__}", (Branch, linear), {})
+
+
 # ----------------------------------------------------------------------------------------------------
 # The public interface
 
@@ -98,19 +105,20 @@ def attach_dlr(
     """
     if impl not in ("weight", "branch"):
         raise ValueError(f"impl={impl!r}: must be 'weight' or 'branch'")
-    if getattr(module, "dlr_folded", False):
-        raise ValueError("this module was folded: its weights hold a residual already")
     targets = dict(_up_projections(module, match))
     if not targets:
         raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
     for name, linear in targets.items():
         if hasattr(linear, "residual"):
             raise ValueError(f"{name or 'the module'} has a residual already")
+        if getattr(linear, "dlr_folded", False):
+            raise ValueError(f"{name or 'the module'} was folded: its weight holds a residual already")
+    for linear in targets.values():
         d_out, rank = linear.weight.shape
         linear.residual = Residual(d_out, rank, alpha, variance_correction, impl)
         linear.register_state_dict_pre_hook(_refuse_while_active)
         if impl == "branch":
-            linear.__class__ = type(f"Branch{type(linear).__name__}", (Branch, type(linear)), {})
+            linear.__class__ = _with_branch(type(linear))
     return list(targets)
 
 
@@ -120,8 +128,9 @@ def active(module: nn.Module) -> Iterator[None]:
 
     B is restored bit for bit, also when the body raises.
     """
-    publish(module)
+    _require_restored(residuals(module))
     try:
+        publish(module)
         yield
     finally:
         restore(module)
@@ -132,9 +141,9 @@ def fold_(module: nn.Module) -> int:
 
     The folded tensors equal those that ``active`` multiplies by, bit for bit. Folding twice raises ValueError.
     """
-    if getattr(module, "dlr_folded", False):
-        raise ValueError("this module is folded already")
     folded = residuals(module)
+    if not folded and any(getattr(m, "dlr_folded", False) for m in module.modules()):
+        raise ValueError("this module is folded already")
     if not folded:
         raise ValueError("this module has no residual to fold")
     _require_restored(folded)
@@ -145,7 +154,7 @@ def fold_(module: nn.Module) -> int:
         if residual.impl == "branch":
             linear.__class__ = type(linear).__bases__[1]
         del linear.residual
-    module.dlr_folded = True
+        linear.dlr_folded = True
     return len(folded)
 
 

@@ -207,7 +207,11 @@ class FactorizedGroup(Group):
 
 
 class GroupHolder(nn.Module):
-    """A module whose linear layers are groups; it keeps their storages common through moves, casts and copies."""
+    """A module whose linear layers are groups; it keeps their storages common through moves, copies and loads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_post_hook(_tie_again)
 
     def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict, grouped: bool) -> Group:
         """Register the projections of ``spec`` as children under their own names, and return their group."""
@@ -229,3 +233,18 @@ class GroupHolder(nn.Module):
         super().__setstate__(state)
         for group in self.groups():
             group.tie()
+
+
+def _tie_again(holder: GroupHolder, _) -> None:
+    """After ``load_state_dict(assign=True)`` the parameters are others."""
+    for group in holder.groups():
+        group.tie()
+
+
+def require_tied(model: nn.Module) -> None:
+    """Raise where a parameter no longer is the view that the products read: it would train without effect."""
+    for name, holder in model.named_modules():
+        if isinstance(holder, GroupHolder):
+            for group in holder.groups():
+                if not all(stack.is_tied() for stack in group.stacks()):
+                    raise RuntimeError(f"{name}: {', '.join(group.spec.names)} have lost their common storage")

@@ -156,6 +156,7 @@ class Llama(nn.Module):
 
     def compile_(self) -> None:
         """Compile the blocks and the loss in place; parameter names stay as they are."""
+        torch._dynamo.config.optimize_ddp = False  # would cut each block along DDP's buckets: a block is the unit here
         for block in self.model.layers:
             block.compile(dynamic=False, fullgraph=True)
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, fullgraph=True)

@@ -48,7 +48,11 @@ def load_state_tensors(optimizer: torch.optim.Optimizer, names: list[str], tenso
             raise UserError(f"optimizer state of {name}, which this model does not have")
         by_name[name][entry] = value
     for name, p in zip(names, parameters, strict=True):
-        optimizer.state[p] = {
-            entry: torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value.to(p.device)
-            for entry, value in by_name[name].items()
-        }
+        optimizer.state[p] = {entry: _like(p, value) for entry, value in by_name[name].items()}
+
+
+def _like(p: Tensor, value: Tensor) -> Tensor:
+    """A copy of ``value`` on the device of ``p``, and in its memory layout where it is element-wise."""
+    if value.shape == p.shape:
+        return torch.empty_like(p, dtype=value.dtype).copy_(value)
+    return value.new_empty(value.shape, device=p.device).copy_(value)

@@ -70,8 +70,8 @@ def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
     everything = directories(root)
     kept = [d for d in everything if (d / MANIFEST).exists() and _step(d) <= step][:keep_last]
     for directory in everything:
-        if directory not in kept:
-            _delete(directory)
+        if directory not in kept:  # what cannot be deleted now is tried again after the next save
+            _delete(directory, ignore_errors=True)
     return final
 
 
@@ -145,10 +145,10 @@ def _describe(path: Path) -> dict:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def _delete(directory: Path) -> None:
+def _delete(directory: Path, ignore_errors: bool = False) -> None:
     """Delete a checkpoint, its validity first."""
     (directory / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=ignore_errors)
 
 
 def _sync(path: Path) -> None:

@@ -54,9 +54,13 @@ class Gradients:
         return [value.grad for value in self.weights.state.values()]
 
     def clear(self) -> None:
-        self.forward.zero_grad()
-        for value in self.weights.state.values():
-            value.grad = None
+        if isinstance(self.forward, DistributedDataParallel):  # the gradients are views of the buckets: keep them so
+            torch._foreach_zero_([p.grad for p in self.weights.working])
+        else:
+            self.forward.zero_grad()
+        if self.weights.masters is not None:
+            for master in self.weights.masters.values():
+                master.grad = None
         if self.buffer is not None:
             self.buffer.zero_()
 

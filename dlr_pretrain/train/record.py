@@ -20,41 +20,52 @@ from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.checkpoint import write_durably
 
+MANIFEST = "manifest.json"
 PATHS = ("data.root", "tokenizer.path")  # may move: what lies there is held by its fingerprint
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
-def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str], world_size: int, device: str) -> None:
-    """Write ``config.yaml`` and ``manifest.json``, adding this start to those of the run.
+def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str]) -> None:
+    """Write ``config.yaml``, and to ``manifest.json`` what the run is.
 
     ``fingerprints`` are of the data and the tokenizer. Raises UserError, with the difference, where the directory holds
     a run of other mathematics.
     """
     now = json.loads(json.dumps(identity(cfg))) | fingerprints
-    path = run_dir / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else {"identity": now, "starts": []}
-    before = manifest["identity"]
+    manifest = _manifest(run_dir)
+    before = manifest.get("identity", now)
     changed = [k for k in before if k in now and k not in PATHS and before[k] != now[k]]
     if changed:
         lines = [f"  {k}: {before[k]} there, {now[k]} here" for k in changed]
         raise UserError(
             f"{run_dir} holds another run:\n" + "\n".join(lines) + "\nRestore these keys, or choose another run.dir"
         )
-    manifest["identity"] = now
+    manifest = {"starts": []} | manifest | {"identity": now}
+    write_durably(run_dir / MANIFEST, json.dumps(manifest, indent=1))
+    write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
+
+
+def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
+    """Add this start, its machine and its software to ``manifest.json``."""
+    manifest = _manifest(run_dir)
     manifest["starts"].append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "command": sys.argv,
             "host": socket.gethostname(),
             "world_size": world_size,
-            "device": device,
+            "device": describe_device(device),
             "git": git_state(),
             "python": platform.python_version(),
             "packages": versions(),
         }
     )
-    write_durably(path, json.dumps(manifest, indent=1))
-    write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
+    write_durably(run_dir / MANIFEST, json.dumps(manifest, indent=1))
+
+
+def _manifest(run_dir: Path) -> dict:
+    path = run_dir / MANIFEST
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def versions() -> dict[str, str]:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from dlr_pretrain.analysis.report import write_report
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, identity
 from dlr_pretrain.data import Source, Tokenizer, TrainLoader, ValidationSet, open_source, open_tokenizer, validation_set
-from dlr_pretrain.deploy.export import export, loadable
 from dlr_pretrain.deploy.tokenizer import read_spiece
-from dlr_pretrain.deploy.verify import verify
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
 from dlr_pretrain.train.console import Console, count, duration, plural
 from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.finish import farewell, finish
 from dlr_pretrain.train.lock import RunLock
-from dlr_pretrain.train.metrics import MetricsFile, WandbView, read_metrics
-from dlr_pretrain.train.record import describe_device, open_record
+from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.record import describe_device, open_record, record_start
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import STATE_DTYPE, Weights
 
 
@@ -58,8 +56,10 @@ class Run:
         if snapshot and snapshot.state["step"] == self.cfg.train.steps and (self.dir / "folded").exists():
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
-            return self.console.say(self.farewell())
+            return self.console.say(farewell(self.cfg, self.dir))
 
+        self.runtime.use_device()
+        self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
         vocab_size = self.cfg.scale.vocab_size or tokenizer.vocab_size
         dtype = STATE_DTYPE[self.cfg.precision.name]
         weights = Weights(build(self.cfg, vocab_size, self.runtime.device, dtype), self.cfg.precision.name)
@@ -68,7 +68,9 @@ class Run:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
             weights.model.compile_()
         self.train(weights, source, tokenizer, validation, snapshot)
-        self.runtime.on_main(lambda: self.finish(weights, vocab_size, tokenizer, validation))
+        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, tokenizer, validation))
+        self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
+        self.console.say(farewell(self.cfg, self.dir))
 
     # ------------------------------------------------------------------------------------------------
     # Before
@@ -88,10 +90,11 @@ class Run:
     def open_run(self, source: Source, tokenizer: Tokenizer) -> Snapshot | None:
         """The state to go on from, after a look that the directory holds this very run."""
 
+        fingerprints = {"data.shards": source.fingerprint, "tokenizer.pieces": tokenizer.fingerprint}
+        self.runtime.require_equal(identity(self.cfg) | fingerprints)
+
         def find() -> Path | None:
-            device = describe_device(self.runtime.device)
-            fingerprints = {"data.shards": source.fingerprint, "tokenizer.pieces": tokenizer.fingerprint}
-            open_record(self.dir, self.cfg, fingerprints, self.runtime.world_size, device)
+            open_record(self.dir, self.cfg, fingerprints)
             shutil.copyfile(tokenizer.path, self.dir / "spiece.model")
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
@@ -166,7 +169,12 @@ class Run:
                 trainer.resume(snapshot)
             streams = snapshot.state["streams"] if snapshot else None
             loader = TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, streams)
-            trainer.train(opened.enter_context(closing(loader)))
+            opened.enter_context(closing(loader))
+            try:
+                trainer.train(loader)
+            except torch.OutOfMemoryError as error:
+                used = f"train.micro_batch={trainer.micro_batch}: out of GPU memory on rank {runtime.rank}"
+                raise UserError(f"{used}. Halve it (the global batch stays), or use more GPUs. {error}") from error
 
     def open_views(self, views: list, opened: ExitStack, snapshot: Snapshot | None) -> None:
         """metrics.jsonl, and what shows it, into ``views``; ``opened`` closes them."""
@@ -175,69 +183,3 @@ class Run:
         if self.cfg.logger.name == "wandb":
             views.append(opened.enter_context(WandbView(self.cfg, self.dir)))
             self.console.summary({"wandb": views[-1].describe()})
-
-    # ------------------------------------------------------------------------------------------------
-    # After
-
-    def finish(self, weights: Weights, vocab_size: int, tokenizer: Tokenizer, validation: ValidationSet) -> None:
-        """Fold, export, hold the export against the trained weights, and report."""
-        tensors = {name: value.cpu() for name, value in weights.folded().items()}
-        self.require_identical(weights, tensors)
-        final = read_metrics(self.dir / "metrics.jsonl")[-1]
-        aside = self.dir / ".folded_unverified"
-        export(aside, tensors, self.cfg, vocab_size, tokenizer.path, final)
-        checked = self.check(aside, tensors, vocab_size, validation)
-        folded = self.dir / "folded"
-        if folded.exists():
-            shutil.rmtree(folded)
-        os.rename(aside, folded)
-        write_report(self.dir)
-        self.console.summary({
-            "folded": f"{len(residuals(weights.model))} layers; {checked}",
-            "finished": f"in {duration(time.time() - self.started)}",
-        })  # fmt: skip
-        self.console.say(self.farewell())
-
-    def require_identical(self, weights: Weights, tensors: dict[str, Tensor]) -> None:
-        """The folded tensors must be what the training forward multiplies by, bit for bit."""
-        if self.cfg.dlr.enabled and self.cfg.dlr.impl == "branch":
-            return
-        with weights.published():
-            for name, p in weights.model.named_parameters():
-                if not torch.equal(tensors[name].to(p.dtype), p.detach().cpu()):
-                    raise RuntimeError(f"{name}: the folded tensor is not the working weight")
-
-    def check(self, folder: Path, tensors: dict[str, Tensor], vocab_size: int, validation: ValidationSet) -> str:
-        """Hold the exported folder against our own model with the same weights, both in fp32; says what was found."""
-        if not loadable(self.cfg):
-            return f"transformers cannot load backbone={self.cfg.backbone.name} yet: deploy/ has no layer for it"
-        ids = torch.from_numpy(validation.inputs[:2].astype("int64"))
-        difference = verify(folder, self.plain_logits(tensors, vocab_size), ids, torch.float32)
-        if difference is None:
-            return "not verified: transformers 4.57 or newer is not installed"
-        return f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
-
-    def plain_logits(self, tensors: dict[str, Tensor], vocab_size: int):
-        """The fp32 logits of our own model that holds ``tensors`` and no residual."""
-        with torch.device("meta"):
-            model = Llama(self.cfg, vocab_size)
-        model.to_empty(device=self.runtime.device)
-        model.load_state_dict(tensors)
-
-        @torch.no_grad()
-        def logits(ids: Tensor) -> Tensor:
-            return model.logits(ids.to(self.runtime.device)).cpu()
-
-        return logits
-
-    def farewell(self) -> str:
-        """Where the result is, and how to load it."""
-        folded = self.dir / "folded"
-        remote = "" if self.cfg.backbone.name == "full" else ", trust_remote_code=True"
-        return (
-            f"report     {self.dir / 'report.md'}\n"
-            f"checkpoint {folded}\n\n"
-            "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            f'    model = AutoModelForCausalLM.from_pretrained("{folded}"{remote})\n'
-            f'    tokenizer = AutoTokenizer.from_pretrained("{folded}")'
-        )

@@ -83,6 +83,21 @@ class Runtime:
         if any(self.gather(self.stop_requested)):
             raise Stopped(f"stopped {when} (asked to stop). The same command continues")
 
+    def require_equal(self, values: dict[str, object]) -> None:
+        """Refuse ranks that would train different things: other commands, or other files at the same path."""
+        for rank, other in enumerate(self.gather(values)):
+            differ = [name for name in values if values[name] != other[name]]
+            if differ:
+                lines = [f"  {n}: {values[n]} on rank {self.rank}, {other[n]} on rank {rank}" for n in differ]
+                mend = "Start every rank with the same command, on the same files"
+                raise UserError("\n".join(["the ranks differ:", *lines, mend]))
+
+    def use_device(self) -> None:
+        """Touch the GPU for the first time, when nothing is left to refuse."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.reset_peak_memory_stats()  # a multirun's earlier runs are not this one's
+
     def gather(self, value: T) -> list[T]:
         """``value`` of every rank, in the order of ranks, on every rank."""
         if self.world_size == 1:
@@ -142,7 +157,6 @@ def _device(cfg: Config) -> torch.device:
     local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= count:
         raise UserError(f"local rank {local_rank} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
-    torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 

@@ -14,6 +14,7 @@ from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, Batch, TrainLoader
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import cosine
 from dlr_pretrain.train.checkpoint import Snapshot
@@ -45,6 +46,7 @@ class Trainer:
         self.console, self.write, self.save = console, write, save
         self.optimizer = optim.build(cfg.optimizer, list(weights.state.values()))
         self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
+        require_tied(weights.model)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
         self.saved = 0  # the last step that a checkpoint holds
@@ -215,10 +217,12 @@ class Trainer:
         self.saved = self.step
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Go on from ``snapshot``, saved on any number of ranks."""
+        """Go on from ``snapshot``, saved on any number of ranks; its tensors are let go of."""
         self.weights.load(snapshot.model)
         optim.load_state_tensors(self.optimizer, self.weights.names, snapshot.optimizer)
         if len(snapshot.random) == self.runtime.world_size:
             self.runtime.set_random_state(snapshot.random[self.runtime.rank])
+        require_tied(self.weights.model)
+        snapshot.model.clear(), snapshot.optimizer.clear()  # or their files stay mapped to the end of the run
         self.step = self.saved = snapshot.state["step"]
         self.tokens, self.real_tokens = snapshot.state["tokens"], snapshot.state["real_tokens"]

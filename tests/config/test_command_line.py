@@ -121,7 +121,7 @@ def test_mistakes_in_a_recipe(own):
         "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
     ]
     assert problems(own, "experiment=table1") == [
-        "experiment=table1: must be one of lost, typo, unquoted, paper/table1. Did you mean paper/table1?"
+        "experiment=table1: must be one of lost, paper, typo, unquoted, paper/table1. Did you mean paper/table1?"
     ]
     assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
 
@@ -138,7 +138,7 @@ def test_mistakes_in_a_recipe(own):
         ("dlr=maybe", "dlr=maybe: must be one of off, on"),
         ("logger=null", "logger=null: must be one of jsonl, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("experiment=x", "experiment=x: there is no option yet; --config-dir adds some"),
+        ("experiment=x", "experiment=x: must be one of paper"),
         ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("lr=1", "lr=1: no such key. Did you mean train.lr?"),

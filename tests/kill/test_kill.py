@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import EXIT_STOPPED
-from dlr_pretrain.train.metrics import read_metrics
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]

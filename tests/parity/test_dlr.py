@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import active, attach_dlr, build, fold_
@@ -18,9 +19,19 @@ VOCAB = 50
 LR = 1e-3
 
 
-def small(backbone: str, *overrides: str):
-    shape = "scale=tiny scale.hidden_size=32 scale.intermediate_size=91 scale.num_heads=2 scale.num_layers=2"
-    return load([*shape.split(), "scale.rank=8", f"backbone={backbone}", "data=sample", "logger=jsonl", *overrides])
+def small(backbone: str, *overrides: str, layers: int = 2):
+    shape = "scale=tiny scale.hidden_size=32 scale.intermediate_size=91 scale.num_heads=2"
+    return load(
+        [
+            *shape.split(),
+            f"scale.num_layers={layers}",
+            "scale.rank=8",
+            f"backbone={backbone}",
+            "data=sample",
+            "logger=jsonl",
+            *overrides,
+        ]
+    )
 
 
 def batch(seed: int = 0):
@@ -198,8 +209,9 @@ def test_misuse_is_refused():
     assert fold_(layer) == 1
     with pytest.raises(ValueError, match="folded already"):
         fold_(layer)
-    with pytest.raises(ValueError, match="was folded"):
-        attach_dlr(layer)
+    for part in (layer, layer.up):
+        with pytest.raises(ValueError, match="was folded"):
+            attach_dlr(part)
     with pytest.raises(ValueError, match="no up-projection"):
         attach_dlr(nn.Sequential(nn.ReLU()))
     with pytest.raises(ValueError, match="no up-projection"):
@@ -226,6 +238,21 @@ def test_copies_are_independent(impl):
     assert not torch.equal(twin.up.weight, layer.up.weight)
     with active(layer):
         torch.testing.assert_close(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("impl", ["weight", "branch"])
+def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(impl):
+    """Beyond eight graphs of one function dynamo gives up, and a run would fail at its first evaluation."""
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    model = build(small("cola", "dlr=on", f"dlr.impl={impl}", layers=10), VOCAB, torch.device("cpu"))
+    for block in model.model.layers:
+        block.compile(backend=counter, dynamic=False, fullgraph=True)
+    with active(model):
+        model(*batch()).backward()
+        with torch.no_grad():
+            model(*batch())
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
-from dlr_pretrain.models.linear import GroupHolder
+from dlr_pretrain.models.linear import GroupHolder, require_tied
 from dlr_pretrain.models.llama import Llama, padded
 
 BACKBONES = ("full", "lowrank", "cola")
@@ -120,6 +120,8 @@ def test_common_storage_survives_casts_copies_and_loading():
     assert tied(moved)
     moved.load_state_dict(model.state_dict())
     assert tied(moved)
+    moved.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    assert tied(moved)
     ids, targets = torch.randint(0, VOCAB, (2, 2, 8))
     assert torch.equal(model(ids, targets), moved(ids, targets))
     optimizer = torch.optim.AdamW(moved.parameters(), lr=0.01, fused=True)
@@ -127,6 +129,11 @@ def test_common_storage_survives_casts_copies_and_loading():
         moved(ids, targets).backward()
         optimizer.step()
     assert tied(moved)
+    require_tied(moved)
+    moved.model.layers[1].mlp.up_proj.b.weight.data = torch.zeros(91, 8)
+    with pytest.raises(RuntimeError, match=r"layers\.1\.mlp: gate_proj, up_proj have lost"):
+        require_tied(moved)
+    moved.float()
     fresh = Llama(small("cola"), VOCAB, grouped=False)
     fresh.load_state_dict(moved.state_dict())
     torch.testing.assert_close(moved(ids, targets), fresh(ids, targets))

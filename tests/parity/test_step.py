@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.gradients import clip, global_norm
-from dlr_pretrain.train.metrics import read_metrics
-from tests.conftest import torchrun
+from tests.conftest import ROOT, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -45,6 +45,28 @@ def test_ranks_do_not_change_the_step(train, tmp_path, accumulate):
     a, b = (load_file(f / "folded" / "model.safetensors") for f in (alone, shared))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_compiled_on_two_ranks_trains_as_eager_does(train, tmp_path):
+    common = ("backbone=cola", "dlr=on", "train.lr=1e-3", "train.steps=4", "eval.every=2")
+    eager = losses(train(tmp_path / "eager", *common))
+    compiled = losses(train(tmp_path / "compiled", *common, "compile=true", ranks=2))
+    for a, b in zip(eager, compiled, strict=True):
+        assert a == pytest.approx(b, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_ranks_that_differ_are_refused(words, corpus, tmp_path):
+    """Each rank its own rate, as where the command differs between nodes."""
+    (tmp_path / "start.py").write_text(
+        "import os, runpy, sys\n"
+        "sys.argv[1:] = [word.replace('RATE', f'0.0{os.environ[\"RANK\"]}1') for word in sys.argv[1:]]\n"
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    done = torchrun(words(f"run.dir={tmp_path}/run", "train.lr=RATE"), ranks=2, script=tmp_path / "start.py")
+    assert done.returncode != 0 and "the ranks differ" in done.stderr
+    assert "train.lr: 0.001 on rank 0, 0.011 on rank 1" in done.stderr
 
 
 def test_precisions_train_alike_at_the_start(train, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped, UserError
-from dlr_pretrain.train.metrics import read_metrics
 from tests.conftest import torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")

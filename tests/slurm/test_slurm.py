@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.train.metrics import read_metrics
+from dlr_pretrain.analysis.history import read_metrics
 from tests.conftest import ROOT
 
 STEPS = 400  # seconds of training, so that a signal arrives in the middle of it

@@ -113,12 +113,12 @@ def test_a_kill_at_any_stage_leaves_a_valid_one_and_a_way_on(tmp_path, monkeypat
     """The kill is an exception that nothing handles, before each call of ``stage`` in turn."""
     real, calls, deadly = getattr(owner, stage), 0, 0
 
-    def killing(*given):
+    def killing(*given, **named):
         nonlocal calls
         calls += 1
         if calls == deadly:
             raise KeyboardInterrupt
-        return real(*given)
+        return real(*given, **named)
 
     monkeypatch.setattr(owner, stage, killing)
     save(tmp_path / "0", 1, snapshot(1), keep_last=1)

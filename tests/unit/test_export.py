@@ -40,6 +40,7 @@ def config(backbone: str) -> SimpleNamespace:
         precision=SimpleNamespace(name="fp32"),
         data=SimpleNamespace(packing="packed"),
         eval=SimpleNamespace(packing="pad"),
+        train=SimpleNamespace(seq_len=256),
     )
 
 
@@ -224,10 +225,8 @@ def test_wrong_tensors_are_refused_by_name(tmp_path, spiece, spoil, message):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_refusals(tmp_path, spiece):
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, spiece):
     tensors = trained("cola").state_dict()
-    with pytest.raises(UserError, match="backbone=other"):
-        export(tmp_path / "folded", tensors, config("other"), ROWS, spiece, RECORD)
     small = {name: t[:20] if t.shape[0] == ROWS else t for name, t in tensors.items()}
     with pytest.raises(UserError, match="160 pieces, more than the model's vocabulary of 20"):
         export(tmp_path / "folded", small, config("cola"), 20, spiece, RECORD)
@@ -255,7 +254,7 @@ def test_verify_finds_a_difference(tmp_path, spiece, ids):
     export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
     assert verify(tmp_path / "folded", model.logits, ids) < 1e-5
     with pytest.raises(UserError, match="beyond the bound"):
-        verify(tmp_path / "folded", lambda ids: model.logits(ids) * 1.001, ids)
+        verify(tmp_path / "folded", lambda ids: model.logits(ids) * 1.01, ids)
 
 
 def test_verify_names_what_does_not_load(tmp_path, spiece, ids):

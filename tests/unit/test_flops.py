@@ -45,6 +45,7 @@ def test_padding_does_not_count():
 @pytest.mark.parametrize(("name", "peak"), [
     ("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA GH200 480GB", 989e12),
     ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12), ("NVIDIA GeForce RTX 4090", None), ("NVIDIA T4", None),
+    ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GB200", None),
 ])  # fmt: skip
 def test_an_unknown_gpu_has_no_peak(monkeypatch, name, peak):
     monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda _: name)

@@ -11,10 +11,12 @@ import sys
 import pytest
 import torch
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.train import metrics
-from dlr_pretrain.train.metrics import SETTLING_STEPS, WINDOW, MetricsFile, Pending, Throughput, WandbView, read_metrics
+from dlr_pretrain.train.metrics import SETTLING_STEPS, WINDOW, MetricsFile, Pending, Throughput
+from dlr_pretrain.train.wandb_view import WandbView
 
 
 def write(path, steps, resumed_step: int = 0) -> None:
@@ -265,7 +267,7 @@ WANDB_START = """
 import sys
 from pathlib import Path
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.metrics import WandbView
+from dlr_pretrain.train.wandb_view import WandbView
 with WandbView(load(["scale=tiny", "data=sample", "logger=wandb"]), Path(sys.argv[1])) as view:
     print(view.describe())
     for step in (1, 2):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 import dlr_pretrain
@@ -14,7 +15,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import record
-from dlr_pretrain.train.record import git_state, open_record
+from dlr_pretrain.train.record import describe_device, git_state, open_record, record_start
 
 
 def config(*overrides: str):
@@ -22,7 +23,8 @@ def config(*overrides: str):
 
 
 def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1) -> dict:
-    open_record(folder, config(*overrides), {"data.shards": fingerprint}, world_size, "a device")
+    open_record(folder, config(*overrides), {"data.shards": fingerprint})
+    record_start(folder, world_size, torch.device("cpu"))
     return json.loads((folder / "manifest.json").read_text())
 
 
@@ -33,10 +35,12 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     assert manifest["identity"] == json.loads(json.dumps(identity(cfg))) | {"data.shards": "f"}
     (start,) = manifest["starts"]
     assert start["command"] == ["train.py", "scale=tiny"]
-    assert (start["world_size"], start["device"], start["git"]) == (4, "a device", git_state())
+    assert (start["world_size"], start["device"], start["git"]) == (
+        4,
+        describe_device(torch.device("cpu")),
+        git_state(),
+    )
     assert start["python"] == ".".join(map(str, sys.version_info[:3]))
-    import torch
-
     assert start["packages"]["torch"] == torch.__version__ and "hydra-core" in start["packages"]
     written = OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"))
     assert written == json.loads(json.dumps(to_dict(cfg)))

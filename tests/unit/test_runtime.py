@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.errors import EXIT_CONFIG, Stopped, UserError
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.metrics import read_metrics
 from tests.conftest import ROOT
 
 
@@ -103,10 +103,10 @@ def test_a_signal_before_the_first_step_is_followed(train, tmp_path, monkeypatch
 
 
 def test_a_signal_while_the_run_is_folded_lets_it_finish(train, tmp_path, monkeypatch, no_export):
-    from dlr_pretrain.train import run
+    from dlr_pretrain.train import finish
 
-    real = run.export
-    monkeypatch.setattr(run, "export", lambda *given: (os.kill(os.getpid(), signal.SIGTERM), real(*given)))
+    real = finish.export
+    monkeypatch.setattr(finish, "export", lambda *given: (os.kill(os.getpid(), signal.SIGTERM), real(*given)))
     train(tmp_path / "run", "train.steps=2")
     assert (tmp_path / "run" / "folded" / "model.safetensors").exists()
 
@@ -121,7 +121,7 @@ def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
 
 
 def test_the_report_of_a_run_that_was_killed_after_its_fold_is_made_up_for(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.train.run.verify", lambda *_: 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.finish.verify", lambda *_: 0.0)
     folder = train(tmp_path / "run", "train.steps=2")
     (folder / "report.md").unlink()
     train(folder, "train.steps=2")

@@ -1,0 +1,85 @@
+"""The end of a run: fold, export, hold the export against what was trained, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.report import write_report
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Tokenizer, ValidationSet
+from dlr_pretrain.deploy.export import export, loadable
+from dlr_pretrain.deploy.verify import verify
+from dlr_pretrain.models import Llama
+from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.train.weights import Weights
+
+VERIFIED_SEQUENCES = 2
+
+
+def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, validation: ValidationSet) -> str:
+    """Write ``<run>/folded`` and the report; says what was folded and how it was checked.
+
+    Raises UserError where the export is not what was trained; the folder then stays aside, the checkpoints as they are.
+    """
+    tensors = {name: value.cpu() for name, value in weights.folded().items()}
+    require_identical(cfg, weights, tensors)
+    rows, device = len(tensors["lm_head.weight"]), weights.working[0].device
+    ids = torch.from_numpy(validation.inputs[:VERIFIED_SEQUENCES].astype("int64"))
+    checked = f"transformers cannot load backbone={cfg.backbone.name} yet: deploy/ has no layer for it"
+
+    def check(folder: Path) -> None:
+        nonlocal checked
+        if loadable(cfg):
+            difference = verify(folder, plain_logits(cfg, rows, tensors, device), ids, torch.float32)
+            checked = "not verified: transformers 4.57 or newer is not installed"
+            if difference is not None:
+                checked = f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
+
+    record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
+    export(run_dir / "folded", tensors, cfg, rows, tokenizer.path, record, check)
+    write_report(run_dir)
+    return f"{len(residuals(weights.model))} layers; {checked}"
+
+
+def require_identical(cfg: Config, weights: Weights, tensors: dict[str, Tensor]) -> None:
+    """The folded tensors must be what the training forward multiplies by, bit for bit."""
+    if cfg.dlr.enabled and cfg.dlr.impl == "branch":
+        return
+    with weights.published():
+        for name, p in weights.model.named_parameters():
+            if not torch.equal(tensors[name].to(p.dtype), p.detach().cpu()):
+                raise RuntimeError(f"{name}: the folded tensor is not the working weight")
+
+
+def plain_logits(
+    cfg: Config, rows: int, tensors: dict[str, Tensor], device: torch.device
+) -> Callable[[Tensor], Tensor]:
+    """The fp32 logits [B, T, vocabulary] of our own model that holds ``tensors`` and no residual."""
+    with torch.device("meta"):
+        model = Llama(cfg, rows)
+    model.to_empty(device=device)
+    model.load_state_dict(tensors)
+
+    @torch.no_grad()
+    def logits(ids: Tensor) -> Tensor:
+        return model.logits(ids.to(device)).cpu()
+
+    return logits
+
+
+def farewell(cfg: Config, run_dir: Path) -> str:
+    """Where the result is, and how to load it."""
+    folded = run_dir / "folded"
+    remote = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
+    return (
+        f"report      {run_dir / 'report.md'}\n"
+        f"checkpoint  {folded}\n\n"
+        "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'    model = AutoModelForCausalLM.from_pretrained("{folded}"{remote})\n'
+        f'    tokenizer = AutoTokenizer.from_pretrained("{folded}")'
+    )
