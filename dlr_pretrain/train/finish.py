@@ -43,7 +43,8 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     export(run_dir / "folded", tensors, cfg, rows, tokenizer.path, record, check)
     write_report(run_dir)
-    return f"{len(residuals(weights.model))} layers; {checked}"
+    layers = len(residuals(weights.model))
+    return f"{f'{layers} layers' if layers else 'nothing to fold'}; {checked}"
 
 
 def require_identical(cfg: Config, weights: Weights, tensors: dict[str, Tensor]) -> None:
