@@ -13,6 +13,7 @@ up-projections run as one batch, while optimizers, checkpoints and folding see a
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -144,7 +145,7 @@ class _OwnInput(torch.autograd.Function):
         return dz, None, *(g[: ctx.d_out] for g in dw)
 
 
-class Group:
+class Group(ABC):
     """Projections of one shape that read the same input; the base of every backbone.
 
     A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
@@ -156,17 +157,17 @@ class Group:
         self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
 
     @staticmethod
+    @abstractmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
         """The parameters of one projection."""
-        raise NotImplementedError
 
+    @abstractmethod
     def init_(self, draw: Draw, prefix: str) -> None:
         """Draw the initial values of the projections, whose full names are ``prefix + name``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """x [..., pad_in] -> one [..., pad_out] a projection, and what the same group of the next block receives."""
-        raise NotImplementedError
 
     def tie(self) -> None:
         """Restore the common storage after the parameters were moved, cast or copied."""

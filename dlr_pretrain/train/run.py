@@ -47,12 +47,15 @@ class Run:
         self.cfg, self.runtime, self.dir = cfg, runtime, Path(cfg.run.dir)
         self.console = Console(cfg, enabled=runtime.is_main)
         self.started = time.time()
+        self.source: Source
+        self.tokenizer: Tokenizer
+        self.validation: ValidationSet
 
     def complete(self) -> None:
         """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
-        source, tokenizer, validation = self.open_data()
+        self.open_data()
         self.runtime.stop_if_asked("before the first step")
-        snapshot = self.open_run(source, tokenizer)
+        snapshot = self.open_run()
         if snapshot and snapshot.state["step"] == self.cfg.train.steps and (self.dir / "folded").exists():
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
@@ -60,42 +63,42 @@ class Run:
 
         self.runtime.use_device()
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
-        vocab_size = self.cfg.scale.vocab_size or tokenizer.vocab_size
+        vocab_size = self.cfg.scale.vocab_size or self.tokenizer.vocab_size
         dtype = STATE_DTYPE[self.cfg.precision.name]
         weights = Weights(build(self.cfg, vocab_size, self.runtime.device, dtype), self.cfg.precision.name)
-        self.summarize(weights, source, tokenizer, validation, snapshot)
+        self.summarize(weights, snapshot)
         if self.cfg.compile:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
             weights.model.compile_()
-        self.train(weights, source, tokenizer, validation, snapshot)
-        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, tokenizer, validation))
+        self.train(weights, snapshot)
+        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, self.tokenizer, self.validation))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.console.say(farewell(self.cfg, self.dir))
 
     # ------------------------------------------------------------------------------------------------
     # Before
 
-    def open_data(self) -> tuple[Source, Tokenizer, ValidationSet]:
-        cfg = self.cfg
-        source = self.runtime.main_first(lambda: open_source(cfg, self.console.say))
-        tokenizer = self.runtime.main_first(lambda: open_tokenizer(cfg, source))
+    def open_data(self) -> None:
+        """Source, tokenizer and validation set; refuses a tokenizer that the model or the export cannot hold."""
+        cfg, main_first = self.cfg, self.runtime.main_first
+        source = self.source = main_first(lambda: open_source(cfg, self.console.say))
+        tokenizer = self.tokenizer = main_first(lambda: open_tokenizer(cfg, source))
         if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
             raise UserError(
                 f"tokenizer {tokenizer.path}: {tokenizer.vocab_size} pieces, but the model has "
                 f"scale.vocab_size={cfg.scale.vocab_size}. Set scale.vocab_size={tokenizer.vocab_size} or more"
             )
-        read_spiece(tokenizer.path)  # refuses what could not be exported when the run ends
-        return source, tokenizer, self.runtime.main_first(lambda: validation_set(cfg, source, tokenizer))
+        read_spiece(tokenizer.path)
+        self.validation = main_first(lambda: validation_set(cfg, source, tokenizer))
 
-    def open_run(self, source: Source, tokenizer: Tokenizer) -> Snapshot | None:
+    def open_run(self) -> Snapshot | None:
         """The state to go on from, after a look that the directory holds this very run."""
-
-        fingerprints = {"data.shards": source.fingerprint, "tokenizer.pieces": tokenizer.fingerprint}
+        fingerprints = {"data.shards": self.source.fingerprint, "tokenizer.pieces": self.tokenizer.fingerprint}
         self.runtime.require_equal(identity(self.cfg) | fingerprints)
 
         def find() -> Path | None:
             open_record(self.dir, self.cfg, fingerprints)
-            shutil.copyfile(tokenizer.path, self.dir / "spiece.model")
+            shutil.copyfile(self.tokenizer.path, self.dir / "spiece.model")
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
                 self.console.say(f"warning: passed over {reason}")
@@ -104,27 +107,21 @@ class Run:
         found = self.runtime.on_main(find)
         return checkpoint.load(found) if found else None
 
-    def summarize(
-        self,
-        weights: Weights,
-        source: Source,
-        tokenizer: Tokenizer,
-        validation: ValidationSet,
-        snapshot: Snapshot | None,
-    ) -> None:
+    def summarize(self, weights: Weights, snapshot: Snapshot | None) -> None:
+        """What will be trained, on the console."""
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
         knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "supports_dlr")
         total = sum(value.numel() for value in weights.state.values())
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         layers = len(residuals(weights.model))
         dlr = f"DLR ({cfg.dlr.impl}, alpha {cfg.dlr.alpha:g}) on {layers} projections" if layers else "no DLR"
-        vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(validation.inputs)
+        vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(self.validation.inputs)
         table = {
             "run": str(self.dir),
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
             "parameters": f"{total:,}, the same after folding; vocabulary {vocabulary:,}",
-            "data": f"{source.describe()}; tokenizer of {tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
-            "validation": f"{rows:,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
+            "data": f"{self.source.describe()}; tokenizer of {self.tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
+            "validation": f"{rows:,} sequences, {self.validation.real_tokens:,} tokens, {cfg.eval.packing}",
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
@@ -139,16 +136,10 @@ class Run:
     # ------------------------------------------------------------------------------------------------
     # During
 
-    def train(
-        self,
-        weights: Weights,
-        source: Source,
-        tokenizer: Tokenizer,
-        validation: ValidationSet,
-        snapshot: Snapshot | None,
-    ) -> None:
+    def train(self, weights: Weights, snapshot: Snapshot | None) -> None:
+        """From ``snapshot``, or the start, to the last step."""
         cfg, runtime, views = self.cfg, self.runtime, []
-        evaluator = Evaluator(validation, cfg.micro_batch(runtime.world_size), runtime)
+        evaluator = Evaluator(self.validation, cfg.micro_batch(runtime.world_size), runtime)
 
         def write(record: dict) -> None:
             for view in views:
@@ -168,7 +159,7 @@ class Run:
             if snapshot:
                 trainer.resume(snapshot)
             streams = snapshot.state["streams"] if snapshot else None
-            loader = TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, streams)
+            loader = TrainLoader(cfg, self.source, self.tokenizer, runtime.rank, runtime.world_size, streams)
             opened.enter_context(closing(loader))
             try:
                 trainer.train(loader)
