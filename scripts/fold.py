@@ -1,13 +1,15 @@
 """Fold a saved checkpoint: ``python scripts/fold.py runs/<run>/checkpoints/step_00001000``."""
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 import torch
 
 from dlr_pretrain.deploy.fold import fold_checkpoint
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.train.checkpoint import fault
 
 
 def main() -> int:
@@ -18,10 +20,14 @@ def main() -> int:
     given = parser.parse_args()
     output = given.output or given.checkpoint.parent.parent / f"folded_{given.checkpoint.name}"
     try:
+        if not re.fullmatch(r"step_\d+", given.checkpoint.name):
+            raise UserError(f"{given.checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
+        if damage := fault(given.checkpoint):
+            raise UserError(f"{given.checkpoint}: {damage}. Name another checkpoint")
         layers = fold_checkpoint(given.checkpoint, output, getattr(torch, given.dtype or "", None))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", EXIT_FAILED)
     print(f"folded {layers} layers into {output}")
     return 0
 

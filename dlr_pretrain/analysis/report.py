@@ -110,7 +110,7 @@ def how_to_load(folded: Path, config: dict) -> str:
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{folded}", dtype="auto"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{folded}")
+tokenizer = AutoTokenizer.from_pretrained("{folded}"{trust})
 ```"""
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.parse import flatten
@@ -140,7 +139,7 @@ def _shards(cfg: Config) -> Iterator[Problem]:
     if root is None and not all(map(os.path.isabs, globs.values())):
         rule = "needed by data=c4_local: the folder of c4-train.*.json.gz and c4-validation.*.json.gz"
         yield Problem("data.root", root, rule, "Set data.root=<folder>, or use data=sample")
-    elif root is not None and not Path(root).is_dir():
+    elif root is not None and not os.path.isdir(root):
         yield Problem("data.root", root, "no such folder", "Set data.root=<folder of the shards>")
     else:
         for name, pattern in globs.items():
@@ -151,8 +150,8 @@ def _shards(cfg: Config) -> Iterator[Problem]:
 
 def _files(cfg: Config) -> Iterator[Problem]:
     path = cfg.tokenizer.path
-    if path is not None and not Path(path).is_file():
+    if path is not None and not os.path.isfile(path):
         yield Problem("tokenizer.path", path, "no such file", "Name a sentencepiece model, such as spiece.model")
     for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
-        if folder is not None and Path(folder).is_file():
+        if folder is not None and os.path.isfile(folder):
             yield Problem(name, folder, "is a file, not a folder")

@@ -148,7 +148,7 @@ def _worker(files: list[bytes]) -> Iterator[subprocess.Popen]:
         names.write(b"".join(name + b"\n" for name in files))
         names.seek(0)
         command = [sys.executable, "-I", "-S", str(Path(prose.__file__).resolve())]
-        process = subprocess.Popen(command, stdin=names, stdout=subprocess.PIPE)
+        process = subprocess.Popen(command, stdin=names, stdout=subprocess.PIPE, start_new_session=True)
     try:
         yield process
     finally:

@@ -52,7 +52,9 @@ def _open(path: Path) -> io.BufferedIOBase:
 
 
 def parse_text(line: bytes, text_key: str, path: object, document: int) -> str:
-    """The text of one record. Bytes that are no UTF-8 become U+FFFD, as a web page shows them."""
+    """The text of one record; a blank line is an empty document. Bytes that are no UTF-8 become U+FFFD."""
+    if not line.strip():
+        return ""
     try:
         record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:

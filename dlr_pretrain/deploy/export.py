@@ -39,13 +39,15 @@ def export(
 
     ``tensors`` are the model's parameters under its own names, all fp32 or all bf16, folded; ``tokenizer_path`` is the
     sentencepiece model; ``record`` the final numbers of the run, by name, for the folder's README. ``check`` looks at
-    the finished folder before it takes its place; what it raises leaves it aside, as ``<folder>.partial``.
+    the finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``.
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
     if pieces > vocab_size:
         raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
-    aside, old = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("partial", "old"))
+    if folder.exists() and not _is_export(folder):
+        raise UserError(f"{folder} is in the way: it is no earlier export. Move it away, or name another folder")
+    aside, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     write_weights(aside, tensors)
@@ -62,6 +64,13 @@ def export(
         folder.rename(old)
     aside.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether an export has written ``folder``, or nobody anything into it."""
+    if not folder.is_dir():
+        return False
+    return not any(folder.iterdir()) or ((folder / "spiece.model").exists() and any(folder.glob("model*.safetensors")))
 
 
 def positions(cfg: Config) -> int:
@@ -172,7 +181,7 @@ def readme(cfg: Config, record: dict[str, object]) -> str:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{trust})
-tokenizer = AutoTokenizer.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```

@@ -22,8 +22,6 @@ def fold_checkpoint(checkpoint: Path, output: Path, dtype: torch.dtype | None = 
     ``dtype`` casts the folded weights; None keeps the checkpoint's own: fp32 for runs with masters, whose bf16 cast
     equals the working weights bit for bit.
     """
-    if not (checkpoint / "manifest.json").exists():
-        raise UserError(f"{checkpoint} is not a complete checkpoint: it has no manifest.json")
     run = checkpoint.resolve().parent.parent
     cfg = read_config(run / "config.yaml")
     tensors = load_file(checkpoint / "model.safetensors")

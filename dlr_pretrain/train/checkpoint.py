@@ -25,6 +25,7 @@ from torch import Tensor
 from dlr_pretrain.errors import UserError
 
 MANIFEST = "manifest.json"
+FILES = {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"}
 
 
 @dataclass
@@ -44,7 +45,7 @@ def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
     """
     final = root / f"step_{step:08d}"
     aside = root / f".writing_{final.name}"
-    if final.exists() and _fault(final) is None:
+    if final.exists() and fault(final) is None:
         return final
     for stale in (*root.glob(".writing_*"), *root.glob(final.name)):  # left by a kill
         _delete(stale)
@@ -93,10 +94,10 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
     """
     skipped = []
     for directory in directories(root):
-        fault = _fault(directory)
-        if fault is None:
+        damage = fault(directory)
+        if damage is None:
             return directory, skipped
-        skipped.append(f"{directory}: {fault}")
+        skipped.append(f"{directory}: {damage}")
     if any((d / MANIFEST).exists() for d in directories(root)):
         raise UserError("no valid checkpoint: " + "; ".join(skipped) + ". Move them away to start over")
     return None, skipped
@@ -121,18 +122,22 @@ def _step(directory: Path) -> int:
     return int(directory.name.removeprefix("step_"))
 
 
-def _fault(directory: Path) -> str | None:
+def fault(directory: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
     except FileNotFoundError:
         return "was not finished"
     except ValueError:  # no JSON, or no text at all
+        manifest = None
+    if not isinstance(manifest, dict) or not manifest.keys() >= FILES:
         return f"{MANIFEST} is damaged"
     for name, described in manifest.items():
         path = directory / name
         if not path.exists():
             return f"{name} is missing"
+        if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
+            return f"{MANIFEST} is damaged"
         if path.stat().st_size != described["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {described['bytes']} were written"
         if _describe(path) != described:

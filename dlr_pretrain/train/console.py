@@ -91,7 +91,7 @@ def duration(seconds: float) -> str:
 
 def plural(n: int, noun: str) -> str:
     """1 rank, 2 ranks, 3 micro-batches."""
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('ch') else 's'}"
+    return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def count(number: float) -> str:

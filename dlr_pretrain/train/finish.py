@@ -41,6 +41,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
                 checked = f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
 
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
+    record.pop("time", None)
     export(run_dir / "folded", tensors, cfg, rows, tokenizer.path, record, check)
     write_report(run_dir)
     layers = len(residuals(weights.model))
@@ -82,5 +83,5 @@ def farewell(cfg: Config, run_dir: Path) -> str:
         f"checkpoint  {folded}\n\n"
         "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         f'    model = AutoModelForCausalLM.from_pretrained("{folded}"{remote})\n'
-        f'    tokenizer = AutoTokenizer.from_pretrained("{folded}")'
+        f'    tokenizer = AutoTokenizer.from_pretrained("{folded}"{remote})'
     )

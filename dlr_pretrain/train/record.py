@@ -65,7 +65,18 @@ def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
 
 def _manifest(run_dir: Path) -> dict:
     path = run_dir / MANIFEST
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        manifest = json.loads(path.read_text())
+        sound = isinstance(manifest["identity"], dict) and isinstance(manifest["starts"], list)
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise UserError(
+            f"{path} is damaged. Move it away: the checkpoints go on without it, unchecked against its keys"
+        )
+    return manifest
 
 
 def versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -98,7 +97,7 @@ class Run:
 
         def find() -> Path | None:
             open_record(self.dir, self.cfg, fingerprints)
-            shutil.copyfile(self.tokenizer.path, self.dir / "spiece.model")
+            (self.dir / "spiece.model").write_bytes(self.tokenizer.path.read_bytes())  # may be this very file
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
                 self.console.say(f"warning: passed over {reason}")
@@ -125,7 +124,7 @@ class Run:
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
-            f"{cfg.warmup_steps:,} steps, then a cosine to {t.lr * t.min_lr_ratio:g}",
+            f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}",
             "precision": f"{cfg.precision.name}, {describe_device(self.runtime.device)}, torch {torch.__version__}"
             f"{', compiled' if cfg.compile else ''}",
         }

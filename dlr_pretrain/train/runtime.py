@@ -48,6 +48,8 @@ class Runtime:
         """Ask for a stop at the next step boundary; a second interrupt from the keyboard stops at once."""
         if self.stop_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.is_main and not self.stop_requested:
+            os.write(2, b"\nasked to stop: saving after this step; Ctrl-C once more leaves at once\n")
         self.stop_requested = True
 
     def on_main(self, decide: Callable[[], T]) -> T:
@@ -56,12 +58,12 @@ class Runtime:
         Where it raises a ``UserError``, every rank does; after any other exception the others raise one that names it.
         """
         if self.world_size == 1:
-            return decide()
+            return _decided(decide)
         answer: list = [None, None]
         own: Exception | None = None
         if self.is_main:
             try:
-                answer[0] = decide()
+                answer[0] = _decided(decide)
             except Exception as error:
                 own = error
                 known = isinstance(error, UserError)
@@ -143,6 +145,16 @@ class Runtime:
             signal.signal(number, handler)
         if dist.is_initialized() and (error is None or error is self._agreed or isinstance(error, Stopped)):
             dist.destroy_process_group()
+
+
+def _decided(decide: Callable[[], T]) -> T:
+    """The result of ``decide``; what the file system refuses is for the user to mend."""
+    try:
+        return decide()
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or 'a file'}: {error.strerror or error}. Look at run.dir and its disk"
+        ) from error
 
 
 def _device(cfg: Config) -> torch.device:

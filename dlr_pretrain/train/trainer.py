@@ -175,12 +175,13 @@ class Trainer:
         self.step = step - 1
         if self.step > self.saved:
             self.checkpoint()
+        before = f"The {self.step:,} steps before it are saved" if self.step else "Nothing was trained"
         failures = [f"rank {rank}: {error}" for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
         if failures:
-            raise UserError(f"no data for step {step}. The steps before it are saved. " + "; ".join(failures))
+            raise UserError(f"no data for step {step}. {before}. " + "; ".join(failures))
         raise UserError(
-            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied, the steps "
-            f"before it are saved. Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
+            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied. {before}. "
+            f"Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
         )
 
     def mfu(self, tokens_per_second: float | None) -> float | None:

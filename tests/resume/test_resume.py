@@ -102,6 +102,29 @@ def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, capsys, damage):
     assert "passed over" in (out := capsys.readouterr().out) and "after step 5" in out
 
 
+@pytest.mark.parametrize("file", ["manifest.json", "metrics.jsonl"])
+@pytest.mark.parametrize("content", ["{{junk\n", "[]\n", "null\n", '{"step": "x", "starts": 3}\n'])
+def test_a_damaged_record_is_named(train, tmp_path, file, content):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=2")
+    (tmp_path / "run" / file).write_text(content)
+    with pytest.raises(UserError, match=rf"{file}.* damaged"):
+        train(tmp_path / "run")
+
+
+def test_the_runs_own_copy_of_the_tokenizer_serves_a_resume(train, tmp_path):
+    whole = final(train(tmp_path / "whole"))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "train.stop_after=2")
+    assert_same(final(train(tmp_path / "parts", f"tokenizer.path={tmp_path}/parts/spiece.model")), whole)
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/run: Not a directory\. Look at run\.dir"):
+        train(tmp_path / "file" / "run")
+
+
 @pytest.mark.slow
 def test_other_rank_counts_continue_the_run(train, words, tmp_path):
     whole = final(train(tmp_path / "whole", "dlr=on"))

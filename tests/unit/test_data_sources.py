@@ -143,7 +143,6 @@ def test_a_shard_that_has_gone(root, step):
     ("line", "rule"),
     [
         (b"not json", "is not JSON"),
-        (b"", "is not JSON"),
         (b'{"text": "cut', "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"content": "x", "url": "y"}', "has no text 'text': its fields are content, url. Set data.text_key"),

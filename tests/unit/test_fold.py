@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.deploy.fold import fold_checkpoint
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import EXIT_FAILED
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -33,6 +33,25 @@ def test_the_last_checkpoint_folds_to_the_runs_own_folder(train, tmp_path, preci
         assert all(torch.equal(cast[n], own[n].to(torch.bfloat16)) for n in own)
 
 
-def test_what_is_not_a_checkpoint_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"not a complete checkpoint"):
-        fold_checkpoint(tmp_path, tmp_path / "out")
+def fold(*words) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, ROOT / "scripts" / "fold.py", *words], capture_output=True, text=True)
+
+
+def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, tmp_path):
+    run = train(tmp_path / "run", "train.steps=2")
+    checkpoint, precious = run / "checkpoints" / "step_00000002", tmp_path / "thesis"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years")
+    for words, reason in (
+        ([run], "name one as"),
+        ([checkpoint.with_name("step_00000009")], "was not finished"),
+        ([checkpoint, "--output", precious], "is in the way"),
+        ([checkpoint, "--output", run], "is in the way"),
+    ):
+        refused = fold(*words)
+        assert refused.returncode == EXIT_FAILED and refused.stderr.startswith("error: ") and reason in refused.stderr
+    assert (precious / "thesis.txt").read_text() == "years"
+    weights = bytearray((checkpoint / FILE).read_bytes())
+    weights[-50] ^= 1
+    (checkpoint / FILE).write_bytes(weights)
+    assert "fails its checksum" in fold(checkpoint).stderr
