@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterator
 from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import Problem
-from dlr_pretrain.config.tree import Config
-
-MAX_STREAMS = 64
+from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
 
 def validate(cfg: Config, world_size: int) -> list[Problem]:
@@ -86,18 +84,14 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     batch, micro_batch = cfg.train.global_batch, cfg.train.micro_batch
     if MAX_STREAMS % world_size:
         rule = f"the ranks share {MAX_STREAMS} data streams out evenly, so their number must divide {MAX_STREAMS}"
-        yield Problem("WORLD_SIZE", world_size, rule, f"Start {_largest_divisor(MAX_STREAMS, world_size)} ranks")
+        yield Problem("WORLD_SIZE", world_size, rule, f"Start {largest_divisor(MAX_STREAMS, world_size)} ranks")
     elif batch % world_size:
         below = batch // world_size * world_size
         mend = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
         yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", mend)
     elif micro_batch is not None and (share := batch // world_size) % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
-        yield Problem("train.micro_batch", micro_batch, rule, f"Try {_largest_divisor(share, micro_batch)}")
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
+        yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
 
 
 def _schedule(cfg: Config) -> Iterator[Problem]:

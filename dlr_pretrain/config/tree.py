@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+MAX_STREAMS = 64  # document streams of the data order, and so the most ranks
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "experiment")
 
 
@@ -180,13 +181,17 @@ class Config:
         """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's."""
         if self.train.micro_batch is not None:
             return self.train.micro_batch
-        share = self.train.global_batch // world_size
-        return max(n for n in range(1, min(share, self.scale.micro_batch) + 1) if share % n == 0)
+        return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
 
     @property
     def num_streams(self) -> int:
         """Document streams of the data order, V = gcd(global batch, 64); ranks share them out between them."""
-        return math.gcd(self.train.global_batch, 64)
+        return math.gcd(self.train.global_batch, MAX_STREAMS)
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of ``number`` that is at most ``at_most``."""
+    return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
 SECTIONS: dict[str, type] = {

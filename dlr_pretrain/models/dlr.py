@@ -48,9 +48,13 @@ class Residual:
         self._follow(weight.device)
         weight[self.rows, self.columns] = entries
 
-    def added(self, entries: Tensor, dtype: torch.dtype) -> Tensor:
-        """entries + beta, formed in fp32 (fp64 for fp64) and rounded to ``dtype`` once."""
-        return (entries.to(torch.promote_types(entries.dtype, torch.float32)) + self.beta).to(dtype)
+    def add(self, weight: Tensor, entries: Tensor) -> None:
+        """Make the entries of ``weight`` entries + beta, formed in fp32 (fp64 for fp64) and rounded once.
+
+        The one place where a residual enters a weight: in training, folding and exporting alike.
+        """
+        wide = entries.to(torch.promote_types(entries.dtype, torch.float32))
+        self.write(weight, (wide + self.beta).to(weight.dtype))
 
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out], as full groups plus a tail.
@@ -150,7 +154,7 @@ def fold_(module: nn.Module) -> int:
     for _, linear in folded:
         residual = linear.residual
         with torch.no_grad():
-            residual.write(linear.weight, residual.added(residual.entries(linear.weight), linear.weight.dtype))
+            residual.add(linear.weight, residual.entries(linear.weight))
         if residual.impl == "branch":
             linear.__class__ = type(linear).__bases__[1]
         del linear.residual
@@ -187,7 +191,7 @@ def publish(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> N
         entries = residual.entries(weight if masters is None else masters[f"{name}.weight".lstrip(".")])
         if masters is None:
             residual.saved = entries
-        residual.write(weight, residual.added(entries, weight.dtype))
+        residual.add(weight, entries)
 
 
 @torch.no_grad()
@@ -206,7 +210,7 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     folded = {name: value.clone() for name, value in state.items()}
     for name, linear in residuals(module):
         value = folded[f"{name}.weight".lstrip(".")]
-        linear.residual.write(value, linear.residual.added(linear.residual.entries(value), value.dtype))
+        linear.residual.add(value, linear.residual.entries(value))
     return folded
 
 

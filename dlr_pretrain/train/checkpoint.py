@@ -109,10 +109,10 @@ def directories(root: Path) -> list[Path]:
     return sorted(named, key=_step, reverse=True)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace ``path`` with ``text`` so that a crash leaves the old or the new file, whole."""
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
     aside = path.with_name(f".{path.name}.tmp")
-    aside.write_text(text)
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
     _sync(aside)
     os.replace(aside, path)
     _sync(path.parent)

@@ -49,9 +49,10 @@ class Gradients:
     def collect(self) -> list[Tensor]:
         """Give each state tensor its gradient, in its own dtype, and return them all."""
         sources = self.sums if self.sums is not None else [p.grad for p in self.weights.working]
-        for value, gradient in zip(self.weights.state.values(), sources, strict=True):
+        state = list(self.weights.state.values())
+        for value, gradient in zip(state, sources, strict=True):
             value.grad = gradient.to(value.dtype)
-        return [value.grad for value in self.weights.state.values()]
+        return [value.grad for value in state]
 
     def clear(self) -> None:
         if isinstance(self.forward, DistributedDataParallel):  # the gradients are views of the buckets: keep them so

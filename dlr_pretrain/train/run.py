@@ -97,7 +97,9 @@ class Run:
 
         def find() -> Path | None:
             open_record(self.dir, self.cfg, fingerprints)
-            (self.dir / "spiece.model").write_bytes(self.tokenizer.path.read_bytes())  # may be this very file
+            checkpoint.write_durably(
+                self.dir / "spiece.model", self.tokenizer.path.read_bytes()
+            )  # may be this very file
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
                 self.console.say(f"warning: passed over {reason}")

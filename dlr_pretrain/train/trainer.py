@@ -126,8 +126,8 @@ class Trainer:
                 with self.throughput.paused():
                     self.checkpoint()
             if self.stopping and not last:
-                why = "asked to stop"
-                raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. The same command continues")
+                where = f"stopped after step {self.step} of {steps}"
+                raise Stopped(f"{where} (asked to stop); saved. The same command continues")
 
     def next_batch(self, loader: TrainLoader) -> Batch:
         """The next batch; an empty one where this rank's data fail, so that all ranks learn of it in the step."""

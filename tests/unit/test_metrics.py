@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -254,12 +255,9 @@ def test_a_view_that_fails_is_left_and_said_once(tmp_path, monkeypatch, capsys):
 @pytest.mark.usefixtures("no_key")
 def test_a_run_that_failed_is_marked_so(tmp_path, monkeypatch, error, exit_code):
     fake = FakeWandb()
-    try:
-        with view(tmp_path / "run", monkeypatch, fake):
-            if error:
-                raise error
-    except (UserError, KeyError):
-        pass
+    with pytest.raises(type(error)) if error else nullcontext(), view(tmp_path / "run", monkeypatch, fake):
+        if error:
+            raise error
     assert fake.run.exit_code == exit_code
 
 
