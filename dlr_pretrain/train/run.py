@@ -97,9 +97,8 @@ class Run:
 
         def find() -> Path | None:
             open_record(self.dir, self.cfg, fingerprints)
-            checkpoint.write_durably(
-                self.dir / "spiece.model", self.tokenizer.path.read_bytes()
-            )  # may be this very file
+            pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
+            checkpoint.write_durably(self.dir / "spiece.model", pieces)
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
                 self.console.say(f"warning: passed over {reason}")
