@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
+from dlr_pretrain.optim.adam import decay_groups
 
-def build(parameters: list[Tensor], knobs: dict) -> torch.optim.Optimizer:
+
+def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
     """torch's fused AdamW; moments have the parameters' dtype. The fused kernel rounds once an update."""
-    return torch.optim.AdamW(
-        parameters,
-        betas=(knobs["beta1"], knobs["beta2"]),
-        eps=knobs["eps"],
-        weight_decay=knobs["weight_decay"],
-        fused=True,
-    )
+    groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
+    return [torch.optim.AdamW(groups, betas=(knobs["beta1"], knobs["beta2"]), eps=knobs["eps"], fused=True)]
+
+
+def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
+    """Two moments in each parameter's dtype, and an fp32 counter."""
+    return sum(2 * p.numel() * p.element_size() + 4 for p in parameters.values())

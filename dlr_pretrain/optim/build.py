@@ -2,57 +2,125 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.optim.adam import empty_state
 
 
-def build(choice: Choice, parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer that ``choice`` names, over ``parameters``; its learning rate is given to every update."""
-    return importlib.import_module(f"dlr_pretrain.optim.{choice.name}").build(parameters, choice.knobs)
+def build(choice: Choice, parameters: Mapping[str, Tensor], undecayed: Collection[str] = ()) -> Optimizer:
+    """The optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
-
-def update(optimizer: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
-    """One update at rate ``lr``; where ``skip`` (a device scalar) is 1, parameters and state stay as they are.
-
-    The fused kernels read ``skip`` on the device through the hook that gradient scalers use, so the host never waits.
+    Those named in ``undecayed`` have no weight decay. The learning rate is given to every update.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.grad_scale, optimizer.found_inf = None, skip
-    optimizer.step()
+    parts = _module(choice).build(dict(parameters), choice.knobs, undecayed)
+    return Optimizer(parameters, parts)
 
 
-def state_tensors(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Tensor]:
-    """The optimizer's state as ``<parameter>/<entry>`` tensors; ``names`` are in the order of its parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        f"{name}/{entry}": value
-        for name, p in zip(names, parameters, strict=True)
-        for entry, value in optimizer.state[p].items()
-    }
+def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
+    """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
+
+    Only shapes and dtypes are read: the parameters may be on the meta device.
+    """
+    return _module(choice).state_bytes(dict(parameters), choice.knobs)
 
 
-def load_state_tensors(optimizer: torch.optim.Optimizer, names: list[str], tensors: Mapping[str, Tensor]) -> None:
-    """The inverse of ``state_tensors``: bit for bit, in each parameter's own memory layout."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    by_name: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-    for full, value in tensors.items():
-        name, entry = full.rsplit("/", 1)
-        if name not in by_name:
-            raise UserError(f"optimizer state of {name}, which this model does not have")
-        by_name[name][entry] = value
-    for name, p in zip(names, parameters, strict=True):
-        optimizer.state[p] = {entry: _like(p, value) for entry, value in by_name[name].items()}
+def _module(choice: Choice):
+    return importlib.import_module(f"dlr_pretrain.optim.{choice.name}")
 
 
-def _like(p: Tensor, value: Tensor) -> Tensor:
-    """A copy of ``value`` on the device of ``p``, and in its memory layout where it is element-wise."""
-    if value.shape == p.shape:
-        return torch.empty_like(p, dtype=value.dtype).copy_(value)
-    return value.new_empty(value.shape, device=p.device).copy_(value)
+class Optimizer:
+    """One or more of torch's optimizers over disjoint parts of the named ``parameters``."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], parts: list[torch.optim.Optimizer]):
+        self.parameters, self.parts = dict(parameters), parts
+        owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
+        self.part_of = {name: owner[id(p)] for name, p in self.parameters.items()}
+        self.masked_on_device = all(map(_reads_found_inf, parts))
+
+    def update(self, lr: float, skip: Tensor) -> None:
+        """One update at rate ``lr``; where ``skip`` (a device scalar) is 1, parameters and state stay as they are.
+
+        Fused kernels read ``skip`` on the device through the hook that gradient scalers use, and the host does not
+        wait. Where a part has no such hook, the host reads ``skip`` once, and nothing is called if it is 1.
+        """
+        if not self.masked_on_device and bool(skip):
+            return
+        for part in self.parts:
+            for group in part.param_groups:
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr)
+                else:
+                    group["lr"] = lr
+            part.grad_scale, part.found_inf = None, skip
+            part.step()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state as ``<parameter>/<entry>`` tensors."""
+        return {f"{name}/{entry}": value for name, entry, value in self._entries()}
+
+    def state_layout(self) -> dict[str, dict]:
+        """What the tensors do not say themselves: nothing, unless state is block-quantised."""
+        return {}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor], layout: Mapping[str, dict]) -> None:
+        """The inverse of ``state_tensors`` and ``state_layout``: bit for bit, in each parameter's own memory layout.
+
+        Raises UserError for a parameter that is not this optimizer's.
+        """
+        by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        for full, value in tensors.items():
+            name, entry = full.rsplit("/", 1)
+            if name not in by_name:
+                raise UserError(f"optimizer state of {name}, which this model does not have")
+            by_name[name][entry] = value
+        for name, p in self.parameters.items():
+            part = self.part_of[name]
+            part.state[p] = {entry: _own(p, part, entry, value) for entry, value in by_name[name].items()}
+
+    @torch.no_grad()
+    def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
+        """Zero the moments of ``names`` in place, but for a share ``keep`` of their entries.
+
+        ``by="random"`` keeps each entry with that probability, ``by="magnitude"`` those of the largest absolute value.
+        What is kept is a function of (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), whose partial
+        resets are keep=0.001 at random, or 0.1 to 0.2 by magnitude.
+        """
+        for name, entry, value in self._entries():
+            if name in names and value.dim() > 0:
+                value.masked_fill_(_dropped(value, keep, f"{seed}/{name}/{entry}", by), 0)
+
+    def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
+        for name, p in self.parameters.items():
+            for entry, value in self.part_of[name].state.get(p, {}).items():
+                yield name, entry, value
+
+
+def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
+    return getattr(part, "_step_supports_amp_scaling", False)  # what torch's gradient scaler asks
+
+
+def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, value: Tensor) -> Tensor:
+    """A copy of ``value`` as ``part`` would have made it for ``p``; only fused kernels count steps on the device."""
+    if entry == "step" and not _reads_found_inf(part):
+        return value.to("cpu", copy=True)
+    return empty_state(p, value.shape, value.dtype).copy_(value)
+
+
+def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:
+    """Which entries of ``value`` are to be zeroed, as a mask of its shape."""
+    if by == "random":
+        digest = hashlib.sha256(key.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return (torch.rand(value.shape, generator=generator) >= keep).to(value.device)
+    if by == "magnitude":
+        size = value.abs().to(torch.promote_types(value.dtype, torch.float32))
+        rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # so many lie below the quantile
+        return size < size.flatten().kthvalue(rank + 1).values
+    raise ValueError(f"prune by {by!r}: random or magnitude")

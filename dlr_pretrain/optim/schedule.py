@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import math
 
+from dlr_pretrain.config import Config
+
+
+def rate(cfg: Config, update: int) -> float:
+    """The learning rate of update ``update`` (counted from 0) in the run ``cfg``."""
+    t, knobs, merge_every = cfg.train, cfg.optimizer.knobs, cfg.backbone.knobs.get("merge_every")
+    span = {"steps": t.steps, "warmup": cfg.warmup_steps, "peak": t.lr, "min_ratio": t.min_lr_ratio}
+    if knobs.get("schedule") == "loro":
+        shift = span["warmup"] if knobs["shift"] is None else knobs["shift"]
+        return loro(update, **span, every=knobs["exact_every"], restart=knobs["restart_warmup"], shift=shift)
+    if merge_every is not None:
+        return cosine(update, **span) * restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
+    return cosine(update, **span)
+
 
 def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:
     """The rate of update ``update`` (counted from 0): linear from 0 to ``peak`` over ``warmup`` updates, then a cosine
@@ -14,3 +28,39 @@ def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) 
         return peak * update / warmup
     progress = (update - warmup) / (steps - warmup)
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def restarted(update: int, every: int, restart: int) -> float:
+    """ReLoRA's share of the rate (Lialin et al., 2023): from 0 to 1 over the ``restart`` updates after each merge.
+
+    Merges follow every ``every`` updates, so the first update after a merge has an index that ``every`` divides.
+    """
+    since = update % every
+    return since / restart if update >= every and since < restart else 1.0
+
+
+def loro(
+    update: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
+) -> float:
+    """LORO's rate, in the constants of its authors' code: a warm-up that starts at ``min_ratio * peak`` rather than 0,
+    then a cosine that runs ``shift`` updates late, so that it rises a little further and ends above the minimum.
+
+    After every exact step (each ``every`` updates) the moments are zero, and the rate rises from almost 0 to where the
+    curve stood at the restart, over ``restart`` updates.
+    """
+
+    def share(progress: float) -> float:
+        return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    span = steps - warmup
+    if update < warmup:
+        top = 0.5 * (1 + math.cos(math.pi * shift / span))
+        cycle, since = divmod(update, every)
+        level = (cycle * every if cycle > 0 and since < restart else update) / warmup * (top - min_ratio) + min_ratio
+    else:
+        cycle, since = divmod(update - shift, every)
+        late = cycle * every if cycle > 0 and since < restart else update - shift
+        level = share((late - warmup) / span)
+    if cycle > 0 and since < restart:
+        level = since / restart * (level - 1e-6) + 1e-6
+    return peak * level

@@ -5,7 +5,8 @@ checkpoints/step_00001000/
     optimizer.safetensors   <parameter>/<entry>
     random.safetensors      generator states, one a rank
     state.json              step, data position, tokens, what the run was
-    manifest.json           sizes and checksums; written last, it makes the directory valid
+    manifest.json           sizes and checksums, and the layout of quantised optimizer state; written last, it makes
+                            the directory valid
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,8 +25,8 @@ from torch import Tensor
 
 from dlr_pretrain.errors import UserError
 
-MANIFEST = "manifest.json"
-FILES = {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"}
+MANIFEST, OPTIMIZER = "manifest.json", "optimizer.safetensors"
+FILES = {"model.safetensors", OPTIMIZER, "random.safetensors", "state.json"}
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Snapshot:
     optimizer: dict[str, Tensor]
     random: list[Tensor]
     state: dict
+    optimizer_layout: dict[str, dict] = field(default_factory=dict)  # of block-quantised entries; JSON
 
 
 def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
@@ -62,6 +64,8 @@ def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
             raise OSError(str(error)) from error
     (aside / "state.json").write_text(json.dumps(snapshot.state))
     manifest = {path.name: _describe(path) for path in sorted(aside.iterdir())}
+    if snapshot.optimizer_layout:
+        manifest[OPTIMIZER]["layout"] = snapshot.optimizer_layout
     for path in aside.iterdir():
         _sync(path)
     _sync(aside)
@@ -81,9 +85,10 @@ def load(directory: Path) -> Snapshot:
     random = load_file(directory / "random.safetensors")
     return Snapshot(
         model=load_file(directory / "model.safetensors"),
-        optimizer=load_file(directory / "optimizer.safetensors"),
+        optimizer=load_file(directory / OPTIMIZER),
         random=[random[f"rank{i}"] for i in range(len(random))],
         state=json.loads((directory / "state.json").read_text()),
+        optimizer_layout=json.loads((directory / MANIFEST).read_text())[OPTIMIZER].get("layout", {}),
     )
 
 
@@ -136,7 +141,8 @@ def fault(directory: Path) -> str | None:
         path = directory / name
         if not path.exists():
             return f"{name} is missing"
-        if not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
+        layout = described.pop("layout", {}) if isinstance(described, dict) and name == OPTIMIZER else {}
+        if not isinstance(layout, dict) or not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
             return f"{MANIFEST} is damaged"
         if path.stat().st_size != described["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {described['bytes']} were written"

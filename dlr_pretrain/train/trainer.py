@@ -16,7 +16,7 @@ from dlr_pretrain.data import IGNORE, Batch, TrainLoader
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim.schedule import cosine
+from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.checkpoint import Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.evaluate import Evaluator
@@ -44,7 +44,7 @@ class Trainer:
     ):
         self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
         self.console, self.write, self.save = console, write, save
-        self.optimizer = optim.build(cfg.optimizer, list(weights.state.values()))
+        self.optimizer = optim.build(cfg.optimizer, weights.state)
         self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
@@ -86,7 +86,7 @@ class Trainer:
         clip(gradients, norm, self.cfg.train.clip)
         healthy = torch.isfinite(loss) & torch.isfinite(norm) & (failed == 0)
         self.masked = torch.maximum(self.masked, (~healthy).float())
-        optim.update(self.optimizer, lr, skip=self.masked)
+        self.optimizer.update(lr, skip=self.masked)
         self.gradients.clear()
         return torch.stack((loss, norm, self.masked, real_tokens.float(), stop.float()))
 
@@ -139,8 +139,7 @@ class Trainer:
             return Batch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE), 0, {})
 
     def lr(self, update: int) -> float:
-        t = self.cfg.train
-        return cosine(update, t.steps, self.cfg.warmup_steps, t.lr, t.min_lr_ratio)
+        return rate(self.cfg, update)
 
     def completed(self, everything: bool) -> list[dict]:
         """The records of updates whose metrics have arrived, oldest first, up to one that was masked."""
@@ -210,7 +209,8 @@ class Trainer:
             streams |= part
         snapshot = Snapshot(
             model=self.weights.state,
-            optimizer=optim.state_tensors(self.optimizer, self.weights.names),
+            optimizer=self.optimizer.state_tensors(),
+            optimizer_layout=self.optimizer.state_layout(),
             random=self.runtime.random_state(),
             state={"step": self.step, "tokens": self.tokens, "real_tokens": self.real_tokens, "streams": streams},
         )
@@ -220,7 +220,7 @@ class Trainer:
     def resume(self, snapshot: Snapshot) -> None:
         """Go on from ``snapshot``, saved on any number of ranks; its tensors are let go of."""
         self.weights.load(snapshot.model)
-        optim.load_state_tensors(self.optimizer, self.weights.names, snapshot.optimizer)
+        self.optimizer.load_state_tensors(snapshot.optimizer, snapshot.optimizer_layout)
         if len(snapshot.random) == self.runtime.world_size:
             self.runtime.set_random_state(snapshot.random[self.runtime.rank])
         require_tied(self.weights.model)

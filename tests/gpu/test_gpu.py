@@ -139,15 +139,15 @@ def test_publishing_is_undone_bit_for_bit_and_folds_as_on_the_cpu(dtype):
 def test_a_masked_update_changes_nothing(dtype):
     knobs = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
     p = torch.randn(65, 37, device=DEVICE).to(dtype).requires_grad_()
-    optimizer = optim.build(Choice("adamw", knobs), [p])
+    optimizer = optim.build(Choice("adamw", knobs), {"p": p})
     for skip in (0.0, 0.0, 1.0):
-        before = [p.detach().clone(), *(s.clone() for s in optimizer.state[p].values())]
+        before = [p.detach().clone(), *(s.clone() for s in optimizer.state_tensors().values())]
         p.grad = torch.full_like(p, math.nan) if skip else torch.randn_like(p)
-        optim.update(optimizer, 0.1, skip=torch.tensor(skip, device=DEVICE))
-        after = [p.detach(), *optimizer.state[p].values()]
+        optimizer.update(0.1, skip=torch.tensor(skip, device=DEVICE))
+        after = [p.detach(), *optimizer.state_tensors().values()]
     assert len(before) == len(after) == 4
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert optimizer.state[p]["step"].item() == 2
+    assert optimizer.state_tensors()["p/step"].item() == 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
@@ -157,13 +157,12 @@ def test_a_checkpoint_restores_parameters_and_optimizer_bit_for_bit(trainer, tmp
     for batch in steps(3):
         one.update(batch, 1e-3)
     state = {"step": 3, "tokens": 1, "real_tokens": 1, "streams": {}}
-    names = one.weights.names
-    tensors = optim.state_tensors(one.optimizer, names)
+    tensors = one.optimizer.state_tensors()
     path = checkpoint.save(tmp_path, 3, Snapshot(one.weights.state, tensors, one.runtime.random_state(), state), 1)
     two.resume(checkpoint.load(path))
 
     def assert_equal() -> None:
-        a, b = (x.weights.state | optim.state_tensors(x.optimizer, names) for x in (one, two))
+        a, b = (x.weights.state | x.optimizer.state_tensors() for x in (one, two))
         assert a.keys() == b.keys()
         for name in a:
             assert a[name].dtype == b[name].dtype and a[name].device == b[name].device, name
@@ -175,7 +174,7 @@ def test_a_checkpoint_restores_parameters_and_optimizer_bit_for_bit(trainer, tmp
             p.grad = torch.randn_like(p)
             q.grad = p.grad.clone()
         for x in (one, two):
-            optim.update(x.optimizer, 1e-3, skip=torch.zeros((), device=DEVICE))
+            x.optimizer.update(1e-3, skip=torch.zeros((), device=DEVICE))
         assert_equal()
 
 
