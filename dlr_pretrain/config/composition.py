@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from dlr_pretrain.config import resolvers
 from dlr_pretrain.config.arguments import CommandLine, is_hydra, key_of, parse_word, value_of
 from dlr_pretrain.config.identity import identity, run_name
 from dlr_pretrain.config.parse import flatten, parse
@@ -29,6 +30,7 @@ from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config
 
 VERSION_BASE = "1.3"
+resolvers.register()
 
 
 @contextmanager

@@ -9,13 +9,14 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlr_pretrain.config.knobs import rules
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS, SECTIONS, Choice, Config
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # what an option of an open group is, rather than how it is tuned
-FIXED_KNOBS = ("name", "supports_dlr")
+FIXED_KNOBS = ("name", "factorized")
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ def all_keys(declared: dict[str, dict]) -> dict[str, Key]:
     hints = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
         if hints[f.name] is Choice:
-            for knob, default in {"name": "", **declared.get(f.name, {})}.items():
+            option = declared.get(f.name, {})
+            for knob, default in {"name": "", **option}.items():
                 hint = object if default is None else type(default)
-                keys[f"{f.name}.{knob}"] = Key(hint)
+                keys[f"{f.name}.{knob}"] = Key(hint, rules(f.name, option.get("name", ""), knob))
         elif f.name in SECTIONS:
             inner = typing.get_type_hints(SECTIONS[f.name])
             for g in dataclasses.fields(SECTIONS[f.name]):

@@ -114,6 +114,12 @@ class Train:
     seq_len: int = key("positions a sequence", at_least=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
     accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
+    activation_checkpointing: str = key(
+        "what is kept for the backward pass: everything, the latents (CoLA-M), or the blocks' inputs",
+        choices=("none", "latent", "block"),
+        identity=False,
+    )
+    init_from: str | None = key("folder of a dense export to start from; null: drawn from the seed")
     stop_after: int | None = key("stop and save after this step", at_least=1, identity=False)
 
 

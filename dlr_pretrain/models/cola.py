@@ -9,10 +9,13 @@ from dlr_pretrain.models.lowrank import LowRank
 
 
 class Cola(LowRank):
-    """y = B silu(A x) on all seven projections; the SiLU of the SwiGLU stays, as in the DLR paper."""
+    """y = s B silu(A x) on all seven projections.
 
-    def latent(self, x: Tensor, carried: Tensor | None) -> Tensor:
-        return F.silu(self.down(x))
+    The SiLU of the SwiGLU stays, as in the DLR paper; the authors drop it from 350M on (knob ``swiglu_silu``).
+    """
+
+    def activate(self, h: Tensor) -> Tensor:
+        return F.silu(h)
 
 
 BACKBONE = Cola

@@ -25,10 +25,15 @@ class Full(Group):
         for name, p in zip(self.spec.names, self.projections, strict=True):
             p.weight.copy_(draw.normal(f"{prefix}{name}.weight", p.weight.shape, 0.02))
 
-    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    @torch.no_grad()
+    def start_from_(self, dense: list[Tensor]) -> None:
+        for p, weight in zip(self.projections, dense, strict=True):
+            p.weight.copy_(weight)
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         if self.grouped:
-            return self.w.shared(x).unbind(-2), None
-        return tuple(p(x) for p in self.projections), None
+            return self.w.shared(z).unbind(-2)
+        return tuple(p(z) for p in self.projections)
 
 
 BACKBONE = Full

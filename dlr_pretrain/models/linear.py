@@ -1,10 +1,10 @@
 """The linear layers of a block, in groups that read the same input.
 
-A *group* is what a block calls: ``group(x, carried) -> (outputs, carried)``. It owns one or more *projections* of equal
-shape (q, k and v; gate and up; o; down), each an ordinary module with its own parameters and keys. A backbone is a
-subclass of ``Group``: it says which parameters a projection has, how they are initialised, and the formula on the whole
-group. ``FactorizedGroup`` has the two halves that all low-rank backbones share, ``latent(x) -> z`` and
-``expand(z) -> y``; whatever is done to low-rank layers as a family speaks to these.
+A *group* owns one or more *projections* of equal shape (q, k and v; gate and up; o; down), each an ordinary module with
+its own parameters and keys. A backbone is a subclass of ``Group``: it says which parameters a projection has, how they
+are initialised, and the formula on the whole group, in two halves: ``latent(x, carried) -> (z, carried)`` and
+``expand(z) -> y``. In a ``FactorizedGroup`` z is what multiplies B; whatever is done to low-rank layers as a family
+(DLR, keeping latents instead of activations) speaks to these halves. A dense layer has all its work in the second.
 
 The parameters of a group are views of one storage (``Stack``), so that a shared input is multiplied once and the
 up-projections run as one batch, while optimizers, checkpoints and folding see a matrix for each projection.
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from dlr_pretrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Draw:
     def normal(self, name: str, shape: tuple[int, ...], std: float) -> Tensor:
         """A CPU fp32 tensor of independent N(0, std^2) values."""
         return torch.randn(shape, generator=self.generator(name)) * std
+
+    def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> Tensor:
+        """A CPU fp32 tensor of independent values between -bound and bound."""
+        return (torch.rand(shape, generator=self.generator(name)) * 2 - 1) * bound
 
     def generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
@@ -121,6 +127,8 @@ class _SharedInput(torch.autograd.Function):
         x, storage = ctx.saved_tensors
         d_out, d_in = ctx.shape
         dx = dy @ storage.flatten(0, 1)
+        if not any(ctx.needs_input_grad[2:]):
+            return dx, *[None] * (len(storage) + 1)
         if storage.shape[2] > d_in:  # transposed storage: form the gradient in the leaves' own layout
             dw = (x.T @ dy).view(-1, len(storage), storage.shape[1]).permute(1, 2, 0)
         else:
@@ -141,6 +149,8 @@ class _OwnInput(torch.autograd.Function):
     def backward(ctx, dy: Tensor):
         z, storage = ctx.saved_tensors
         dz = torch.bmm(dy, storage).transpose(0, 1)
+        if not any(ctx.needs_input_grad[2:]):
+            return dz, *[None] * (len(storage) + 1)
         dw = torch.bmm(dy.transpose(1, 2), z.transpose(0, 1))
         return dz, None, *(g[: ctx.d_out] for g in dw)
 
@@ -149,8 +159,8 @@ class Group(ABC):
     """Projections of one shape that read the same input; the base of every backbone.
 
     A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
-    the group (``__call__``). With ``grouped=False`` it must call the projections' own modules one by one: the readable
-    path that hooks, sharding and parity tests take.
+    the group in two halves (``latent``, ``expand``). With ``grouped=False`` it must call the projections' own modules
+    one by one: the readable path that hooks, sharding and parity tests take.
     """
 
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
@@ -165,9 +175,17 @@ class Group(ABC):
     def init_(self, draw: Draw, prefix: str) -> None:
         """Draw the initial values of the projections, whose full names are ``prefix + name``."""
 
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., pad_in] -> what ``expand`` takes, and what the same group of the next block receives."""
+        return x, None
+
     @abstractmethod
-    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """x [..., pad_in] -> one [..., pad_out] a projection, and what the same group of the next block receives."""
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """The latent -> one [..., pad_out] a projection."""
+
+    def start_from_(self, dense: list[Tensor]) -> None:
+        """Take the start from the ``dense`` weights [d_out, d_in] of a trained model, one a projection."""
+        raise UserError(f"train.init_from: {type(self).__name__} layers cannot start from dense weights")
 
     def tie(self) -> None:
         """Restore the common storage after the parameters were moved, cast or copied."""
@@ -193,18 +211,19 @@ class FactorizedGroup(Group):
             return self.a.shared(x)
         return torch.stack([p.a(x) for p in self.projections], dim=-2)
 
-    def latent(self, x: Tensor, carried: Tensor | None) -> Tensor:
+    def activate(self, h: Tensor) -> Tensor:
+        """What stands between the factors."""
+        return h
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
-        return self.down(x)
+        return self.activate(self.down(x)), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """z [..., G, r] -> B z, one [..., pad_out] a projection."""
         if self.grouped:
             return self.b.batched(z).unbind(0)
         return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
-
-    def __call__(self, x: Tensor, carried: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        return self.expand(self.latent(x, carried)), None
 
 
 class GroupHolder(nn.Module):

@@ -7,10 +7,12 @@ Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import attach_dlr
@@ -56,6 +58,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+def _call(stage: Callable, *arguments):
+    return stage(*arguments)
+
+
+def _recompute(stage: Callable, *arguments):
+    """Call ``stage``, keep its arguments instead of what it computes, and compute that again in the backward pass."""
+    return checkpoint(stage, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
 class Attention(GroupHolder):
     """Causal multi-head attention."""
 
@@ -67,33 +78,36 @@ class Attention(GroupHolder):
         self.qkv = self.add_group(layer, qkv, knobs, grouped)
         self.o = self.add_group(layer, GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, carried: Carry) -> tuple[Tensor, Carry]:
-        (q, k, v), carried_qkv = self.qkv(x, carried[0])
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k, v))
+    def attend(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The latent of q, k and v -> what the output projection reads [B, T, D]."""
+        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
-        (y,), carried_o = self.o(y.transpose(1, 2).flatten(2), carried[1])
-        return y, (carried_qkv, carried_o)
+        return y.transpose(1, 2).flatten(2)
 
 
 class MLP(GroupHolder):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); without the SiLU where the backbone's knob ``swiglu_silu`` is false."""
 
     def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
         super().__init__()
         d, f, knobs = cfg.scale.hidden_size, cfg.scale.intermediate_size, cfg.backbone.knobs
         wide = padded(f) if grouped else f
+        self.silu = knobs.get("swiglu_silu", True)
         gate_up = GroupSpec(("gate_proj", "up_proj"), d, f, d, wide, block)
         self.gate_up = self.add_group(layer, gate_up, knobs, grouped)
         self.down = self.add_group(layer, GroupSpec(("down_proj",), f, d, wide, d, block), knobs, grouped)
 
-    def forward(self, x: Tensor, carried: Carry) -> tuple[Tensor, Carry]:
-        (gate, up), carried_gate_up = self.gate_up(x, carried[0])
-        (y,), carried_down = self.down(F.silu(gate) * up, carried[1])
-        return y, (carried_gate_up, carried_down)
+    def combine(self, z: Tensor) -> Tensor:
+        """The latent of gate and up -> what the down projection reads."""
+        gate, up = self.gate_up.expand(z)
+        return (F.silu(gate) if self.silu else gate) * up
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). What groups carry to the next block goes in and comes out."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), in five stages that are cut at the latents of the four groups.
+
+    What groups carry to the next block goes in and comes out.
+    """
 
     def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
         super().__init__()
@@ -102,11 +116,38 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
         self.mlp = MLP(cfg, layer, block, grouped)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, carried: Carry) -> tuple[Tensor, Carry]:
-        y, carried_attention = self.self_attn(self.input_layernorm(x), cos, sin, carried[:2])
+    def to_qkv(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.self_attn.qkv.latent(self.input_layernorm(x), carried)
+
+    def to_o(self, z: Tensor, cos: Tensor, sin: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.self_attn.o.latent(self.self_attn.attend(z, cos, sin), carried)
+
+    def to_gate_up(self, z: Tensor, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        (y,) = self.self_attn.o.expand(z)
         x = x + y
-        y, carried_mlp = self.mlp(self.post_attention_layernorm(x), carried[2:])
-        return x + y, carried_attention + carried_mlp
+        return x, *self.mlp.gate_up.latent(self.post_attention_layernorm(x), carried)
+
+    def to_down(self, z: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.mlp.down.latent(self.mlp.combine(z), carried)
+
+    def to_next(self, z: Tensor, x: Tensor) -> Tensor:
+        (y,) = self.mlp.down.expand(z)
+        return x + y
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, carried: Carry, run: Callable = _call
+    ) -> tuple[Tensor, Carry]:
+        """``run(stage, *arguments)`` runs all stages but the last."""
+        z, qkv = run(self.to_qkv, x, carried[0])
+        z, o = run(self.to_o, z, cos, sin, carried[1])
+        x, z, gate_up = run(self.to_gate_up, z, x, carried[2])
+        z, down = run(self.to_down, z, carried[3])
+        return self.to_next(z, x), (qkv, o, gate_up, down)
+
+    def compile_stages(self) -> None:
+        """Compile the stages one by one: what is recomputed in the backward pass is then a graph of its own."""
+        for stage in ("to_qkv", "to_o", "to_gate_up", "to_down", "to_next"):
+            setattr(self, stage, torch.compile(getattr(self, stage), dynamic=False, fullgraph=True))
 
 
 class Body(nn.Module):
@@ -123,11 +164,15 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """``forward(ids, targets)`` is the training loss; ``logits(ids)`` the model.
 
-    ``grouped=False`` calls each projection's own modules, without common storages or padding.
+    ``grouped=False`` calls each projection's own modules, without common storages or padding. With
+    ``train.activation_checkpointing`` "latent" the backward pass has kept the latents of every group and the residual
+    stream, 7 r + 2 d values a position and block, and computes the rest again (CoLA-M, Liu et al., 2025); with "block"
+    it has kept the blocks' inputs.
     """
 
     def __init__(self, cfg: Config, vocab_size: int, grouped: bool = True):
         super().__init__()
+        self.checkpointing = cfg.train.activation_checkpointing
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.model = Body(cfg, vocab_size, grouped)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
@@ -138,7 +183,12 @@ class Llama(nn.Module):
         cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
         carried = NO_CARRY
         for block in self.model.layers:
-            x, carried = block(x, cos, sin, carried)
+            if self.checkpointing == "block":
+                x, carried = _recompute(block, x, cos, sin, carried)
+            elif self.checkpointing == "latent":
+                x, carried = block(x, cos, sin, carried, _recompute)
+            else:
+                x, carried = block(x, cos, sin, carried)
         return x
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -158,7 +208,10 @@ class Llama(nn.Module):
         """Compile the blocks and the loss in place; parameter names stay as they are."""
         torch._dynamo.config.optimize_ddp = False  # would cut each block along DDP's buckets: a block is the unit here
         for block in self.model.layers:
-            block.compile(dynamic=False, fullgraph=True)
+            if self.checkpointing == "latent":
+                block.compile_stages()
+            else:
+                block.compile(dynamic=False, fullgraph=True)
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, fullgraph=True)
 
     @torch.no_grad()

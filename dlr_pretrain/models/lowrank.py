@@ -3,34 +3,69 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, FactorizedGroup, GroupSpec
+from dlr_pretrain.models.spectrum import factors
 
 
 class LowRankProjection(nn.Module):
-    """The two factors of one projection; ``forward`` is for those who call a projection on its own."""
+    """The two factors of one projection, and theta where its latents are scaled by a learned s = tanh(theta)."""
 
-    def __init__(self, d_in: int, d_out: int, rank: int):
+    def __init__(self, d_in: int, d_out: int, rank: int, learned_scale: bool = False):
         super().__init__()
         self.a = nn.Linear(d_in, rank, bias=False)
         self.b = nn.Linear(rank, d_out, bias=False)
+        if learned_scale:
+            self.theta = nn.Parameter(torch.empty(()))
 
 
 class LowRank(FactorizedGroup):
-    """y = B A x, with Var[(B A)_ij] = 1 / (d_in + d_out) at the start (the initialisation of CoLA and of DLR)."""
+    """y = s B A x.
+
+    Knob ``init``: "cola", Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start; "kaiming", both factors uniform
+    with bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in +
+    fan_out), as in LORO. ``latent_scale`` is s, fixed, or with ``learn_latent_scale`` tanh(theta) with theta = 1 at the
+    start.
+    """
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return LowRankProjection(spec.d_in, spec.d_out, knobs["rank"])
+        return LowRankProjection(spec.d_in, spec.d_out, knobs["rank"], knobs.get("learn_latent_scale", False))
 
     @torch.no_grad()
     def init_(self, draw: Draw, prefix: str) -> None:
-        rank = self.knobs["rank"]
-        std = rank**-0.25 * (self.spec.d_in + self.spec.d_out) ** -0.25
         for name, p in zip(self.spec.names, self.projections, strict=True):
-            p.a.weight.copy_(draw.normal(f"{prefix}{name}.a.weight", p.a.weight.shape, std))
-            p.b.weight.copy_(draw.normal(f"{prefix}{name}.b.weight", p.b.weight.shape, std))
+            for factor in ("a", "b"):
+                self.init_factor_(draw, f"{prefix}{name}.{factor}.weight", p.get_submodule(factor).weight)
+            if hasattr(p, "theta"):
+                p.theta.fill_(1.0)
+
+    def init_factor_(self, draw: Draw, name: str, weight: Tensor) -> None:
+        """Draw A [r, d_in] or B [d_out, r]."""
+        match self.knobs.get("init", "cola"):
+            case "cola":
+                std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
+                weight.copy_(draw.normal(name, weight.shape, std))
+            case "xavier":
+                weight.copy_(draw.normal(name, weight.shape, (2 / sum(weight.shape)) ** 0.5))
+            case "kaiming":
+                weight.copy_(draw.uniform(name, weight.shape, weight.shape[1] ** -0.5))
+
+    @torch.no_grad()
+    def start_from_(self, dense: list[Tensor]) -> None:
+        """B A = the best approximation of rank r of each dense weight, its singular values shared out evenly."""
+        for p, weight in zip(self.projections, dense, strict=True):
+            b, a = factors(weight, self.knobs["rank"])
+            p.a.weight.copy_(a)
+            p.b.weight.copy_(b)
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        z = self.activate(self.down(x))
+        if self.knobs.get("learn_latent_scale", False):
+            return z * torch.stack([p.theta for p in self.projections]).tanh()[:, None], None
+        scale = self.knobs.get("latent_scale", 1.0)
+        return (z if scale == 1.0 else z * scale), None
 
 
 BACKBONE = LowRank

@@ -110,7 +110,7 @@ class Run:
     def summarize(self, weights: Weights, snapshot: Snapshot | None) -> None:
         """What will be trained, on the console."""
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
-        knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "supports_dlr")
+        knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
         total = sum(value.numel() for value in weights.state.values())
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         layers = len(residuals(weights.model))

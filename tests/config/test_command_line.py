@@ -91,7 +91,7 @@ def test_the_hash_of_a_run_directory_is_stable():
 
 def test_an_option_in_another_folder(own):
     cfg = config(own, *SMALL, "backbone=gated", "backbone.gate=1")
-    assert cfg.backbone.knobs == {"supports_dlr": True, "rank": 32, "gate": 1.0, "activation": "silu"}
+    assert cfg.backbone.knobs == {"factorized": True, "rank": 32, "gate": 1.0, "activation": "silu"}
     assert problems(own, *SMALL, "backbone=gated", "backbone.gat=1") == [
         "backbone.gat=1: no such key of backbone=gated. Did you mean backbone.gate?"
     ]
@@ -161,7 +161,7 @@ def test_mistakes_in_a_recipe(own):
         ("~logger", "~logger: a run needs every group and key. Choose another option: logger=<option>"),
         ("dlr.enabled=true", "dlr.enabled=true: says what the option is, and its file sets it. "
          "Choose another option: dlr=<option>"),
-        ("backbone.supports_dlr=true", "backbone.supports_dlr=true: says what the option is, and its file sets it. "
+        ("backbone.factorized=true", "backbone.factorized=true: says what the option is, and its file sets it. "
          "Choose another option: backbone=<option>"),
         ("dlr.alpha=2", "dlr.alpha=2.0: would be ignored: dlr=off. Leave it out"),
         ("hydra.nope=1", "configuration: Could not override 'hydra.nope'. "

@@ -67,8 +67,8 @@ from dlr_pretrain.models.lowrank import LowRank
 
 class Tanh(LowRank):
     """y = B tanh(gain A x)."""
-    def latent(self, x, carried):
-        return torch.tanh(self.knobs["gain"] * self.down(x))
+    def activate(self, h):
+        return torch.tanh(self.knobs["gain"] * h)
 
 BACKBONE = Tanh
 '''
@@ -85,7 +85,7 @@ def test_a_backbone_is_one_file_of_code_and_one_of_configuration(tmp_path, monke
     (tmp_path / "models" / "throwaway.py").write_text(BACKBONE)
     (tmp_path / "backbone").mkdir()
     (tmp_path / "backbone" / "throwaway.yaml").write_text(
-        "name: throwaway\nsupports_dlr: true\nrank: ${scale.rank}\ngain: 2.0\n"
+        "name: throwaway\nfactorized: true\nrank: ${scale.rank}\ngain: 2.0\n"
     )
     monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
 

@@ -192,7 +192,7 @@ def test_rules_that_span_keys(cfg):
     cfg.train.micro_batch, cfg.train.warmup_steps, cfg.train.stop_after = 3, 300, 301
     cfg.scale.num_heads, cfg.backbone.knobs["rank"] = 5, 129
     cfg.optimizer.knobs |= {"beta1": 1, "eps": 0.0, "weight_decay": -0.1}
-    cfg.dlr.enabled, cfg.dlr.name, cfg.backbone.knobs["supports_dlr"] = True, "on", False
+    cfg.dlr.enabled, cfg.dlr.name, cfg.backbone.knobs["factorized"] = True, "on", False
     assert broken_rules(cfg) == [
         "scale.num_heads=5: must divide scale.hidden_size=128",
         "backbone.rank=129: must lie between 1 and the narrowest layer's width, 128",

@@ -14,7 +14,7 @@ from dlr_pretrain.analysis.report import limits, smoothed, write_report
 CONFIG = {
     "seed": 1,
     "scale": {"name": "tiny", "hidden_size": 128, "intermediate_size": 344, "num_layers": 4},
-    "backbone": {"name": "cola", "rank": 32, "supports_dlr": True},
+    "backbone": {"name": "cola", "rank": 32, "factorized": True},
     "dlr": {"name": "on", "enabled": True, "alpha": 1.0, "impl": "weight"},
     "optimizer": {"name": "adamw"},
     "data": {"source": "sample", "packing": "packed", "seed": 42},

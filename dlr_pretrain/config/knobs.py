@@ -1,0 +1,50 @@
+"""Bounds of the knobs that this project's own backbones and optimizers declare in their YAML files.
+
+They are looked up by the option's name: an option of somebody else's may mean something else by a knob's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dlr_pretrain.config.tree import key
+
+FACTORS = {"init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier"))}
+LOST = {
+    "gamma": key("share of the low-rank branch", at_least=0, at_most=1),
+    "sparsity": key("share of the input channels", above=0, at_most=1),
+    "activation": key("between the factors", choices=("silu", "none")),
+    "init": key("initialisation of the factors", choices=("svd", "cola")),
+    "channels": key("choice of the channels", choices=("residual", "smallest", "random")),
+}
+LAX = {
+    "gate": key("map of the crossing latent", choices=("identity", "linear", "tensor", "dense")),
+    "norm": key("LayerNorm", choices=("latent", "output", "none")),
+    "crossing": key("where the latents are added", choices=("pre_act", "post_act")),
+}
+SLTRAIN = {"sparsity": key("share of trained entries", above=0, at_most=1)}
+RELORA = {
+    "merge_every": key("updates between merges", at_least=1),
+    "restart_warmup": key("updates of warm-up after a merge", at_least=0),
+    "prune": key("which optimizer state is dropped", choices=("random", "magnitude")),
+    "prune_ratio": key("share of the optimizer state that is dropped", at_least=0, at_most=1),
+}
+
+KNOBS: dict[str, dict[str, dict]] = {
+    "backbone": {
+        "lowrank": FACTORS,
+        "cola": FACTORS,
+        "lost": LOST,
+        "lax": FACTORS | LAX,
+        "cola_lax": FACTORS | LAX,
+        "sltrain": SLTRAIN,
+        "relora": RELORA,
+    },
+    "optimizer": {},
+}
+
+
+def rules(group: str, option: str, knob: str) -> Mapping:
+    """The metadata with which a knob is declared here; nothing for one that is not."""
+    declared = KNOBS[group].get(option, {}).get(knob)
+    return declared.metadata if declared else {}
