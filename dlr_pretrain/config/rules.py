@@ -75,7 +75,10 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if rank is not None and not 1 <= rank <= min(s.hidden_size, s.intermediate_size):
         widest = min(s.hidden_size, s.intermediate_size)
         yield Problem("backbone.rank", rank, f"must lie between 1 and the narrowest layer's width, {widest}")
-    if cfg.dlr.enabled and not cfg.backbone.knobs.get("supports_dlr"):
+    if cfg.train.activation_checkpointing == "latent" and not cfg.backbone.knobs.get("factorized"):
+        rule = f"backbone={cfg.backbone.name} has no latents to keep"
+        yield Problem("train.activation_checkpointing", "latent", rule, "Use block, or a factorised backbone")
+    if cfg.dlr.enabled and not cfg.backbone.knobs.get("factorized"):
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
 
