@@ -3,92 +3,36 @@
 from __future__ import annotations
 
 import copy
-import math
+from functools import partial
 
 import pytest
 import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
-from dlr_pretrain.models.linear import GroupHolder, require_tied
+from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.models.llama import Llama, padded
+from tests.parity.reference import VOCAB, assert_follows_formula, silu, small, tied
 
 BACKBONES = ("full", "lowrank", "cola")
-VOCAB = 50
 
 
-def small(backbone: str, *overrides: str, width: int = 91):
-    shape = f"scale=tiny scale.hidden_size=32 scale.intermediate_size={width} scale.num_heads=2 scale.num_layers=2"
-    rank = [] if backbone == "full" else ["scale.rank=8"]
-    return load([*shape.split(), *rank, f"backbone={backbone}", "data=sample", "logger=jsonl", *overrides])
-
-
-def tied(model: Llama) -> bool:
-    holders = [m for m in model.modules() if isinstance(m, GroupHolder)]
-    return all(stack.is_tied() for m in holders for group in m.groups() for stack in group.stacks())
-
-
-def reference_loss(state: dict, ids, targets, heads: int, layers: int, backbone: str):
-    """Summed next-token cross-entropy of a LLaMA, one projection at a time."""
+def formula(backbone: str, state: dict):
+    """The projection of a backbone without state between blocks, from its formula."""
 
     def project(name, x):
         if backbone == "full":
             return x @ state[f"{name}.weight"].T
         z = x @ state[f"{name}.a.weight"].T
-        if backbone == "cola":
-            z = z / (1 + torch.exp(-z))
-        return z @ state[f"{name}.b.weight"].T
+        return (silu(z) if backbone == "cola" else z) @ state[f"{name}.b.weight"].T
 
-    def norm(name, x):
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
-
-    x = state["model.embed_tokens.weight"][ids]
-    B, T, D = x.shape
-    E = D // heads
-    position = torch.arange(T, dtype=x.dtype)[:, None]
-    angle = position * 10000.0 ** (-torch.arange(0, E, 2, dtype=x.dtype) / E)
-
-    def turn(t):  # pairs (j, j + E/2) turned by their angle
-        l, r = t[..., : E // 2], t[..., E // 2 :]
-        return torch.cat((l * angle.cos() - r * angle.sin(), r * angle.cos() + l * angle.sin()), -1)
-
-    for i in range(layers):
-        at = f"model.layers.{i}"
-        h = norm(f"{at}.input_layernorm", x)
-        q, k, v = (
-            project(f"{at}.self_attn.{p}_proj", h).reshape(B, T, heads, E).permute(0, 2, 1, 3) for p in ("q", "k", "v")
-        )
-        scores = turn(q) @ turn(k).transpose(2, 3) / math.sqrt(E)
-        future = torch.triu(torch.ones(T, T, dtype=torch.bool), 1)
-        y = torch.softmax(scores.masked_fill(future, -torch.inf), -1) @ v
-        x = x + project(f"{at}.self_attn.o_proj", y.permute(0, 2, 1, 3).reshape(B, T, D))
-        h = norm(f"{at}.post_attention_layernorm", x)
-        gate, up = project(f"{at}.mlp.gate_proj", h), project(f"{at}.mlp.up_proj", h)
-        x = x + project(f"{at}.mlp.down_proj", gate / (1 + torch.exp(-gate)) * up)
-    logits = norm("model.norm", x) @ state["lm_head.weight"].T
-    log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
-    scored = targets != -100
-    return -(log_p[scored].gather(1, targets[scored][:, None])).sum()
+    return project
 
 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_loss_and_gradients_equal_the_formula(backbone, grouped):
-    cfg = small(backbone)
-    model = Llama(cfg, VOCAB, grouped=grouped)
-    model.init_(3)
-    model.double()
-    ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    targets[0, :4] = -100
-    loss = model(ids, targets)
-    loss.backward()
-
-    state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
-    expected = reference_loss(state, ids, targets, cfg.scale.num_heads, cfg.scale.num_layers, backbone)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, state[name].grad, rtol=1e-9, atol=1e-11, msg=name)
+    assert_follows_formula(small(backbone), partial(formula, backbone), grouped)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
