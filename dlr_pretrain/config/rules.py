@@ -17,7 +17,9 @@ from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
 def validate(cfg: Config, world_size: int) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks."""
-    found = [*_model(cfg), *_batch(cfg, world_size), *_schedule(cfg), *_optimizer(cfg), *_data(cfg), *_files(cfg)]
+    found = list(_batch(cfg, world_size))
+    for rules in (_model, _dlr, _schedule, _optimizer, _data, _files):
+        found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
 
@@ -46,7 +48,9 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     elif "backbone.rank" in given:
         idle["scale.rank"] = "backbone.rank is given"
     if not cfg.dlr.enabled:
-        idle |= dict.fromkeys(["dlr.alpha", "dlr.variance_correction", "dlr.impl"], f"dlr={cfg.dlr.name}")
+        idle |= {name: f"dlr={cfg.dlr.name}" for name in values if name.startswith("dlr.")}
+    elif cfg.dlr.grouping != "random":
+        idle["dlr.grouping_seed"] = f"dlr.grouping={cfg.dlr.grouping}"
     if source != "c4":
         idle["data.dataset"] = f"data={source}"
     if source == "c4":
@@ -81,6 +85,23 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if cfg.dlr.enabled and not cfg.backbone.knobs.get("factorized"):
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
+
+
+def _dlr(cfg: Config) -> Iterator[Problem]:
+    dlr = cfg.dlr
+    if not dlr.enabled:
+        return
+    if dlr.mode != "residual":
+        for name, value, plain in (("impl", dlr.impl, "weight"), ("learn_alpha", dlr.learn_alpha, False),
+                                   ("train_b", dlr.train_b, True)):  # fmt: skip
+            if value != plain:
+                rule = f"needs a residual, and dlr.mode={dlr.mode} trains plain weights after the start"
+                yield Problem(f"dlr.{name}", value, rule, "Use dlr.mode=residual")
+    if dlr.learn_alpha and not dlr.train_b:
+        yield Problem("dlr.learn_alpha", True, "alpha's gradient is taken from B's, which dlr.train_b=false leaves out")
+    if dlr.mode == "decayed_offset" and "weight_decay" not in cfg.optimizer.knobs:
+        rule = f"optimizer={cfg.optimizer.name} has no weight decay to pull to the offset"
+        yield Problem("dlr.mode", dlr.mode, rule, "Use dlr.mode=offset")
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:

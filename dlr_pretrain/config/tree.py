@@ -71,8 +71,17 @@ class Dlr:
     name: str = key("name of the choice", fixed=True)
     enabled: bool = key("whether the residual is there", fixed=True)
     alpha: float = key("strength of the residual before the variance correction")
+    learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay")
     variance_correction: bool = key("beta = alpha / sqrt(K) rather than alpha")
     impl: str = key("weight space (free, exact fold) or the paper's branch", choices=("weight", "branch"))
+    scope: str = key("which projections carry it", choices=("all", "attention", "mlp"))
+    grouping: str = key("which output receives which latent", choices=("contiguous", "balanced", "random"))
+    grouping_seed: int = key("of random grouping", at_least=0)
+    train_b: bool = key("false: B is frozen at zero, the residual is all there is")
+    mode: str = key(
+        "a residual beside B, an offset added to B at the start, or one that weight decay pulls to",
+        choices=("residual", "offset", "decayed_offset"),
+    )
 
 
 @dataclass

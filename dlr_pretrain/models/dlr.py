@@ -16,75 +16,16 @@ unchanged, weight decay acts on B alone, and folding is to leave the residual in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.models.residual import GROUPINGS, Residual, columns_of, with_branch
+
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
-
-
-class Residual:
-    """beta R^T of one up-projection with weight [d_out, rank]."""
-
-    def __init__(self, d_out: int, rank: int, alpha: float, variance_correction: bool, impl: str):
-        self.copies = -(-d_out // rank)
-        self.beta = alpha / math.sqrt(self.copies) if variance_correction else alpha
-        self.impl = impl
-        self.rows = torch.arange(d_out)
-        self.columns = self.rows // self.copies
-        self.saved: Tensor | None = None  # the entries of B while the residual is published into it
-
-    def entries(self, weight: Tensor) -> Tensor:
-        """The d_out entries (i, g(i)) of ``weight``."""
-        self._follow(weight.device)
-        return weight[self.rows, self.columns]
-
-    def write(self, weight: Tensor, entries: Tensor) -> None:
-        self._follow(weight.device)
-        weight[self.rows, self.columns] = entries
-
-    def add(self, weight: Tensor, entries: Tensor) -> None:
-        """Make the entries of ``weight`` entries + beta, formed in fp32 (fp64 for fp64) and rounded once.
-
-        The one place where a residual enters a weight: in training, folding and exporting alike.
-        """
-        wide = entries.to(torch.promote_types(entries.dtype, torch.float32))
-        self.write(weight, (wide + self.beta).to(weight.dtype))
-
-    def duplicate(self, z: Tensor) -> Tensor:
-        """R^T z, [..., rank] -> [..., d_out], as full groups plus a tail.
-
-        Repeating all latents and cutting at d_out is the same, but inductor's C++ backend (torch 2.13) leaves the last
-        partial group unwritten for K > 8.
-        """
-        full, tail = divmod(len(self.rows), self.copies)
-        y = z[..., :full].repeat_interleave(self.copies, dim=-1)
-        return torch.cat((y, z[..., full : full + 1].expand(*z.shape[:-1], tail)), dim=-1) if tail else y
-
-    def _follow(self, device: torch.device) -> None:
-        if self.rows.device != device:
-            self.rows, self.columns = self.rows.to(device), self.columns.to(device)
-
-
-class Branch:
-    """The paper's residual path, mixed into the class of a linear layer: y + beta * (each latent repeated K times).
-
-    A class of its own, and not a forward hook: ``torch.compile`` guards on classes but, by default, not on hooks.
-    """
-
-    def forward(self, z: Tensor) -> Tensor:
-        return super().forward(z) + self.residual.beta * self.residual.duplicate(z)
-
-
-@cache
-def _with_branch(linear: type[nn.Linear]) -> type[nn.Linear]:
-    """One class for all layers of a class, so that equal blocks share one compiled graph."""
-    return type(f"Branch{linear.__name__}", (Branch, linear), {})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -97,6 +38,11 @@ def attach_dlr(
     variance_correction: bool = True,
     impl: str = "weight",
     match: str | Callable[[str, nn.Linear], bool] | None = None,
+    *,
+    grouping: str = "contiguous",
+    seed: int = 0,
+    learn_alpha: bool = False,
+    train_b: bool = True,
 ) -> list[str]:
     """Give the up-projections of ``module`` a duplicated latent residual; returns their names.
 
@@ -105,10 +51,16 @@ def attach_dlr(
     of modules with ``nn.Linear`` children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear layer.
     ``impl="branch"`` adds the residual to the layer's output instead: slower, the paper's formula literally.
 
+    The paper's ablations: ``grouping`` says which output receives which latent ("random" by ``seed`` and the name of
+    the module that holds the up-projection, see ``columns_of``); ``learn_alpha`` makes alpha a parameter ``dlr_alpha``
+    of each layer, whose gradient is there after ``active``; without ``train_b`` B is frozen at zero.
+
     Raises ValueError where nothing matches, where a residual is there already, or after folding.
     """
     if impl not in ("weight", "branch"):
         raise ValueError(f"impl={impl!r}: must be 'weight' or 'branch'")
+    if grouping not in GROUPINGS:
+        raise ValueError(f"grouping={grouping!r}: must be one of {', '.join(GROUPINGS)}")
     targets = dict(_up_projections(module, match))
     if not targets:
         raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
@@ -117,12 +69,17 @@ def attach_dlr(
             raise ValueError(f"{name or 'the module'} has a residual already")
         if getattr(linear, "dlr_folded", False):
             raise ValueError(f"{name or 'the module'} was folded: its weight holds a residual already")
-    for linear in targets.values():
+    for name, linear in targets.items():
         d_out, rank = linear.weight.shape
-        linear.residual = Residual(d_out, rank, alpha, variance_correction, impl)
+        columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
+        linear.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
+        if learn_alpha:
+            linear.dlr_alpha = nn.Parameter(linear.weight.new_full((), alpha))
+        if not train_b:
+            linear.weight.requires_grad_(False).zero_()
         linear.register_state_dict_pre_hook(_refuse_while_active)
         if impl == "branch":
-            linear.__class__ = _with_branch(type(linear))
+            linear.__class__ = with_branch(type(linear))
     return list(targets)
 
 
@@ -138,6 +95,10 @@ def active(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore(module)
+    gradients = {f"{name}.weight": linear.weight.grad for name, linear in residuals(module)}
+    for name, gradient in strength_gradients(module, gradients).items():
+        parameter = module.get_parameter(name.lstrip("."))
+        parameter.grad = gradient.to(parameter.dtype)
 
 
 def fold_(module: nn.Module) -> int:
@@ -154,9 +115,11 @@ def fold_(module: nn.Module) -> int:
     for _, linear in folded:
         residual = linear.residual
         with torch.no_grad():
-            residual.add(linear.weight, residual.entries(linear.weight))
+            residual.add(linear.weight, residual.entries(linear.weight), getattr(linear, "dlr_alpha", None))
         if residual.impl == "branch":
             linear.__class__ = type(linear).__bases__[1]
+        if hasattr(linear, "dlr_alpha"):
+            del linear.dlr_alpha
         del linear.residual
         linear.dlr_folded = True
     return len(folded)
@@ -188,10 +151,13 @@ def publish(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> N
         residual, weight = linear.residual, linear.weight
         if residual.impl == "branch":
             continue
-        entries = residual.entries(weight if masters is None else masters[f"{name}.weight".lstrip(".")])
+        alpha = getattr(linear, "dlr_alpha", None)
         if masters is None:
-            residual.saved = entries
-        residual.add(weight, entries)
+            residual.saved = entries = residual.entries(weight)
+        else:
+            entries = residual.entries(masters[f"{name}.weight".lstrip(".")])
+            alpha = masters.get(f"{name}.dlr_alpha".lstrip("."))
+        residual.add(weight, entries, alpha)
 
 
 @torch.no_grad()
@@ -210,8 +176,56 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     folded = {name: value.clone() for name, value in state.items()}
     for name, linear in residuals(module):
         value = folded[f"{name}.weight".lstrip(".")]
-        linear.residual.add(value, linear.residual.entries(value))
+        alpha = folded.pop(f"{name}.dlr_alpha".lstrip("."), None)
+        linear.residual.add(value, linear.residual.entries(value), alpha)
     return folded
+
+
+def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The learned alphas, by parameter name."""
+    return {f"{n}.dlr_alpha".lstrip("."): m.dlr_alpha for n, m in residuals(module) if hasattr(m, "dlr_alpha")}
+
+
+def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The gradients of the learned alphas from ``gradients``, those of the weights by parameter name."""
+    found = {}
+    for name, linear in residuals(module):
+        gradient = gradients.get(f"{name}.weight".lstrip("."))
+        if hasattr(linear, "dlr_alpha") and gradient is not None:
+            found[f"{name}.dlr_alpha".lstrip(".")] = linear.residual.strength_gradient(gradient)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# The control: beta R^T as an initial value of B
+
+
+def start_from_offset_(module: nn.Module, decay_towards_it: bool) -> None:
+    """Put every residual into the initial B and train what results as plain weights, which never are folded.
+
+    With ``decay_towards_it`` the offset is remembered as the point that ``decay_towards_offsets`` pulls to; weight
+    decay alone would pull to zero and forget it.
+    """
+    offsets = [linear.residual for _, linear in residuals(module)]
+    layers = [linear for _, linear in residuals(module)]
+    fold_(module)
+    for linear, offset in zip(layers, offsets, strict=True):
+        del linear.dlr_folded
+        if decay_towards_it:
+            linear.offset = offset
+
+
+@torch.no_grad()
+def decay_towards_offsets(module: nn.Module, masters: Mapping[str, Tensor] | None, share: Tensor | float) -> None:
+    """After an update that took ``share`` = lr * weight decay of every weight away, give back that of its offset.
+
+    So C <- C - share (C - beta R^T): the decay of B in C = B + beta R^T.
+    """
+    for name, linear in module.named_modules():
+        offset = getattr(linear, "offset", None)
+        if isinstance(offset, Residual):
+            weight = linear.weight if masters is None else masters[f"{name}.weight".lstrip(".")]
+            offset.add(weight, offset.entries(weight), share=share)
 
 
 def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator[tuple[str, nn.Linear]]:

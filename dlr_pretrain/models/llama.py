@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.dlr import attach_dlr
+from dlr_pretrain.config.tree import Dlr
+from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
 
 NORM_EPS = 1e-6
@@ -229,14 +230,41 @@ class Llama(nn.Module):
                     group.init_(draw, f"{name}.")
 
 
-def build(cfg: Config, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Llama:
-    """The initialised model of ``cfg`` on ``device``, DLR attached; allocated once, in its final dtype."""
+def build(
+    cfg: Config,
+    vocab_size: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+    initialize: bool = True,
+) -> Llama:
+    """The model of ``cfg`` on ``device``, DLR attached; allocated once, in its final dtype.
+
+    Without ``initialize`` its values are whatever the memory held: a checkpoint is to be loaded.
+    """
     branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=not branch).to(dtype)
     if device.type != "meta":
         model.to_empty(device=device)
-        model.init_(cfg.seed)
+        if initialize:
+            model.init_(cfg.seed)
     if cfg.dlr.enabled:
-        attach_dlr(model, cfg.dlr.alpha, cfg.dlr.variance_correction, cfg.dlr.impl)
+        _attach(model, cfg.dlr)
     return model
+
+
+def _attach(model: Llama, choice: Dlr) -> None:
+    part = {"all": ".", "attention": ".self_attn.", "mlp": ".mlp."}[choice.scope]
+    attach_dlr(
+        model,
+        choice.alpha,
+        choice.variance_correction,
+        choice.impl,
+        match=lambda name, _: name.endswith(".b") and part in name,
+        grouping=choice.grouping,
+        seed=choice.grouping_seed,
+        learn_alpha=choice.learn_alpha,
+        train_b=choice.train_b,
+    )
+    if choice.mode != "residual":
+        start_from_offset_(model, decay_towards_it=choice.mode == "decayed_offset")

@@ -28,7 +28,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
     """
     tensors = {name: value.cpu() for name, value in weights.folded().items()}
     require_identical(cfg, weights, tensors)
-    rows, device = len(tensors["lm_head.weight"]), weights.working[0].device
+    rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
     ids = torch.from_numpy(validation.inputs[:VERIFIED_SEQUENCES].astype("int64"))
     checked = f"transformers cannot load backbone={cfg.backbone.name} yet: deploy/ has no layer for it"
 
@@ -53,7 +53,9 @@ def require_identical(cfg: Config, weights: Weights, tensors: dict[str, Tensor])
     if cfg.dlr.enabled and cfg.dlr.impl == "branch":
         return
     with weights.published():
-        for name, p in weights.model.named_parameters():
+        working = dict(weights.model.named_parameters())
+        for name in tensors.keys() & working.keys():
+            p = working[name]
             if not torch.equal(tensors[name].to(p.dtype), p.detach().cpu()):
                 raise RuntimeError(f"{name}: the folded tensor is not the working weight")
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dlr_pretrain.models import dlr
 from dlr_pretrain.train.weights import Weights
 
 
@@ -24,10 +25,12 @@ class Gradients:
         self.forward: nn.Module = weights.model
         self.buffer, self.sums = None, None
         if accumulate == "fp32":
-            self.buffer = torch.zeros(sum(p.numel() for p in weights.working), device=weights.working[0].device)
-            self.sums = _views(self.buffer, weights.working)
+            working = list(weights.working.values())
+            self.buffer = torch.zeros(sum(p.numel() for p in working), device=working[0].device)
+            self.sums = _views(self.buffer, working)
         elif world_size > 1:
-            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, weights.undecayed)
+            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True, broadcast_buffers=False)
             self.forward.register_comm_hook(None, _summed)
 
     def add(self, ids: Tensor, targets: Tensor, count: Tensor, last: bool) -> Tensor:
@@ -40,23 +43,26 @@ class Gradients:
             loss = self.forward(ids, targets) / count
             loss.backward()
         if self.sums is not None:
-            torch._foreach_add_(self.sums, [p.grad for p in self.weights.working])
+            torch._foreach_add_(self.sums, [p.grad for p in self.weights.working.values()])
             self.forward.zero_grad()
             if last and self.world_size > 1:
                 dist.all_reduce(self.buffer)
         return loss.detach()
 
     def collect(self) -> list[Tensor]:
-        """Give each state tensor its gradient, in its own dtype, and return them all."""
-        sources = self.sums if self.sums is not None else [p.grad for p in self.weights.working]
-        state = list(self.weights.state.values())
-        for value, gradient in zip(state, sources, strict=True):
-            value.grad = gradient.to(value.dtype)
-        return [value.grad for value in state]
+        """Give each tensor that is optimized its gradient, in its own dtype, and return them all."""
+        working = self.weights.working
+        sources = self.sums if self.sums is not None else [p.grad for p in working.values()]
+        gradients = dict(zip(working, sources, strict=True))
+        gradients |= dlr.strength_gradients(self.weights.model, gradients)
+        optimized = self.weights.optimized
+        for name, value in optimized.items():
+            value.grad = gradients[name].to(value.dtype)
+        return [value.grad for value in optimized.values()]
 
     def clear(self) -> None:
         if isinstance(self.forward, DistributedDataParallel):  # the gradients are views of the buckets: keep them so
-            torch._foreach_zero_([p.grad for p in self.weights.working])
+            torch._foreach_zero_([p.grad for p in self.weights.working.values()])
         else:
             self.forward.zero_grad()
         if self.weights.masters is not None:

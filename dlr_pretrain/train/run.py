@@ -64,7 +64,9 @@ class Run:
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
         vocab_size = self.cfg.scale.vocab_size or self.tokenizer.vocab_size
         dtype = STATE_DTYPE[self.cfg.precision.name]
-        weights = Weights(build(self.cfg, vocab_size, self.runtime.device, dtype), self.cfg.precision.name)
+        model = build(self.cfg, vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
+        self.runtime.broadcast(model.state_dict().values())
+        weights = Weights(model, self.cfg.precision.name)
         self.summarize(weights, snapshot)
         if self.cfg.compile:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes

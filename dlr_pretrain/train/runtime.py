@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -113,6 +113,14 @@ class Runtime:
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank rank 0's values: what starts from an SVD may differ in rounding between machines."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                value = tensor.contiguous()
+                dist.broadcast(value, src=0)
+                tensor.copy_(value)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A copy of a CPU tensor on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""

@@ -14,6 +14,7 @@ from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, Batch, TrainLoader
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
@@ -44,7 +45,7 @@ class Trainer:
     ):
         self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
         self.console, self.write, self.save = console, write, save
-        self.optimizer = optim.build(cfg.optimizer, weights.state)
+        self.optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
         self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
@@ -87,6 +88,9 @@ class Trainer:
         healthy = torch.isfinite(loss) & torch.isfinite(norm) & (failed == 0)
         self.masked = torch.maximum(self.masked, (~healthy).float())
         self.optimizer.update(lr, skip=self.masked)
+        if self.cfg.dlr.mode == "decayed_offset":
+            share = lr * self.cfg.optimizer.weight_decay * (1 - self.masked)
+            dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
         return torch.stack((loss, norm, self.masked, real_tokens.float(), stop.float()))
 

@@ -31,13 +31,26 @@ class Weights:
         if precision == "bf16_mixed":
             self.masters = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.to(torch.bfloat16)
-        self.names = [name for name, _ in model.named_parameters()]
-        self.working = [p for _, p in model.named_parameters()]
+        self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        learned = dlr.learned_strengths(model)  # their gradients follow from those of the weights
+        self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in learned}
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """Parameter name -> what the optimizer updates and a checkpoint holds; B without its residual."""
-        return self.masters if self.masters is not None else dict(zip(self.names, self.working, strict=True))
+        """What a checkpoint holds, by name: parameters, B without its residual, frozen ones included, and buffers."""
+        parameters = dict(self.model.named_parameters()) if self.masters is None else self.masters
+        return parameters | dict(self.model.named_buffers())
+
+    @property
+    def optimized(self) -> dict[str, Tensor]:
+        """The part of the state that the optimizer updates."""
+        state = self.state
+        return {name: state[name] for name in self.trained}
+
+    @property
+    def undecayed(self) -> list[str]:
+        """What has no weight decay: the learned strengths of residuals."""
+        return list(dlr.learned_strengths(self.model))
 
     @contextmanager
     def published(self) -> Iterator[None]:

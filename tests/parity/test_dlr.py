@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import active, attach_dlr, build, fold_
-from dlr_pretrain.models.dlr import Residual, folded_state, publish, residuals
+from dlr_pretrain.models.dlr import folded_state, publish, residuals
+from dlr_pretrain.models.residual import Residual
 
 VOCAB = 50
 LR = 1e-3

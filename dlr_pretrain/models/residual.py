@@ -1,0 +1,115 @@
+"""beta R^T of one up-projection: which output receives which latent, and how that enters a weight."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+GROUPINGS = ("contiguous", "balanced", "random")
+
+
+class Residual:
+    """beta R^T of one up-projection with weight [d_out, rank]: output i receives beta z[columns[i]].
+
+    beta = alpha / sqrt(K), K = ceil(d_out / rank) (alpha itself without ``variance_correction``). ``columns`` is
+    floor(i / K) unless given. alpha may be learned: then it is the parameter ``dlr_alpha`` of the layer, and ``add``
+    is given its value.
+    """
+
+    def __init__(
+        self,
+        d_out: int,
+        rank: int,
+        alpha: float,
+        variance_correction: bool,
+        impl: str,
+        columns: Tensor | None = None,
+    ):
+        self.copies = -(-d_out // rank)
+        self.divisor = math.sqrt(self.copies) if variance_correction else 1.0
+        self.alpha, self.impl = alpha, impl
+        self.rows = torch.arange(d_out)
+        self.contiguous = columns is None
+        self.columns = self.rows // self.copies if columns is None else columns
+        self.saved: Tensor | None = None  # the entries of B while the residual is published into it
+
+    @property
+    def beta(self) -> float:
+        return self.alpha / self.divisor
+
+    def entries(self, weight: Tensor) -> Tensor:
+        """The d_out entries (i, columns[i]) of ``weight``."""
+        self._follow(weight.device)
+        return weight[self.rows, self.columns]
+
+    def write(self, weight: Tensor, entries: Tensor) -> None:
+        self._follow(weight.device)
+        weight[self.rows, self.columns] = entries
+
+    def add(self, weight: Tensor, entries: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
+        """Make the entries of ``weight`` entries + share beta, formed in fp32 (fp64 for fp64) and rounded once.
+
+        The one place where a residual enters a weight: in training, folding and exporting alike.
+        """
+        wide = entries.to(torch.promote_types(entries.dtype, torch.float32))
+        beta = self.beta if alpha is None else alpha.to(wide.dtype) / self.divisor
+        self.write(weight, (wide + share * beta).to(weight.dtype))
+
+    def strength_gradient(self, gradient: Tensor) -> Tensor:
+        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): B and beta R^T enter the same product."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return self.entries(gradient).sum(dtype=wide) / self.divisor
+
+    def duplicate(self, z: Tensor) -> Tensor:
+        """R^T z, [..., rank] -> [..., d_out]; contiguous copies as full groups plus a tail.
+
+        Repeating all latents and cutting at d_out is the same, but inductor's C++ backend (torch 2.13) leaves the last
+        partial group unwritten for K > 8.
+        """
+        if not self.contiguous:
+            self._follow(z.device)
+            return z.index_select(-1, self.columns)
+        full, tail = divmod(len(self.rows), self.copies)
+        y = z[..., :full].repeat_interleave(self.copies, dim=-1)
+        return torch.cat((y, z[..., full : full + 1].expand(*z.shape[:-1], tail)), dim=-1) if tail else y
+
+    def _follow(self, device: torch.device) -> None:
+        if self.rows.device != device:
+            self.rows, self.columns = self.rows.to(device), self.columns.to(device)
+
+
+def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Tensor | None:
+    """The latent of each output [d_out] under ``grouping``; None for the contiguous groups of K that are the default.
+
+    "balanced": floor(i rank / d_out), every latent has floor or ceil(d_out / rank) copies. "random": as in the paper's
+    study of random duplication, drawn once from ``seed`` and the MD5 of the layer's ``name``.
+    """
+    if grouping == "balanced":
+        return torch.arange(d_out) * rank // d_out
+    if grouping == "random":
+        digest = hashlib.md5(name.encode(), usedforsecurity=False).digest()
+        mixed = (seed ^ int.from_bytes(digest[:8], "little")) % (2**63 - 1)
+        return torch.randint(0, rank, (d_out,), generator=torch.Generator("cpu").manual_seed(mixed))
+    return None
+
+
+class Branch:
+    """The paper's residual path, mixed into the class of a linear layer: y + beta * (each latent repeated K times).
+
+    A class of its own, and not a forward hook: ``torch.compile`` guards on classes but, by default, not on hooks.
+    """
+
+    def forward(self, z: Tensor) -> Tensor:
+        learned = getattr(self, "dlr_alpha", None)  # its gradient is ``strength_gradient``, on this path as well
+        beta = self.residual.beta if learned is None else learned.detach() / self.residual.divisor
+        return super().forward(z) + beta * self.residual.duplicate(z)
+
+
+@cache
+def with_branch(linear: type[nn.Linear]) -> type[nn.Linear]:
+    """One class for all layers of a class, so that equal blocks share one compiled graph."""
+    return type(f"Branch{linear.__name__}", (Branch, linear), {})
