@@ -1,27 +1,70 @@
-"""What the optimizers of this folder share: groups by weight decay, and memory layouts."""
+"""Adam as the GaLore family of optimizers writes it; GaLore, Fira and LORO build on it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
 
 import torch
 from torch import Tensor
 
+from dlr_pretrain.optim.parameters import empty_state, wide
 
-def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
-    """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty."""
-    decayed = [p for name, p in parameters.items() if name not in undecayed]
-    others = [p for name, p in parameters.items() if name in undecayed]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+COUNTER_BYTES = 4
 
 
-def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised state tensor on the device of ``p``, in its memory layout where the shapes are equal."""
-    if shape == p.shape:
-        return torch.empty_like(p, dtype=dtype, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=p.device)
+class Adam(torch.optim.Optimizer):
+    """W -= lr sqrt(1 - beta2^k) / (1 - beta1^k) m / (sqrt(v) + eps), then W -= lr weight_decay W, at a parameter's k-th
+    update: epsilon is added before the bias correction, unlike in ``torch.optim.AdamW``.
+
+    Moments have the parameter's dtype. Updates are computed in fp32 (fp64 for fp64) and rounded once, like those of
+    the fused kernels. A parameter without a gradient is left alone. Counters are tensors on the CPU.
+    """
+
+    def __init__(self, groups: list[dict], knobs: dict):
+        betas = knobs["beta1"], knobs["beta2"]
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            self.update_group(group)
+
+    def update_group(self, group: dict) -> None:
+        for p in group["params"]:
+            if p.grad is not None:
+                self.update(p, group)
+
+    def update(self, p: Tensor, group: dict) -> None:
+        direction, step = self.direction(p, p.grad, group)
+        move(p, direction, step, group["lr"] * group["weight_decay"])
+
+    def direction(self, p: Tensor, gradient: Tensor, group: dict) -> tuple[Tensor, float]:
+        """Count an update of ``p`` and move its moments by ``gradient``, of any shape.
+
+        Returns m / (sqrt(v) + eps) in the wide dtype, and the step size with its bias correction.
+        """
+        state, (beta1, beta2) = self.state[p], group["betas"]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for moment in ("exp_avg", "exp_avg_sq"):
+                state[moment] = empty_state(p, gradient.shape, p.dtype).zero_()
+        state["step"] += 1
+        k, g = int(state["step"]), gradient.to(wide(p.dtype))
+        m = state["exp_avg"].to(g.dtype).mul_(beta1).add_(g, alpha=1 - beta1)  # in place, or on a wider copy
+        v = state["exp_avg_sq"].to(g.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
+        return m / v.sqrt().add_(group["eps"]), group["lr"] * math.sqrt(1 - beta2**k) / (1 - beta1**k)
 
 
-def nbytes(numel: int, dtype: torch.dtype) -> int:
-    return numel * dtype.itemsize
+def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
+    """p <- (1 - decay) (p - step direction), rounded once."""
+    w = p.to(direction.dtype).sub_(direction, alpha=step)  # in place, or on a wider copy
+    if decay > 0:
+        w.mul_(1 - decay)
+    p.copy_(w)
+
+
+def state_bytes(p: Tensor) -> int:
+    """Two moments in the dtype of ``p``, and a counter."""
+    return 2 * p.numel() * p.element_size() + COUNTER_BYTES

@@ -7,7 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import decay_groups
+from dlr_pretrain.optim import adam
+from dlr_pretrain.optim.parameters import decay_groups
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
@@ -17,5 +18,4 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
 
 
 def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    """Two moments in each parameter's dtype, and an fp32 counter."""
-    return sum(2 * p.numel() * p.element_size() + 4 for p in parameters.values())
+    return sum(map(adam.state_bytes, parameters.values()))

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.optim.adam import empty_state
+from dlr_pretrain.optim import quantized
+from dlr_pretrain.optim.parameters import empty_state, wide
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def build(choice: Choice, parameters: Mapping[str, Tensor], undecayed: Collection[str] = ()) -> Optimizer:
@@ -48,7 +51,8 @@ class Optimizer:
         """One update at rate ``lr``; where ``skip`` (a device scalar) is 1, parameters and state stay as they are.
 
         Fused kernels read ``skip`` on the device through the hook that gradient scalers use, and the host does not
-        wait. Where a part has no such hook, the host reads ``skip`` once, and nothing is called if it is 1.
+        wait. Where a part has no such hook (any optimizer but adamw), the host waits for ``skip`` once, and calls
+        nothing if it is 1.
         """
         if not self.masked_on_device and bool(skip):
             return
@@ -58,43 +62,59 @@ class Optimizer:
                     group["lr"].fill_(lr)
                 else:
                     group["lr"] = lr
-            part.grad_scale, part.found_inf = None, skip
+            if _reads_found_inf(part):
+                part.grad_scale, part.found_inf = None, skip
             part.step()
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as ``<parameter>/<entry>`` tensors."""
-        return {f"{name}/{entry}": value for name, entry, value in self._entries()}
+        """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``)."""
+        return {
+            f"{name}/{entry}{suffix}": tensor
+            for name, entry, value in self._entries()
+            for suffix, tensor in quantized.stored(value).items()
+        }
 
     def state_layout(self) -> dict[str, dict]:
-        """What the tensors do not say themselves: nothing, unless state is block-quantised."""
-        return {}
+        """What the tensors of quantised entries ``<parameter>/<entry>`` do not say themselves, as JSON."""
+        return {
+            f"{name}/{entry}": quantized.layout(value)
+            for name, entry, value in self._entries()
+            if quantized.is_quantized(value)
+        }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], layout: Mapping[str, dict]) -> None:
         """The inverse of ``state_tensors`` and ``state_layout``: bit for bit, in each parameter's own memory layout.
 
-        Raises UserError for a parameter that is not this optimizer's.
+        Raises UserError for state of a parameter that is not this optimizer's.
         """
-        by_name: dict[str, dict[str, Tensor]] = {name: {} for name in self.parameters}
+        by_entry: dict[str, dict[str, Tensor]] = {}
         for full, value in tensors.items():
             name, entry = full.rsplit("/", 1)
-            if name not in by_name:
+            if name not in self.parameters:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
-            by_name[name][entry] = value
+            entry, dot, suffix = entry.partition(".")
+            by_entry.setdefault(f"{name}/{entry}", {})[dot + suffix] = value
         for name, p in self.parameters.items():
-            part = self.part_of[name]
-            part.state[p] = {entry: _own(p, part, entry, value) for entry, value in by_name[name].items()}
+            self.part_of[name].state[p] = {}
+        for full, stored in by_entry.items():
+            name, entry = full.rsplit("/", 1)
+            p, part = self.parameters[name], self.part_of[name]
+            if full in layout:
+                part.state[p][entry] = quantized.restored(stored, layout[full], p.device)
+            else:
+                part.state[p][entry] = _own(p, part, entry, stored[""])
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
-        """Zero the moments of ``names`` in place, but for a share ``keep`` of their entries.
+        """Zero the moments of ``names`` in place, but for a share ``keep`` of their entries; nothing else changes.
 
         ``by="random"`` keeps each entry with that probability, ``by="magnitude"`` those of the largest absolute value.
-        What is kept is a function of (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), whose partial
-        resets are keep=0.001 at random, or 0.1 to 0.2 by magnitude.
+        What is kept is a function of the state and (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023),
+        whose partial resets keep 0.001 at random, or 0.1 to 0.2 by magnitude.
         """
         for name, entry, value in self._entries():
-            if name in names and value.dim() > 0:
-                value.masked_fill_(_dropped(value, keep, f"{seed}/{name}/{entry}", by), 0)
+            if name in names and entry in MOMENTS:
+                quantized.zero_(value, _dropped(quantized.values(value), keep, f"{seed}/{name}/{entry}", by))
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, p in self.parameters.items():
@@ -120,7 +140,7 @@ def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return (torch.rand(value.shape, generator=generator) >= keep).to(value.device)
     if by == "magnitude":
-        size = value.abs().to(torch.promote_types(value.dtype, torch.float32))
+        size = value.abs().to(wide(value.dtype))
         rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # so many lie below the quantile
         return size < size.flatten().kthvalue(rank + 1).values
     raise ValueError(f"prune by {by!r}: random or magnitude")

@@ -1,76 +1,282 @@
-"""AdamW against its formula in float64, the masked update, and the schedule."""
+"""What all optimizers share, and AdamW: formula, masked updates, state as tensors, its size, and ReLoRA's pruning."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from dlr_pretrain.config import Choice
+from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim.schedule import cosine
 
-ADAMW = Choice("adamw", {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1})
+ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
+GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
+CHOICES = {
+    "adamw": ADAM,
+    "adamw_8bit": ADAM | {"block_size": 256},
+    "galore": GALORE,
+    "fira": GALORE | {"limiter": 1.01},
+    "loro": ADAM | {"schedule": "loro", "exact_every": 4, "restart_warmup": 2, "shift": None},
+    "muon": ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5},
+}
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
+LAYER = "model.layers.0."
+
+
+@pytest.fixture(autouse=True)
+def eager():
+    """torchao compiles its step: the formula is the same without, and tests take seconds less."""
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")
+
+
+@pytest.fixture(params=CHOICES)
+def choice(request) -> Choice:
+    if request.param == "adamw_8bit":
+        pytest.importorskip("torchao")
+    return Choice(request.param, CHOICES[request.param])
+
+
+def draw(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Parameters as models have them: views of one storage, column-major ones, pairs of factors, vectors."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    qk = normal(2, 64, 64)
+    drawn = {
+        "model.embed_tokens.weight": normal(40, 64),
+        f"{LAYER}self_attn.q_proj.weight": qk[0],
+        f"{LAYER}self_attn.k_proj.weight": qk[1],
+        f"{LAYER}self_attn.o_proj.a.weight": normal(8, 64),
+        f"{LAYER}self_attn.o_proj.b.weight": normal(64, 8),
+        f"{LAYER}mlp.down_proj.weight": normal(96, 64).T,
+        f"{LAYER}mlp.up_proj.a.weight": normal(64, 8).T,
+        f"{LAYER}mlp.up_proj.b.weight": normal(96, 8),
+        f"{LAYER}input_layernorm.weight": normal(64),
+        "lm_head.weight": normal(64, 40).T,
+    }
+    return {name: p.detach().requires_grad_() for name, p in drawn.items()}
+
+
+def give_gradients(parameters: dict[str, Tensor], seed: int) -> None:
+    """In each parameter's own memory layout, as autograd makes them."""
+    for p, g in zip(parameters.values(), draw(seed=1000 + seed).values(), strict=True):
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(g.detach())
+
+
+def updated(optimizer: optim.Optimizer, seeds: range) -> None:
+    for seed in seeds:
+        give_gradients(optimizer.parameters, seed)
+        optimizer.update(0.01, skip=GO)
+
+
+def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in optimizer.parameters.items()} | optimizer.state_tensors()
+
+
+def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in tensors.items()}
+
+
+def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert (a[name].dtype, a[name].stride()) == (b[name].dtype, b[name].stride()), name
+        assert torch.equal(a[name], b[name]), name
 
 
 def test_adamw_follows_its_formula():
     generator = torch.Generator().manual_seed(0)
-    w = torch.randn(4, 3, dtype=torch.float64, generator=generator)
-    p = w.clone().requires_grad_()
-    optimizer = optim.build(ADAMW, {"p": p})
-    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    start = {name: torch.randn(4, 3, dtype=torch.float64, generator=generator) for name in ("decayed", "undecayed")}
+    parameters = {name: w.clone().requires_grad_() for name, w in start.items()}
+    optimizer = optim.build(Choice("adamw", ADAM), parameters, undecayed={"undecayed"})
+    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in start.items()}
     for t in range(1, 51):
-        g, lr = torch.randn(4, 3, dtype=torch.float64, generator=generator), 0.01 / t
-        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-        w = (1 - lr * 0.1) * w - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
-        p.grad = g
+        lr = 0.01 / t
+        for name, p in parameters.items():
+            g = torch.randn(4, 3, dtype=torch.float64, generator=generator)
+            m, v = moments[name]
+            moments[name] = m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+            change = lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
+            start[name] = (1 - lr * (0.1 if name == "decayed" else 0.0)) * start[name] - change
+            p.grad = g
         optimizer.update(lr, skip=GO)
-    torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-14)
+    for name, p in parameters.items():
+        torch.testing.assert_close(p.detach(), start[name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_masked_update_changes_nothing(dtype):
-    p = torch.randn(5, 7).to(dtype).requires_grad_()
-    optimizer = optim.build(ADAMW, {"p": p})
-    p.grad = torch.randn(5, 7).to(dtype)
-    optimizer.update(0.1, skip=GO)
-    before = [p.detach().clone(), *(s.clone() for s in optimizer.state_tensors().values())]
-    p.grad = torch.full((5, 7), math.nan, dtype=dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_parameters_stay_where_they_are_and_all_of_them_move(choice, dtype):
+    parameters = draw(dtype)
+    before = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in parameters.items()}
+    updated(optim.build(choice, parameters), range(3))
+    for name, p in parameters.items():
+        value, *place = before[name]
+        assert [p.data_ptr(), p.stride(), p.dtype] == place, name
+        assert p.isfinite().all() and 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_masked_update_changes_nothing(choice, dtype):
+    optimizer = optim.build(choice, draw(dtype))
+    updated(optimizer, range(3))
+    before = copied(everything(optimizer))
+    for p in optimizer.parameters.values():
+        p.grad = torch.full_like(p, math.nan)
     optimizer.update(0.1, skip=SKIP)
-    for a, b in zip(before, [p.detach(), *optimizer.state_tensors().values()], strict=True):
-        assert torch.equal(a, b)
+    assert_same_bits(everything(optimizer), before)
 
 
-def test_state_goes_through_tensors_bit_for_bit():
-    def start():
-        torch.manual_seed(1)
-        return {"x": torch.randn(3, 4).requires_grad_(), "y": torch.randn(6, 5).T.requires_grad_()}  # y: column-major
+def test_after_a_masked_first_update_the_run_is_as_if_it_had_not_been(choice):
+    masked, other = optim.build(choice, draw()), optim.build(choice, draw())
+    give_gradients(masked.parameters, seed=99)
+    masked.update(0.1, skip=SKIP)
+    fresh = optim.build(choice, masked.parameters)
+    fresh.load_state_tensors(copied(masked.state_tensors()), masked.state_layout())
+    for optimizer in (fresh, other):
+        updated(optimizer, range(2))
+    assert_same_bits(everything(fresh), everything(other))
 
-    def update(parameters, optimizer, seed):
-        torch.manual_seed(seed)
-        for p in parameters.values():
-            p.grad = torch.empty_like(p).copy_(torch.randn(p.shape))
-        optimizer.update(0.01, skip=GO)
 
-    a, b = start(), start()
-    one, two = optim.build(ADAMW, a), optim.build(ADAMW, b)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_goes_through_tensors_bit_for_bit(choice, dtype):
+    """Saved and loaded between any two updates, into a new optimizer, without a trace in what follows."""
+    one, two = optim.build(choice, draw(dtype)), optim.build(choice, draw(dtype))
+    for seed in range(6):
+        updated(one, range(seed, seed + 1))
+        updated(two, range(seed, seed + 1))
+        tensors = {name: value.clone().contiguous() for name, value in two.state_tensors().items()}
+        layout = json.loads(json.dumps(two.state_layout()))
+        two = optim.build(choice, two.parameters)
+        two.load_state_tensors(tensors, layout)
+        for value in tensors.values():  # nothing is shared with what was loaded
+            value.zero_()
+        assert_same_bits(everything(one), everything(two))
+
+
+def test_only_quantised_state_has_a_layout(choice):
+    optimizer = optim.build(choice, draw())
+    updated(optimizer, range(1))
+    layout = optimizer.state_layout()
+    matrices = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.down_proj.weight"]  # 4096 values or more
+    expected = {f"{LAYER}{name}/{m}" for name in matrices for m in ("exp_avg", "exp_avg_sq")}
+    assert set(layout) == (expected if choice.name == "adamw_8bit" else set())
+    assert all(value.shape == torch.Size([]) for name, value in optimizer.state_tensors().items() if "/step" in name)
+    for name, described in layout.items():
+        signed = name.endswith("exp_avg")
+        assert described == {"rule": "blockwise_8bit", "signed": signed, "block_size": 256, "dtype": "float32"}
+        assert optimizer.state_tensors()[f"{name}.codes"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_state_takes_the_bytes_that_shapes_say(choice, dtype):
+    optimizer = optim.build(choice, draw(dtype))
+    updated(optimizer, range(2))
+    measured = sum(value.numel() * value.element_size() for value in optimizer.state_tensors().values())
+    shapes = {name: torch.empty_like(p, device="meta") for name, p in optimizer.parameters.items()}
+    assert optim.state_bytes(choice, shapes) == measured
+
+
+def test_state_of_another_model_is_refused(choice):
+    optimizer = optim.build(choice, draw())
+    with pytest.raises(UserError, match=r"optimizer state of model\.layers\.7\.other\.weight"):
+        optimizer.load_state_tensors({"model.layers.7.other.weight/exp_avg": torch.zeros(3)}, {})
+
+
+def test_a_parameter_without_a_gradient_is_left_alone(choice):
+    idle = [f"{LAYER}self_attn.k_proj.weight", f"{LAYER}input_layernorm.weight"]
+    optimizer = optim.build(choice, draw())
     for seed in range(4):
-        update(a, one, seed)
-        update(b, two, seed)
-        tensors = {k: v.clone().contiguous() for k, v in two.state_tensors().items()}
-        two = optim.build(ADAMW, b)
-        two.load_state_tensors(tensors, two.state_layout())
-    assert set(tensors) == {f"{n}/{s}" for n in a for s in ("step", "exp_avg", "exp_avg_sq")}
-    assert all(torch.equal(p, q) for p, q in zip(a.values(), b.values(), strict=True))
+        give_gradients(optimizer.parameters, seed)
+        for name in idle:
+            optimizer.parameters[name].grad = None
+        optimizer.update(0.01, skip=GO)
+    for name in idle:
+        assert torch.equal(optimizer.parameters[name].detach(), draw()[name].detach())
+        assert not any(full.startswith(f"{name}/") for full in optimizer.state_tensors())
+    other = optim.build(choice, optimizer.parameters)
+    other.load_state_tensors(copied(optimizer.state_tensors()), optimizer.state_layout())
+    updated(other, range(4, 6))  # their first updates, beside the fifth and sixth of the others
+    assert all(p.isfinite().all() for p in other.parameters.values())
+    assert {
+        other.state_tensors()[f"{name}/step"].item() for name in idle if f"{name}/step" in other.state_tensors()
+    } <= {2}
 
 
-def test_the_schedule_is_that_of_the_papers_scripts():
-    def rate(t):
-        return cosine(t, steps=100, warmup=10, peak=2.0, min_ratio=0.1) / 2.0
+def test_undecayed_parameters_have_no_decay(choice):
+    zero_gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in draw().items()}
+    undecayed = {f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.a.weight", "lm_head.weight"}
+    undecayed |= {f"{LAYER}self_attn.o_proj.b.weight"}
+    optimizer = optim.build(choice, draw(), undecayed)
+    for name, p in optimizer.parameters.items():
+        p.grad = zero_gradients[name]
+    optimizer.update(0.5, skip=GO)
+    for name, start in draw().items():
+        value = optimizer.parameters[name].detach()
+        assert torch.equal(value, start.detach()) == (name in undecayed), name
+        torch.testing.assert_close(value, start.detach() * (1 if name in undecayed else 0.95))
 
-    assert rate(0) == 0 and rate(5) == 0.5 and rate(10) == 1
-    assert rate(55) == pytest.approx(0.55)
-    assert rate(99) == pytest.approx(0.100274, abs=1e-6)
-    assert cosine(0, steps=1, warmup=0, peak=0.3, min_ratio=0.1) == 0.3
+
+def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choice):
+    def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = optim.build(choice, draw())
+        updated(optimizer, range(3))
+        before = values(optimizer)
+        optimizer.prune(names, keep=0.25, seed=seed, by="random")
+        return before, values(optimizer)
+
+    names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
+    before, after = pruned(seed=1)
+    again, other = pruned(seed=1)[1], pruned(seed=2)[1]
+    moments = [full for full in before if full.rsplit("/", 1)[0] in names and full.rsplit("/", 1)[1] in optim.MOMENTS]
+    assert len(moments) == (2 if choice.name == "muon" else 4)
+    kept = {full: (after[full] == before[full]) & (before[full] != 0) for full in moments}
+    for full in before:
+        assert torch.equal(again[full], after[full]), full
+        if full in moments:
+            zero = before[full] == 0  # of 8 bits, some are
+            assert torch.equal(after[full] == 0, ~kept[full])
+            share = kept[full].float().mean() / (~zero).float().mean()
+            assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
+            assert not torch.equal(after[full], other[full])
+        else:
+            assert torch.equal(after[full], before[full]), full
+    assert not torch.equal(kept[moments[0]], kept[moments[1]]) or before[moments[0]].shape != before[moments[1]].shape
+
+
+@pytest.mark.parametrize("keep", [0.1, 1 / 64, 0.0, 1.0])
+def test_pruning_by_magnitude_keeps_the_largest(choice, keep):
+    name = f"{LAYER}self_attn.o_proj.a.weight"
+    optimizer = optim.build(choice, draw())
+    updated(optimizer, range(3))
+    before = values(optimizer)
+    optimizer.prune([name], keep=keep, seed=0, by="magnitude")
+    for full, value in values(optimizer).items():
+        if full.rsplit("/", 1)[0] != name or full.rsplit("/", 1)[1] not in optim.MOMENTS:
+            assert torch.equal(value, before[full])
+            continue
+        size = before[full].abs().flatten()
+        kept = max(1, size.numel() - int((1 - keep) * size.numel()))
+        bound = size.sort(descending=True).values[kept - 1]
+        assert torch.equal(value, torch.where(before[full].abs() >= bound, before[full], 0))
+        assert (value != 0).sum() == kept
+
+
+def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
+    """The state as numbers, quantised entries too."""
+    tensors, out = optimizer.state_tensors(), {}
+    for full, value in tensors.items():
+        if full.endswith(".codes"):
+            entry = full.removesuffix(".codes")
+            by_block = tensors[f"{entry}.map"][value.int()].view(len(tensors[f"{entry}.scale"]), -1)
+            out[entry] = (by_block * tensors[f"{entry}.scale"][:, None]).view(value.shape)
+        elif not full.endswith((".scale", ".map")):
+            out[full] = value.clone()
+    return out

@@ -1,0 +1,46 @@
+"""Fira (Chen et al., 2024): GaLore, and the rest of the gradient scaled like what was projected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.optim import galore
+from dlr_pretrain.optim.parameters import block_matrices, wide
+
+
+def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+    """Fira on the matrices of the blocks, plain Adam at the same rate on all others."""
+    return [Fira(galore.groups(parameters, knobs, undecayed), knobs)]
+
+
+def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
+    """The state of GaLore, and a norm for each matrix."""
+    norms = sum(wide(p.dtype).itemsize for p in block_matrices(parameters).values())
+    return galore.state_bytes(parameters, knobs) + norms
+
+
+class Fira(galore.GaLore):
+    """Moves a matrix by a back(N) + S, S = (G - a back(R)) phi, where a is ``update_scale`` and phi = |N| / |R| along
+    the reduced dimension. That a stands in S as well follows the authors' code.
+
+    The Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
+    """
+
+    def __init__(self, groups: list[dict], knobs: dict):
+        super().__init__(groups, knobs)
+        self.limiter = knobs["limiter"]
+
+    def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
+        state, along = self.state[p], 1 if p.shape[0] >= p.shape[1] else 0
+        size = reduced.to(direction.dtype).norm(dim=along, keepdim=True)
+        phi = direction.norm(dim=along, keepdim=True) / (size + 1e-8)
+        rest = (p.grad - self.scale * galore.back(reduced, state["projector"], p)) * phi
+        norm = rest.norm()
+        if "residual_norm" in state:
+            excess = (norm / (state["residual_norm"] + 1e-8)).clamp(min=self.limiter) / self.limiter
+            rest, norm = rest / excess, norm / excess
+        state["residual_norm"] = norm
+        return super().full(p, reduced, direction) + rest

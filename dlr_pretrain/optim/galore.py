@@ -1,0 +1,79 @@
+"""GaLore (Zhao et al., 2024): Adam on gradients projected to a low rank, in the place of low-rank weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.optim.adam import COUNTER_BYTES, Adam, move
+from dlr_pretrain.optim.adam import state_bytes as adam_bytes
+from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, wide, without
+
+
+def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+    """GaLore on the matrices of the blocks, plain Adam at the same rate on all others."""
+    return [GaLore(groups(parameters, knobs, undecayed), knobs)]
+
+
+def groups(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[dict]:
+    matrices = block_matrices(parameters)
+    projected = decay_groups(matrices, knobs["weight_decay"], undecayed)
+    plain = decay_groups(without(parameters, matrices), knobs["weight_decay"], undecayed)
+    return [*({**group, "projected": True} for group in projected), *({**group, "projected": False} for group in plain)]
+
+
+def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
+    """A projected matrix has a projector [r, min(m, n)], and moments r x max(m, n)."""
+    matrices, rank = block_matrices(parameters), knobs["rank"]
+    entries = sum(rank * (min(p.shape) + 2 * max(p.shape)) * p.element_size() for p in matrices.values())
+    return entries + len(matrices) * COUNTER_BYTES + sum(map(adam_bytes, without(parameters, matrices).values()))
+
+
+class GaLore(Adam):
+    """With the gradient G [m, n] of a matrix and its projection R = G P^T (m >= n) or P^T G (m < n), Adam runs on R,
+    and its direction N moves the weight by N P or P N, times ``update_scale``.
+
+    P is orthonormal, from the leading singular vectors of G; it is renewed at the first of every ``refresh_every``
+    updates. The moments are kept as they are then, although they belong to the old P, as in the authors' code.
+    """
+
+    def __init__(self, parameter_groups: list[dict], knobs: dict):
+        super().__init__(parameter_groups, knobs)
+        self.rank, self.scale, self.refresh_every = knobs["rank"], knobs["update_scale"], knobs["refresh_every"]
+
+    def update(self, p: Tensor, group: dict) -> None:
+        if not group["projected"]:
+            return super().update(p, group)
+        state = self.state[p]
+        if int(state.get("step", 0)) % self.refresh_every == 0:
+            state["projector"] = projector(p.grad, self.rank)
+        reduced = project(p.grad, state["projector"])
+        direction, step = self.direction(p, reduced, group)
+        move(p, self.full(p, reduced, direction), step, group["lr"] * group["weight_decay"])
+
+    def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
+        """The direction of the whole matrix, in the wide dtype, from Adam's on the reduced gradient."""
+        return self.scale * back(direction, self.state[p]["projector"], p)
+
+
+def projector(gradient: Tensor, rank: int) -> Tensor:
+    """Orthonormal P in the dtype of ``gradient`` [m, n]: [rank, n] for a product from the right where m >= n, otherwise
+    [m, rank] for one from the left. The decomposition is computed in fp32 (fp64 for fp64).
+    """
+    u, _, vh = torch.linalg.svd(gradient.to(wide(gradient.dtype)), full_matrices=False)
+    leading = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]
+    return empty_state(gradient, leading.shape, gradient.dtype).copy_(leading)
+
+
+def project(gradient: Tensor, p: Tensor) -> Tensor:
+    """G [m, n] -> G P^T [m, r] or P^T G [r, n]."""
+    return gradient @ p.T if gradient.shape[0] >= gradient.shape[1] else p.T @ gradient
+
+
+def back(reduced: Tensor, p: Tensor, like: Tensor) -> Tensor:
+    """R [m, r] or [r, n] -> R P or P R, of the shape of ``like``; multiplied in the dtype of P, returned wide."""
+    reduced = reduced.to(p.dtype)
+    full = reduced @ p if like.shape[0] >= like.shape[1] else p @ reduced
+    return full.to(wide(p.dtype))

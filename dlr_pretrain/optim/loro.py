@@ -1,0 +1,90 @@
+"""LORO (Mo et al., 2025): Adam on low-rank factors, with exact steps on the manifold of their products in between."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.optim.adam import Adam, move
+from dlr_pretrain.optim.adam import state_bytes as adam_bytes
+from dlr_pretrain.optim.parameters import decay_groups, without
+
+A, B = ".a.weight", ".b.weight"
+
+
+def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+    """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others.
+
+    Whether a pair is decayed is what ``undecayed`` says of its B.
+    """
+    factors = {name: p for name, p in parameters.items() if name.removesuffix(B) + A in parameters and name.endswith(B)}
+    partners = {id(p): parameters[name.removesuffix(B) + A] for name, p in factors.items()}
+    names = {*factors, *(name.removesuffix(B) + A for name in factors)}
+    groups = decay_groups(without(parameters, names), knobs["weight_decay"], undecayed)
+    for group in decay_groups(factors, knobs["weight_decay"], undecayed):
+        pairs = [(b, partners[id(b)]) for b in group["params"]]
+        groups.append(group | {"params": [p for pair in pairs for p in pair], "paired": True})
+    return [Loro(groups, knobs, parameters["model.embed_tokens.weight"].shape[1])]
+
+
+def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
+    return sum(map(adam_bytes, parameters.values()))
+
+
+class Loro(Adam):
+    """Every ``exact_every``-th update of a pair is exact: a step on the manifold of matrices of rank r, along the
+    directions of Adam. The others move the factors themselves, by r / ``hidden_size`` of Adam's step.
+
+    After an exact step all state starts anew, that of the other parameters too, so k counts from there.
+    """
+
+    def __init__(self, groups: list[dict], knobs: dict, hidden_size: int):
+        super().__init__(groups, knobs)
+        self.exact_every, self.hidden_size = knobs["exact_every"], hidden_size
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for state in self.state.values():
+            if state and int(state["step"]) == self.exact_every:
+                for value in state.values():
+                    value.zero_()
+
+    def update_group(self, group: dict) -> None:
+        if not group.get("paired"):
+            return super().update_group(group)
+        for b, a in zip(group["params"][::2], group["params"][1::2], strict=True):
+            if b.grad is not None and a.grad is not None:
+                self.update_pair(b, a, group)
+
+    def update_pair(self, b: Tensor, a: Tensor, group: dict) -> None:
+        (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
+        if int(self.state[b]["step"]) == self.exact_every:
+            new_b, new_a = retract(b.to(db.dtype), a.to(da.dtype).T, db, da.T, step)
+            b.copy_(new_b)
+            a.copy_(new_a.T)
+        else:
+            share = a.shape[0] / self.hidden_size
+            for p, direction in ((b, db), (a, da)):
+                move(p, direction, share * step, step * group["weight_decay"])
+
+
+def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    """B [d_out, r], A [d_in, r] and the directions of both -> the balanced factors (B^T B = A^T A) of the matrix of
+    rank r nearest to W - step Z, where W = B A^T and Z is the tangent vector at W that the directions stand for.
+    """
+    r = b.shape[1]
+    (u, rb), (v, ra) = torch.linalg.qr(b), torch.linalg.qr(a)
+    z_v = torch.linalg.solve_triangular(ra, db, upper=True, left=False)  # Z V
+    ut_z = torch.linalg.solve_triangular(rb.T, da.T, upper=False)  # U^T Z
+    core = ut_z @ v
+    q1, k1 = torch.linalg.qr(ut_z.T - v @ core.T)
+    q2, k2 = torch.linalg.qr(z_v - u @ (u.T @ z_v))
+    small = b.new_zeros(2 * r, 2 * r)  # W - step Z in the bases [U Q2] and [V Q1]
+    small[:r, :r] = rb @ ra.T - step * core
+    small[:r, r:], small[r:, :r] = -step * k1.T, -step * k2
+    p, d, qh = torch.linalg.svd(small)
+    root = d[:r].sqrt()
+    return torch.cat([u, q2], 1) @ (p[:, :r] * root), torch.cat([v, q1], 1) @ (qh[:r].T * root)

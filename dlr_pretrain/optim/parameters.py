@@ -1,0 +1,39 @@
+"""What optimizers ask of named parameters: which are matrices of a block, which are decayed, how state is laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+
+def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The two-dimensional parameters of the transformer blocks: those that matrix optimizers treat as matrices."""
+    return {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
+
+
+def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
+    return {name: p for name, p in parameters.items() if name not in others}
+
+
+def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
+    """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty."""
+    decayed, others = without(parameters, undecayed), [p for name, p in parameters.items() if name in undecayed]
+    groups = [{"params": list(decayed.values()), "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised state tensor on the device of ``p``, in its memory layout where the shapes are equal.
+
+    State is made and restored by this rule alone, so that a product sees the same strides before and after a resume.
+    """
+    if shape == p.shape:
+        return torch.empty_like(p, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=p.device)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which an update of ``dtype`` is computed: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
