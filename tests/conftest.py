@@ -6,8 +6,11 @@ import gzip
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
@@ -99,6 +102,41 @@ def train(words):
         return folder
 
     return run_in
+
+
+def forked(words: list[str], ranks: int) -> None:
+    """The run of ``words`` on ``ranks`` gloo ranks that are forked from this process: no imports, and its patches."""
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.train.run import run
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    outputs = [tempfile.TemporaryFile("w+") for _ in range(ranks)]
+    children = []
+    for rank, output in enumerate(outputs):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+                sys.stdout = sys.stderr = output
+                job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
+                os.environ |= {name: str(value) for name, value in (job | {"MASTER_PORT": port}).items()}
+                run(load(words, ranks))
+                code = 0
+            except BaseException:
+                traceback.print_exc(file=output)
+            finally:
+                output.flush()
+                os._exit(code)
+        children.append(child)
+    failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children]
+    said = []
+    for output in outputs:
+        output.seek(0)
+        said.append(output.read()[-3000:])
+    assert not any(failed), "\n\n".join(text for text, bad in zip(said, failed, strict=True) if bad)
 
 
 def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:

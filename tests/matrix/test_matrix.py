@@ -1,0 +1,92 @@
+"""Every method through the whole machine: 20 steps on one rank and on two, compiled, resumed, folded, exported, reloaded.
+
+    make matrix      # the same with inductor
+
+The two ranks are forked from this process, and all but cola+dlr and lax are compiled with aot_eager, which takes
+inductor's path up to its code generation: a fraction of the time. ``DLR_MATRIX_BACKEND`` names another backend for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.deploy import foreign_reader, verify
+from dlr_pretrain.errors import Stopped
+from tests.conftest import forked
+
+METHODS = {
+    "full": ("backbone=full",),
+    "full+galore": ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=6"),
+    "full+fira": ("backbone=full", "optimizer=fira", "optimizer.rank=8", "optimizer.refresh_every=6"),
+    "full+muon": ("backbone=full", "optimizer=muon"),
+    "lowrank": ("backbone=lowrank",),
+    "lowrank+dlr": ("backbone=lowrank", "dlr=on"),
+    "lowrank+loro": ("backbone=lowrank", "backbone.init=xavier", "optimizer=loro", "optimizer.exact_every=6"),
+    "cola": ("backbone=cola",),
+    "cola+dlr": ("backbone=cola", "dlr=on"),
+    "cola+dlr+latent": ("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"),
+    "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
+    "lost": ("backbone=lost",),
+    "lost+dlr": ("backbone=lost", "dlr=on"),
+    "lax": ("backbone=lax",),
+    "lax+dlr": ("backbone=lax", "dlr=on"),
+    "cola_lax": ("backbone=cola_lax", "backbone.gate=dense"),
+    "cola_lax+dlr": ("backbone=cola_lax", "dlr=on", "backbone.gate=dense"),
+    "sltrain": ("backbone=sltrain",),
+    "lora": ("backbone=lora",),
+    "relora": ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2"),
+}
+INDUCTOR = ("cola+dlr", "lax")
+TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Exports are read by transformers here rather than in a process each, and no report is drawn."""
+    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
+
+    def read(folder, ids, dtype, scratch):
+        question, answer = scratch / "question.pt", scratch / "answer.pt"
+        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype or "auto"}, question)
+        foreign_reader.main(str(folder), str(question), str(answer))
+        return torch.load(answer)
+
+    monkeypatch.setattr(verify, "_read_elsewhere", read)
+
+
+def losses(folder) -> list[float]:
+    return [record["train/loss"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def results(folder):
+    """The folded tensors, and the metrics without what depends on the clock."""
+    records = [{k: v for k, v in r.items() if k not in TIMING} for r in read_metrics(folder / "metrics.jsonl")]
+    return load_file(folder / "folded" / "model.safetensors"), records
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("in_this_process")
+def test_a_method_trains_resumes_folds_exports_and_reloads(train, words, tmp_path, monkeypatch, capsys, method):
+    common = (*METHODS[method], "train.lr=1e-3", "train.steps=20")
+    tensors, records = results(train(tmp_path / "whole", *common))
+    assert len(records) == 20 and records[-1]["train/loss"] < records[0]["train/loss"]
+    assert "loaded by transformers, its logits agree" in capsys.readouterr().out
+
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *common, "train.stop_after=7")
+    resumed, again = results(train(tmp_path / "parts", *common))
+    assert resumed.keys() == tensors.keys() and all(torch.equal(resumed[n], tensors[n]) for n in tensors)
+    assert again == records
+
+    backend = os.environ.get("DLR_MATRIX_BACKEND", "inductor" if method in INDUCTOR else "aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    shared = tmp_path / "shared"
+    forked(words(f"run.dir={shared}", *common, "compile=true"), ranks=2)
+    assert losses(shared) == pytest.approx([r["train/loss"] for r in records], rel=1e-4)
