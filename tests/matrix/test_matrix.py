@@ -1,4 +1,4 @@
-"""Every method through the whole machine: 20 steps on one rank and on two, compiled, resumed, folded, exported, reloaded.
+"""Every method through the whole machine: 20 steps on one rank and two, compiled, resumed, folded, exported, reloaded.
 
     make matrix      # the same with inductor
 
@@ -31,6 +31,8 @@ METHODS = {
     "cola": ("backbone=cola",),
     "cola+dlr": ("backbone=cola", "dlr=on"),
     "cola+dlr+latent": ("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"),
+    "cola+learnable_alpha": ("backbone=cola", "dlr=learnable_alpha"),
+    "cola+init_offset_decay": ("backbone=cola", "dlr=init_offset_decay"),
     "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
     "lost": ("backbone=lost",),
     "lost+dlr": ("backbone=lost", "dlr=on"),
