@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -163,6 +163,8 @@ class Group(ABC):
     one by one: the readable path that hooks, sharding and parity tests take.
     """
 
+    deployed_dense = False  # whether what is trained is deployed as the weights of ``dense``, in a plain LLaMA
+
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
         self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
 
@@ -186,6 +188,14 @@ class Group(ABC):
     def start_from_(self, dense: list[Tensor]) -> None:
         """Take the start from the ``dense`` weights [d_out, d_in] of a trained model, one a projection."""
         raise UserError(f"train.init_from: {type(self).__name__} layers cannot start from dense weights")
+
+    @classmethod
+    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+        """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names within it.
+
+        Formed in fp32 (fp64 for fp64) and rounded once. Raises UserError where a projection is more than one matrix.
+        """
+        raise UserError(f"{cls.__name__} layers are no matrix: they cannot be merged into the weights of a plain LLaMA")
 
     def tie(self) -> None:
         """Restore the common storage after the parameters were moved, cast or copied."""
@@ -255,6 +265,14 @@ class GroupHolder(nn.Module):
             group.tie()
 
 
+def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
+    """The groups of ``model``, each with the prefix that completes the names of its projections."""
+    for name, module in model.named_modules():
+        if isinstance(module, GroupHolder):
+            for group in module.groups():
+                yield f"{name}." if name else "", group
+
+
 def _tie_again(holder: GroupHolder, _) -> None:
     """After ``load_state_dict(assign=True)`` the parameters are others."""
     for group in holder.groups():
@@ -263,8 +281,6 @@ def _tie_again(holder: GroupHolder, _) -> None:
 
 def require_tied(model: nn.Module) -> None:
     """Raise where a parameter no longer is the view that the products read: it would train without effect."""
-    for name, holder in model.named_modules():
-        if isinstance(holder, GroupHolder):
-            for group in holder.groups():
-                if not all(stack.is_tied() for stack in group.stacks()):
-                    raise RuntimeError(f"{name}: {', '.join(group.spec.names)} have lost their common storage")
+    for prefix, group in named_groups(model):
+        if not all(stack.is_tied() for stack in group.stacks()):
+            raise RuntimeError(f"{prefix[:-1]}: {', '.join(group.spec.names)} have lost their common storage")

@@ -54,11 +54,19 @@ class LowRank(FactorizedGroup):
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """B A = the best approximation of rank r of each dense weight, its singular values shared out evenly."""
+        """s B A = the best approximation of rank r of each dense weight, its singular values shared out evenly."""
         for p, weight in zip(self.projections, dense, strict=True):
-            b, a = factors(weight, self.knobs["rank"])
+            b, a = factors(weight.double() / latent_scale(p.state_dict(), self.knobs), self.knobs["rank"])
             p.a.weight.copy_(a)
             p.b.weight.copy_(b)
+
+    @classmethod
+    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+        if cls is not LowRank:  # what a subclass puts between the factors is no matrix
+            return super().dense(tensors, knobs)
+        a, b = tensors["a.weight"], tensors["b.weight"]
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return (latent_scale(tensors, knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         z = self.activate(self.down(x))
@@ -66,6 +74,14 @@ class LowRank(FactorizedGroup):
             return z * torch.stack([p.theta for p in self.projections]).tanh()[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
+
+
+def latent_scale(tensors: dict[str, Tensor], knobs: dict) -> float | Tensor:
+    """s of the projection that holds ``tensors``."""
+    if "theta" in tensors:
+        theta = tensors["theta"]
+        return theta.to(torch.promote_types(theta.dtype, torch.float32)).tanh()
+    return knobs.get("latent_scale", 1.0)
 
 
 BACKBONE = LowRank

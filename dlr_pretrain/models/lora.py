@@ -1,0 +1,79 @@
+"""LoRA from scratch, y = (W0 + s B A) x with a frozen W0 (Hu et al., 2022, as a baseline of pre-training)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+
+FROZEN_STD = 0.02
+
+
+class LoraProjection(nn.Module):
+    """The frozen ``weight`` W0 [d_out, d_in] and the factors ``a`` A [r, d_in] and ``b`` B [d_out, r]."""
+
+    def __init__(self, d_in: int, d_out: int, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in), requires_grad=False)
+        self.a = nn.Linear(d_in, rank, bias=False)
+        self.b = nn.Linear(rank, d_out, bias=False)
+
+
+class Lora(Group):
+    """y = (W0 + s B A) x, s = alpha / rank.
+
+    W0 ~ N(0, 0.02^2) stays as it was drawn, or as a dense model had it; A starts uniform with bound 1/sqrt(d_in), B at
+    zero. Deployed as the dense weights W0 + s B A.
+    """
+
+    deployed_dense = True
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        self.scale = knobs["alpha"] / knobs["rank"]
+        if grouped:
+            self.w = Stack(projections, spec.pad_in, spec.pad_out)
+            self.a = Stack([p.a for p in projections], spec.pad_in, knobs["rank"])
+            self.b = Stack([p.b for p in projections], knobs["rank"], spec.pad_out)
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        return LoraProjection(spec.d_in, spec.d_out, knobs["rank"])
+
+    @torch.no_grad()
+    def init_(self, draw: Draw, prefix: str) -> None:
+        for name, p in zip(self.spec.names, self.projections, strict=True):
+            p.weight.copy_(draw.normal(f"{prefix}{name}.weight", p.weight.shape, FROZEN_STD))
+            p.a.weight.copy_(down_factor(draw, f"{prefix}{name}.a.weight", p.a.weight.shape))
+            p.b.weight.zero_()
+
+    @torch.no_grad()
+    def start_from_(self, dense: list[Tensor]) -> None:
+        """W0 = the dense weights; with B at zero, the start computes what they compute."""
+        for p, weight in zip(self.projections, dense, strict=True):
+            p.weight.copy_(weight)
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        if self.grouped:
+            learned = self.b.batched(self.scale * self.a.shared(z)).unbind(0)
+            return tuple(y + b for y, b in zip(self.w.shared(z).unbind(-2), learned, strict=True))
+        return tuple(z @ p.weight.T + p.b(self.scale * p.a(z)) for p in self.projections)
+
+    @classmethod
+    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+        return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], knobs["alpha"] / knobs["rank"])
+
+
+def down_factor(draw: Draw, name: str, shape: tuple[int, int]) -> Tensor:
+    """A [r, d_in], uniform with bound 1/sqrt(d_in)."""
+    return draw.uniform(name, shape, shape[1] ** -0.5)
+
+
+def merged(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
+    """W0 + scale B A, formed in fp32 (fp64 for fp64) and rounded once to the dtype of ``weight``."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
+
+
+BACKBONE = Lora

@@ -1,0 +1,38 @@
+"""ReLoRA: LoRA whose product is merged into the frozen weight again and again (Lialin et al., 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.models.linear import Draw
+from dlr_pretrain.models.lora import Lora, down_factor, merged
+
+
+class Relora(Lora):
+    """y = (W0 + s B A) x; the sum of products of rank r that W0 takes up may have any rank.
+
+    The trainer merges after every ``merge_every`` updates, drops most of the factors' optimizer state and warms the
+    learning rate up again.
+    """
+
+    @torch.no_grad()
+    def merge_(self, state: Mapping[str, Tensor], draw: Draw, prefix: str, number: int) -> list[str]:
+        """Merge ``number`` (from 1) on the tensors of ``state``, by parameter name: W0 += s B A, A drawn anew, B = 0.
+
+        Returns the names of the factors, which start anew. The new A is a function of the draw's seed, the parameter's
+        name and ``number`` alone.
+        """
+        factors = []
+        for name in self.spec.names:
+            w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
+            state[w].copy_(merged(state[w], state[b], state[a], self.scale))
+            state[a].copy_(down_factor(draw, f"{a}/{number}", state[a].shape))
+            state[b].zero_()
+            factors += [a, b]
+        return factors
+
+
+BACKBONE = Relora

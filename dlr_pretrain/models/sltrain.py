@@ -1,0 +1,129 @@
+"""SLTrain: a low-rank plus a sparse matrix of fixed random support, y = (s B A + S) x (Han et al., 2024)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+from dlr_pretrain.models.lora import down_factor
+
+
+class SltrainProjection(nn.Module):
+    """A [r, d_in], B [d_out, r], and S [d_out, d_in] as its trained ``values`` at the sorted flat positions ``index``.
+
+    nnz = int(sparsity d_in d_out) entries.
+    """
+
+    def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
+        super().__init__()
+        entries = int(sparsity * d_in * d_out)
+        self.a = nn.Linear(d_in, rank, bias=False)
+        self.b = nn.Linear(rank, d_out, bias=False)
+        self.values = nn.Parameter(torch.empty(entries))
+        self.register_buffer("index", torch.empty(entries, dtype=torch.int64))
+
+
+class Sltrain(Group):
+    """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
+
+    The dense matrix exists while it is multiplied by, in forward and again in backward; neither keeps it. Deployed as
+    that matrix.
+    """
+
+    deployed_dense = True
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        self.scale = knobs["alpha"] / knobs["rank"]
+        if grouped:
+            self.a = Stack([p.a for p in projections], spec.pad_in, knobs["rank"])
+            self.b = Stack([p.b for p in projections], knobs["rank"], spec.pad_out)
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        return SltrainProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
+
+    @torch.no_grad()
+    def init_(self, draw: Draw, prefix: str) -> None:
+        for name, p in zip(self.spec.names, self.projections, strict=True):
+            own = f"{prefix}{name}"
+            p.a.weight.copy_(down_factor(draw, f"{own}.a.weight", p.a.weight.shape))
+            p.b.weight.zero_()
+            p.values.copy_(draw.uniform(f"{own}.values", p.values.shape, self.spec.d_in**-0.5))
+            order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=draw.generator(f"{own}.index"))
+            p.index.copy_(order[: len(p.index)].sort().values)
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        if not self.grouped:
+            formed = (form(p.b.weight, p.a.weight, p.values, p.index, self.scale) for p in self.projections)
+            return tuple(F.linear(z, weight) for weight in formed)
+        rows, count = z.flatten(0, -2), len(self.projections)
+        tensors = self.a.storage, self.b.storage, *(p.index for p in self.projections)
+        leaves = *self.a.leaves, *self.b.leaves, *(p.values for p in self.projections)
+        if torch.is_grad_enabled():
+            y = _Formed.apply(rows, self.scale, *tensors, *leaves)
+        else:  # as in Stack
+            values = [p.values for p in self.projections]
+            y = rows @ _form_group(self.scale, *tensors[:2], tensors[2:], values, self.spec.d_in).flatten(0, 1).T
+        return y.view(*z.shape[:-1], count, -1).unbind(-2)
+
+    @classmethod
+    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+        b, a, values = (tensors[name] for name in ("b.weight", "a.weight", "values"))
+        wide = torch.promote_types(a.dtype, torch.float32)
+        scale = knobs["alpha"] / knobs["rank"]
+        return form(b.to(wide), a.to(wide), values.to(wide), tensors["index"], scale).to(a.dtype)
+
+
+def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> Tensor:
+    """scale B A + S, [d_out, d_in]."""
+    product = scale * (b @ a)
+    return product.flatten().index_add(0, index, values).view(product.shape)
+
+
+def _positions(index: Tensor, d_in: int, pad_in: int) -> Tensor:
+    """Flat positions in [d_out, d_in] -> the same entries' in [pad_out, pad_in]."""
+    return index if pad_in == d_in else index + index // d_in * (pad_in - d_in)
+
+
+def _form_group(scale: float, a: Tensor, b: Tensor, index, values, d_in: int) -> Tensor:
+    """The weights of a group, [G, pad_out, pad_in], from storages A [G, r, pad_in] and B [G, pad_out, r]."""
+    dense = torch.bmm(b, a).mul_(scale)
+    for slot, where, value in zip(dense.flatten(1), index, values, strict=True):
+        at = _positions(where, d_in, a.shape[2])
+        slot[at] = slot[at] + value  # no position twice: neither atomic nor in an order that matters
+    return dense
+
+
+class _Formed(torch.autograd.Function):
+    """x [N, pad_in] -> [N, G pad_out], by G weights that are formed here and in backward.
+
+    Arguments: x, scale, the storages of A and B, G indices; then the leaves, G each: those of A, of B, and the values.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: float, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
+        count = len(a)
+        index, values = rest[:count], rest[3 * count :]
+        (_, d_in), (d_out, _) = rest[count].shape, rest[2 * count].shape
+        ctx.save_for_backward(x, a, b, *index, *values)
+        ctx.scale, ctx.d_in, ctx.d_out = scale, d_in, d_out
+        return x @ _form_group(scale, a, b, index, values, d_in).flatten(0, 1).T
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, a, b, *rest = ctx.saved_tensors
+        count = len(a)
+        index, values = rest[:count], rest[count:]
+        dx = dy @ _form_group(ctx.scale, a, b, index, values, ctx.d_in).flatten(0, 1)
+        dw = (dy.T @ x).view(count, -1, a.shape[2])
+        da = torch.bmm(dw.transpose(1, 2), b).mul_(ctx.scale).transpose(1, 2)
+        db = torch.bmm(dw, a.transpose(1, 2)).mul_(ctx.scale)
+        dv = (g[_positions(where, ctx.d_in, a.shape[2])] for g, where in zip(dw.flatten(1), index, strict=True))
+        nones = [None] * (3 + count)
+        return dx, *nones, *(g[:, : ctx.d_in] for g in da), *(g[: ctx.d_out] for g in db), *dv
+
+
+BACKBONE = Sltrain

@@ -1,0 +1,149 @@
+"""SLTrain against its formula, y = (s B A + S) x, in float64."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import build
+from dlr_pretrain.models.linear import Draw, GroupSpec, named_groups
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.sltrain import Sltrain
+from tests.parity.reference import VOCAB, assert_follows_formula, small, tied
+
+SHAPES = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")  # even; padded output; padded input
+CPU = torch.device("cpu")
+
+
+@cache
+def config(width: int = 91):
+    return small("sltrain", "backbone.alpha=12", "backbone.sparsity=0.05", width=width)
+
+
+def sparse(p: dict, shape: torch.Size) -> torch.Tensor:
+    """S, from its values and their flat positions."""
+    return torch.zeros(shape.numel(), dtype=p["values"].dtype).scatter(0, p["index"], p["values"]).view(shape)
+
+
+def formula(state: dict):
+    def project(name, x):
+        p = {leaf: state[f"{name}.{leaf}"] for leaf in ("a.weight", "b.weight", "values", "index")}
+        product = p["b.weight"] @ p["a.weight"]
+        return x @ (12 / 8 * product + sparse(p, product.shape)).T
+
+    return project
+
+
+def nonzero_b(model: Llama) -> None:
+    """Initially B = 0, which hides A."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        if name.endswith(".b.weight"):
+            p.copy_(torch.randn(p.shape, generator=generator) / 6)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_loss_and_gradients_equal_the_formula(grouped):
+    assert_follows_formula(config(), formula, grouped, nonzero_b)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_gradient_of_the_values_is_the_dense_one_at_the_support(name):
+    model = Llama(config(), VOCAB)
+    model.init_(4)
+    nonzero_b(model.requires_grad_(False))
+    model.requires_grad_().double()
+    _, group = next((n, g) for n, g in named_groups(model.model.layers[0]) if f"{n}{g.spec.names[0]}" == name)
+    p = group.projections[0]
+    generator = torch.Generator().manual_seed(2)
+    x = torch.zeros(5, group.spec.pad_in, dtype=torch.float64)
+    x[:, : group.spec.d_in] = torch.randn(5, group.spec.d_in, generator=generator, dtype=torch.float64)
+    dy = torch.randn(5, group.spec.pad_out, generator=generator, dtype=torch.float64)
+    (group.expand(x)[0] * dy).sum().backward()
+    dense = (dy.T @ x)[: group.spec.d_out, : group.spec.d_in]
+    assert len(p.values) == int(0.05 * dense.numel())
+    torch.testing.assert_close(p.values.grad, dense.reshape(-1)[p.index], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_initially_the_layer_is_its_sparse_matrix(grouped):
+    model = Llama(config(), VOCAB, grouped=grouped)
+    model.init_(4)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+    group = model.model.layers[1].self_attn.qkv
+    for p, y in zip(group.projections, group.expand(x), strict=True):
+        assert p.b.weight.count_nonzero() == 0 and p.a.weight.count_nonzero() == p.a.weight.numel()
+        torch.testing.assert_close(y, x @ sparse(p.state_dict(), torch.Size((32, 32))).T)
+
+
+def test_the_support_is_random_sorted_and_without_repetition():
+    model = build(config(width=96), VOCAB, CPU)
+    found = {}
+    for prefix, group in named_groups(model):
+        for name, p in zip(group.spec.names, group.projections, strict=True):
+            index, places = p.index, group.spec.d_in * group.spec.d_out
+            assert index.dtype == torch.int64 and (index.diff() > 0).all() and index[0] >= 0 and index[-1] < places
+            assert index.double().mean().item() == pytest.approx(places / 2, rel=0.2)
+            bound = group.spec.d_in**-0.5
+            assert p.values.abs().max() <= bound and p.values.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
+            found[prefix + name] = tuple(index.tolist())
+    assert len(set(found.values())) == len(found) == 14
+    again = build(config(width=96), VOCAB, CPU)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.index, again.model.layers[1].mlp.down_proj.index)
+
+
+@pytest.mark.parametrize("shape", [(64, 64, 64, 64), (64, 91, 64, 128), (91, 64, 128, 64)])
+def test_no_dense_matrix_is_kept_after_forward(shape):
+    knobs, (d_in, d_out, pad_in, pad_out) = {"rank": 8, "alpha": 8.0, "sparsity": 0.05}, shape
+    spec = GroupSpec(("one", "other"), d_in, d_out, pad_in, pad_out, block=0)
+    group = Sltrain(spec, [Sltrain.projection(spec, knobs) for _ in spec.names], knobs, grouped=True)
+    group.init_(Draw(0), "")
+    x, kept = torch.randn(3, pad_in, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        group.expand(x)
+    stored = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() // t.element_size() for t in kept}
+    factors, entries = 2 * 8 * (pad_in + pad_out), int(0.05 * d_in * d_out)
+    assert sum(stored.values()) == 3 * pad_in + factors + 2 * (entries + entries)
+    assert max(stored.values()) < d_in * d_out
+
+
+def test_compiled_equals_eager():
+    eager = build(config(), VOCAB, CPU)
+    nonzero_b(eager.requires_grad_(False))
+    eager.requires_grad_().double()
+    compiled = copy.deepcopy(eager)
+    for block in compiled.model.layers:
+        block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    ids, targets = torch.randint(0, VOCAB, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(ids, targets), eager(ids, targets), rtol=1e-12, atol=0)
+    for model in (eager, compiled):
+        model(ids, targets).backward()
+    for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def test_storages_and_support_survive_casts_and_copies():
+    model = build(config(), VOCAB, CPU)
+    moved = copy.deepcopy(model).to(torch.bfloat16).float()
+    assert tied(moved)
+    support = {name: buffer for name, buffer in model.named_buffers() if name.endswith(".index")}
+    assert len(support) == 14 and support.keys() <= model.state_dict().keys()
+    assert all(torch.equal(moved.get_buffer(name), buffer) for name, buffer in support.items())
+
+
+# section 10 of the method's sheet: as low-rank, and int(sparsity d_in d_out) values a projection
+COUNTS = {("60m", 0.03): 43.530, ("130m", 0.03): 96.546, ("350m", 0.03): 194.294, ("1b", 0.03): 645.548,
+          ("7b", 0.05): 3144.736, ("130m", 0.1): 102.491, ("1b", 0.1): 730.102}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scale", "sparsity"), COUNTS)
+def test_parameter_counts(scale, sparsity):
+    chosen = [] if sparsity in (0.03, 0.05) else [f"backbone.sparsity={sparsity}"]
+    cfg = load([f"scale={scale}", "backbone=sltrain", "data=sample", *chosen])
+    model = build(cfg, cfg.scale.vocab_size, torch.device("meta"))
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(COUNTS[scale, sparsity], abs=6e-4)
