@@ -29,6 +29,16 @@ RELORA = {
     "prune": key("which optimizer state is dropped", choices=("random", "magnitude")),
     "prune_ratio": key("share of the optimizer state that is dropped", at_least=0, at_most=1),
 }
+GALORE = {
+    "rank": key("rank of the projection", at_least=1),
+    "update_scale": key("factor of a projected update", above=0),
+    "refresh_every": key("updates between renewals of the projectors", at_least=1),
+}
+LORO = {
+    "schedule": key("learning rate", choices=("loro", "cosine")),
+    "exact_every": key("updates from one exact step to the next", at_least=1),
+    "restart_warmup": key("updates of warm-up after an exact step", at_least=0),
+}
 
 KNOBS: dict[str, dict[str, dict]] = {
     "backbone": {
@@ -40,7 +50,13 @@ KNOBS: dict[str, dict[str, dict]] = {
         "sltrain": SLTRAIN,
         "relora": RELORA,
     },
-    "optimizer": {},
+    "optimizer": {
+        "galore": GALORE,
+        "fira": GALORE | {"limiter": key("growth of a norm in an update", at_least=1)},
+        "loro": LORO,
+        "muon": {"ns_steps": key("iterations", at_least=1, at_most=99)},
+        "adamw_8bit": {"block_size": key("values that share a scale", at_least=1)},
+    },
 }
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 from dlr_pretrain.config.identity import to_dict
+from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
@@ -18,20 +19,23 @@ from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 def validate(cfg: Config, world_size: int) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks."""
     found = list(_batch(cfg, world_size))
-    for rules in (_model, _dlr, _schedule, _optimizer, _data, _files):
+    for rules in (_model, _dlr, _schedule, optimizer_problems, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """What keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda"), if anything.
+    """What keeps ``compile=true``, or an optimizer that compiles, from working on ``device`` ("cpu" or "cuda").
 
     With ``device=auto`` the answer is known only to the trainer, which asks again with the device that it found.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch's inductor looks
-    if not cfg.compile or device != "cpu" or shutil.which(compiler):
+    compiles = cfg.compile or cfg.optimizer.name == "adamw_8bit"
+    if not compiles or device != "cpu" or shutil.which(compiler):
         return None
     rule = f"needs a C++ compiler on a CPU, and there is no {compiler}"
+    if not cfg.compile:
+        return Problem("optimizer", cfg.optimizer.name, rule, "Use optimizer=adamw, or set CXX to a compiler")
     return Problem("compile", True, rule, "Use compile=false, or set CXX to a compiler")
 
 
@@ -42,8 +46,9 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
                 "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
                 "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
                 "adam_eps": "optimizer.eps"}  # fmt: skip
-    idle: dict[str, str] = {f"scale.{name}": f"{other} is given" for name, other in shadowed.items() if other in given}
-    if "rank" not in cfg.backbone.knobs:
+    idle = idle_knobs(cfg)
+    idle |= {f"scale.{name}": f"{other} is given" for name, other in shadowed.items() if other in given}
+    if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
     elif "backbone.rank" in given:
         idle["scale.rank"] = "backbone.rank is given"
@@ -126,17 +131,6 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must not exceed train.steps={t.steps}")
-
-
-def _optimizer(cfg: Config) -> Iterator[Problem]:
-    knobs = cfg.optimizer.knobs
-    for beta in ("beta1", "beta2"):
-        if not 0 <= knobs.get(beta, 0) < 1:
-            yield Problem(f"optimizer.{beta}", knobs[beta], "must be at least 0 and below 1")
-    if knobs.get("eps", 1) <= 0:
-        yield Problem("optimizer.eps", knobs["eps"], "must be greater than 0")
-    if knobs.get("weight_decay", 0) < 0:
-        yield Problem("optimizer.weight_decay", knobs["weight_decay"], "must be at least 0")
 
 
 def _data(cfg: Config) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ row-major order, and the fp32 map from codes to values: value = map[code] * scal
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -16,12 +17,13 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def torchao_optim():
-    """torchao's optimizers; what the package says of its other parts while it is imported is not said."""
+    """torchao's optimizers, without what the package says of its other parts while it is imported."""
     logging.disable(logging.WARNING)
     try:
         import torchao.optim
     finally:
         logging.disable(logging.NOTSET)
+    warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
     return torchao.optim
 
 

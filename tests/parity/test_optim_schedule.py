@@ -1,0 +1,80 @@
+"""Learning rates as functions of the update: the cosine of the papers' scripts, LORO's restarts, ReLoRA's warm-ups."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.optim.schedule import cosine, loro, rate, restarted
+
+
+def test_the_schedule_is_that_of_the_papers_scripts():
+    def factor(t: int) -> float:
+        return cosine(t, steps=100, warmup=10, peak=2.0, min_ratio=0.1) / 2.0
+
+    assert factor(0) == 0 and factor(5) == 0.5 and factor(10) == 1
+    assert factor(55) == pytest.approx(0.55)
+    assert factor(99) == pytest.approx(0.100274, abs=1e-6)
+    assert cosine(0, steps=1, warmup=0, peak=0.3, min_ratio=0.1) == 0.3
+
+
+def formula(t: int, T: int, w: int, m: float, f: int, a: int, restart: int) -> float:
+    """LORO's factor, case by case as in its authors' script."""
+    if t < w:
+        top = 0.5 * (1 + math.cos(math.pi * a / (T - w)))
+        j, k = t % f, t // f
+        if k > 0 and j < restart:
+            return j / restart * ((k * f / w) * (top - m) + m - 1e-6) + 1e-6
+        return (t / w) * (top - m) + m
+    t -= a
+    j, k = t % f, math.floor(t / f)
+    if k > 0 and j < restart:
+        e = (k * f - w) / (T - w)
+        return j / restart * (m + (1 - m) * 0.5 * (1 + math.cos(math.pi * e)) - 1e-6) + 1e-6
+    p = (t - w) / (T - w)
+    return m + (1 - m) * 0.5 * (1 + math.cos(math.pi * p))
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "every", "shift"),
+    [(20_000, 2_000, 500, 2_000), (60_000, 2_000, 500, 6_000), (100_000, 10_000, 200, 10_000), (300, 30, 7, 30)],
+)
+def test_loros_schedule_is_that_of_its_authors(steps, warmup, every, shift):
+    for t in {*range(0, steps, 37), *range(3 * every), *range(warmup - 9, warmup + 9), steps - 1}:
+        given = loro(t, steps, warmup, peak=2.0, min_ratio=0.1, every=every, restart=5, shift=shift)
+        assert given == pytest.approx(2 * formula(t, steps, warmup, 0.1, every, shift, 5), rel=1e-12), t
+
+
+def test_loros_schedule_at_130m():
+    def factor(t: int) -> float:
+        return loro(t, steps=20_000, warmup=2_000, peak=1.0, min_ratio=0.1, every=500, restart=5, shift=2_000)
+
+    assert factor(0) == pytest.approx(0.1)
+    assert factor(19_999) == pytest.approx(0.127, abs=5e-4)
+    assert max(map(factor, range(20_000))) == pytest.approx(factor(3_999), abs=1e-3) == pytest.approx(1.0, abs=1e-3)
+    assert factor(500) == factor(2_500) == 1e-6 and factor(505) > 0.3  # the updates after the exact steps 500 and 2500
+    assert factor(502) == pytest.approx(0.4 * factor(499), rel=0.01)
+
+
+def test_relora_warms_up_after_each_merge():
+    factors = [restarted(t, every=10, restart=4) for t in range(25)]
+    ramp = [0.0, 0.25, 0.5, 0.75]
+    assert factors == [1.0] * 10 + ramp + [1.0] * 6 + ramp + [1.0]
+    assert [restarted(t, every=10, restart=0) for t in range(25)] == [1.0] * 25
+
+
+def test_a_run_takes_the_schedule_of_its_choices(words):
+    def rates(*overrides: str) -> list[float]:
+        cfg = load(words("train.steps=60", "train.warmup_steps=6", "train.lr=0.01", *overrides))
+        return [rate(cfg, t) for t in range(60)]
+
+    plain = [cosine(t, 60, 6, 0.01, 0.1) for t in range(60)]
+    assert rates() == plain
+    relora = rates("backbone=relora", "backbone.merge_every=20", "backbone.restart_warmup=3")
+    assert relora == [r * restarted(t, 20, 3) for t, r in enumerate(plain)]
+    own = ("optimizer=loro", "optimizer.exact_every=20", "optimizer.restart_warmup=3")
+    assert rates(*own) == [loro(t, 60, 6, 0.01, 0.1, every=20, restart=3, shift=6) for t in range(60)]
+    shifted = [loro(t, 60, 6, 0.01, 0.1, every=20, restart=3, shift=9) for t in range(60)]
+    assert rates(*own, "optimizer.shift=9") == shifted
