@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 
@@ -55,6 +56,29 @@ def test_what_is_loaded_equals_what_was_saved(tmp_path, dtype):
         bits = loaded.model[name].contiguous().view(torch.uint8), value.contiguous().view(torch.uint8)
         assert loaded.model[name].dtype == dtype and torch.equal(*bits), name
     assert_is(load(save(tmp_path, 4, snapshot(4, dtype), keep_last=1)), 4, dtype)
+
+
+def test_the_layout_of_quantised_state_stands_in_the_manifest_and_comes_back(tmp_path):
+    given = snapshot(3)
+    path = save(tmp_path, 3, given, keep_last=2)
+    assert "layout" not in json.loads((path / MANIFEST).read_text())["optimizer.safetensors"]
+    assert load(path).optimizer_layout == {}
+    given.optimizer_layout = {"q/exp_avg": {"rule": "blockwise_8bit", "signed": True, "block_size": 5}}
+    path = save(tmp_path, 4, given, keep_last=2)
+    entries = json.loads((path / MANIFEST).read_text())
+    assert entries.pop("optimizer.safetensors").keys() == {"bytes", "sha256", "layout"}
+    assert all(entry.keys() == {"bytes", "sha256"} for entry in entries.values())
+    assert load(path).optimizer_layout == given.optimizer_layout
+    assert newest(tmp_path) == (path, [])
+
+
+@pytest.mark.parametrize(("file", "layout"), [("optimizer.safetensors", "5"), ("model.safetensors", "{}")])
+def test_a_layout_that_is_none_or_stands_elsewhere_is_damage(tmp_path, file, layout):
+    path = save(tmp_path, 3, snapshot(3), keep_last=2)
+    manifest = json.loads((path / MANIFEST).read_text())
+    manifest[file]["layout"] = json.loads(layout)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+    assert checkpoint.fault(path) == f"{MANIFEST} is damaged"
 
 
 def test_the_newest_ones_are_kept(tmp_path):

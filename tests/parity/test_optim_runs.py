@@ -1,0 +1,49 @@
+"""Whole runs with each optimizer: they learn, and where they are interrupted they end as if they had not been."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.errors import Stopped
+from dlr_pretrain.train.checkpoint import newest
+
+pytestmark = pytest.mark.usefixtures("no_export")
+
+RUNS = {
+    "galore": ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=3"),
+    "fira": (
+        "backbone=full",
+        "optimizer=fira",
+        "optimizer.rank=8",
+        "optimizer.refresh_every=3",
+        "precision=bf16_mixed",
+    ),
+    "loro": ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6", "optimizer.restart_warmup=2"),
+    "muon": ("backbone=cola", "dlr=on", "optimizer=muon", "precision=bf16"),
+    "adamw_8bit": ("backbone=full", "optimizer=adamw_8bit", "scale.hidden_size=64", "precision=bf16"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_interrupted_equals_undisturbed(train, tmp_path, name):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    with torch.compiler.set_stance("force_eager"):
+        whole = train(tmp_path / "whole", *RUNS[name])
+        with pytest.raises(Stopped, match="after step 8 of 20"):
+            train(tmp_path / "parts", *RUNS[name], "train.stop_after=8")
+        manifest = json.loads((newest(tmp_path / "parts" / "checkpoints")[0] / "manifest.json").read_text())
+        parts = train(tmp_path / "parts", *RUNS[name])
+    a, b = (load_file(folder / "folded" / "model.safetensors") for folder in (whole, parts))
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    one, two = ([record["train/loss"] for record in read_metrics(f / "metrics.jsonl")] for f in (whole, parts))
+    assert one == two
+    assert sum(one[-3:]) < sum(one[:3]) - 0.1
+    layout = manifest["optimizer.safetensors"].get("layout", {})
+    assert bool(layout) == (name == "adamw_8bit")
+    assert all(described["block_size"] == 256 for described in layout.values())
