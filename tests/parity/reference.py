@@ -22,6 +22,12 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
+def r_transposed(d_out: int, rank: int) -> Tensor:
+    """R^T [d_out, rank] entry by entry."""
+    copies = math.ceil(d_out / rank)
+    return torch.tensor([[1.0 if i // copies == j else 0.0 for j in range(rank)] for i in range(d_out)])
+
+
 def reference_loss(
     state: dict[str, Tensor],
     ids: Tensor,

@@ -1,0 +1,158 @@
+"""LaX: latent crossing, a gated path from a projection's latent to that of the same projection in the next block.
+
+Without activation between the factors. The order of operations is that of the authors' released code, with the variant
+that the DLR paper describes as knobs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlr_pretrain.models.linear import Draw, GroupSpec, Stack
+from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
+
+NORM_EPS = 1e-6
+
+
+class LinearGate(nn.Module):
+    """G(c) = w * c, one factor a coordinate."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rank))
+
+    def forward(self, c: Tensor) -> Tensor:
+        return c * self.weight
+
+    def init_(self, draw: Draw, name: str) -> None:
+        self.weight.fill_(1.0)
+
+
+class TensorGate(nn.Module):
+    """G(c) = E2^T C E1 with C [n1, n2] the coordinates of c, n1 n2 = r as close to each other as can be, n1 <= n2."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        short = max(n for n in range(1, math.isqrt(rank) + 1) if rank % n == 0)
+        self.e1 = nn.Parameter(torch.empty(rank // short, rank // short))
+        self.e2 = nn.Parameter(torch.empty(short, short))
+
+    def forward(self, c: Tensor) -> Tensor:
+        return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
+
+    def init_(self, draw: Draw, name: str) -> None:
+        """Each factor doubles the variance, as after a ReLU."""
+        for key, e in self.named_parameters():
+            e.copy_(draw.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
+
+
+class DenseGate(nn.Linear):
+    """G(c) = W c + b."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank, rank)
+
+    def init_(self, draw: Draw, name: str) -> None:
+        for key, value in self.named_parameters():
+            value.copy_(draw.uniform(f"{name}.{key}", value.shape, self.in_features**-0.5))
+
+
+GATES = {"linear": LinearGate, "tensor": TensorGate, "dense": DenseGate}  # identity has no parameters
+
+
+def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
+    """c [..., G, n1 n2], E1 [G, n2, n2], E2 [G, n1, n1] -> E2^T C E1 [..., G, n1 n2]."""
+    c = torch.einsum("...gcd,gde->...gce", c.unflatten(-1, (e2.shape[-1], e1.shape[-1])), e1)
+    return torch.einsum("...gce,gcf->...gfe", c, e2).flatten(-2)
+
+
+class LaxProjection(LowRankProjection):
+    """The factors of one projection, and from the second block on its gate and norm, where they have parameters."""
+
+    def __init__(self, spec: GroupSpec, knobs: dict):
+        super().__init__(spec.d_in, spec.d_out, knobs["rank"])
+        if spec.block > 0 and knobs["gate"] in GATES:
+            self.gate = GATES[knobs["gate"]](knobs["rank"])
+        if spec.block > 0 and knobs["norm"] != "none":
+            self.norm = nn.LayerNorm(knobs["rank"] if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS)
+
+
+class Lax(LowRank):
+    """y = B z, z = norm(A x + G(c)), where c is the latent that the same projection of the block before handed on.
+
+    Knob ``crossing``: "pre_act", z = phi(norm(A x + G(c))); "post_act", z = norm(phi(A x) + G(c)). With ``recursive``
+    z is handed on, and so all blocks before; otherwise phi(A x). ``norm="output"`` normalises B z instead.
+    """
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        crossed = spec.block > 0
+        self.latent_norm, self.output_norm = (crossed and knobs["norm"] == n for n in ("latent", "output"))
+        if grouped and crossed and knobs["gate"] == "dense":
+            self.dense_gate = Stack([p.gate for p in projections], knobs["rank"], knobs["rank"])
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        return LaxProjection(spec, knobs)
+
+    @torch.no_grad()
+    def init_(self, draw: Draw, prefix: str) -> None:
+        super().init_(draw, prefix)
+        for name, p in zip(self.spec.names, self.projections, strict=True):
+            if hasattr(p, "gate"):
+                p.gate.init_(draw, f"{prefix}{name}.gate")
+            if hasattr(p, "norm"):
+                p.norm.reset_parameters()
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and what crosses to the next block."""
+        h = self.down(x)
+        if carried is None:
+            z = own = self.activate(h)
+        elif self.knobs["crossing"] == "pre_act":
+            z = self.activate(self.normalise(h + self.gate(carried)))
+            own = z if self.knobs["recursive"] else self.activate(h)
+        else:
+            own = self.activate(h)
+            z = self.normalise(own + self.gate(carried))
+        return z, z if self.knobs["recursive"] else own
+
+    def gate(self, c: Tensor) -> Tensor:
+        """c [..., G, r] -> G(c)."""
+        kind = self.knobs["gate"]
+        if kind == "identity":
+            return c
+        gates = [p.gate for p in self.projections]
+        if not self.grouped:
+            return torch.stack([gate(c_p) for gate, c_p in zip(gates, c.unbind(-2), strict=True)], dim=-2)
+        if kind == "linear":
+            return c * torch.stack([gate.weight for gate in gates])
+        if kind == "tensor":
+            return two_sided(c, torch.stack([gate.e1 for gate in gates]), torch.stack([gate.e2 for gate in gates]))
+        return self.dense_gate.batched(c).movedim(0, -2) + torch.stack([gate.bias for gate in gates])
+
+    def normalise(self, h: Tensor) -> Tensor:
+        """h [..., G, r] -> its LayerNorm over r."""
+        if not self.latent_norm:
+            return h
+        norms = [p.norm for p in self.projections]
+        if not self.grouped:
+            return torch.stack([norm(h_p) for norm, h_p in zip(norms, h.unbind(-2), strict=True)], dim=-2)
+        weight, bias = (torch.stack([getattr(norm, name) for norm in norms]) for name in ("weight", "bias"))
+        return torch.addcmul(bias, F.layer_norm(h, h.shape[-1:], eps=NORM_EPS), weight)
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """z [..., G, r] -> [norm](B z), one [..., pad_out] a projection; the padding stays zero."""
+        y = super().expand(z)
+        if not self.output_norm:
+            return y
+        d_out, padding = self.spec.d_out, y[0].shape[-1] - self.spec.d_out
+        y = tuple(p.norm(y_p[..., :d_out]) for p, y_p in zip(self.projections, y, strict=True))
+        return tuple(F.pad(y_p, (0, padding)) for y_p in y) if padding else y
+
+
+BACKBONE = Lax

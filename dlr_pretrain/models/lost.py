@@ -1,0 +1,144 @@
+"""LOST: a low-rank and a channel-sparse branch, y = gamma B silu(A x) + (1 - gamma) W_s x_I (Li et al., 2025).
+
+x_I are k fixed input channels. Both branches start from one dense weight W [d_out, d_in]: B A is its best approximation
+of rank r, I are the columns that matter most in what B A leaves, and W_s are those columns of W itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dlr_pretrain.models.linear import Draw, GroupSpec, Stack
+from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
+from dlr_pretrain.models.spectrum import balanced, leading
+
+INIT_STD = 0.02  # of W, as the dense layers start
+ALIGNMENT = 8  # the rank is what the parameter budget leaves, mostly odd; products want rows of a multiple of this
+
+
+class LostProjection(LowRankProjection):
+    """The factors of one projection, W_s (``s.weight`` [d_out, k]) and its ``channels``, ascending."""
+
+    def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
+        super().__init__(d_in, d_out, rank)
+        count = max(1, int(sparsity * d_in))
+        self.s = nn.Linear(count, d_out, bias=False)
+        self.register_buffer("channels", torch.arange(count))
+
+
+class Lost(LowRank):
+    """y = gamma B phi(A x) + (1 - gamma) W_s x_I; the latent is (gamma phi(A x), (1 - gamma) x_I).
+
+    B multiplies gamma phi(A x), so that what is added to B (DLR) is inside the low-rank branch.
+
+    Knob ``channels`` scores the columns of a part of W by their l2 norm and takes the largest: "residual", of the
+    ``residual_rank`` singular values after the first r; "smallest", of the last ``residual_rank`` of those after the
+    first r; "random" draws them. ``init="cola"`` draws A and B as CoLA's; W_s are columns of W all the same.
+    """
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        self.gamma, self.rank = knobs["gamma"], knobs["rank"]
+        self.width = self.rank + projections[0].s.in_features
+        if grouped:
+            self.width = _aligned(self.width)
+            self.a = Stack([p.a for p in projections], spec.pad_in, pad_out=_aligned(self.rank))
+            self.s = Stack([p.s for p in projections], projections[0].s.in_features, spec.pad_out)
+
+    @staticmethod
+    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+        return LostProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
+
+    @torch.no_grad()
+    def init_(self, draw: Draw, prefix: str) -> None:
+        for name, p in zip(self.spec.names, self.projections, strict=True):
+            name = f"{prefix}{name}"
+            dense = draw.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
+            channels = torch.randperm(self.spec.d_in, generator=draw.generator(f"{name}.channels"))
+            p.channels.copy_(channels[: len(p.channels)].sort().values)
+            self.start_projection_from_(p, dense)
+        if self.knobs["init"] == "cola":
+            super().init_(draw, prefix)
+
+    @torch.no_grad()
+    def start_from_(self, dense: list[Tensor]) -> None:
+        """As at the start, from the ``dense`` weights; random channels stay those that were drawn."""
+        for p, weight in zip(self.projections, dense, strict=True):
+            self.start_projection_from_(p, weight)
+
+    def start_projection_from_(self, p: LostProjection, dense: Tensor) -> None:
+        dense = dense.to(p.b.weight.device)
+        left = min(dense.shape) - self.rank  # singular values that B A leaves out
+        looked_at = min(self.knobs["residual_rank"], left)
+        which = self.knobs["channels"]
+        u, s, vh = leading(dense, self.rank + {"residual": looked_at, "smallest": left, "random": 0}[which])
+        b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
+        p.b.weight.copy_(b)
+        p.a.weight.copy_(a)
+        if which != "random":
+            rest = slice(len(s) - looked_at, len(s))
+            scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
+            ranking = scores.sort(descending=True, stable=True).indices
+            p.channels.copy_(ranking[: len(p.channels)].sort().values)
+        p.s.weight.copy_(dense[:, p.channels])
+
+    def activate(self, h: Tensor) -> Tensor:
+        return F.silu(h) if self.knobs["activation"] == "silu" else h
+
+    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., pad_in] -> [..., G, r + k]: gamma phi(A x) beside (1 - gamma) x_I, and zeros up to ``width``."""
+        h = self.activate(self.down(x)[..., : self.rank])
+        channels = torch.cat([p.channels for p in self.projections])
+        chosen = x.index_select(-1, channels).unflatten(-1, (len(self.projections), -1))
+        zeros = h.new_zeros(*h.shape[:-1], self.width - self.rank - chosen.shape[-1])
+        return torch.cat((h * self.gamma, chosen * (1 - self.gamma), zeros), dim=-1), None
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """[..., G, width] -> B z_1 + W_s z_2, one [..., pad_out] a projection."""
+        if not self.grouped:
+            parts = z.split((self.rank, z.shape[-1] - self.rank), dim=-1)
+            both = zip(self.projections, *(part.unbind(-2) for part in parts), strict=True)
+            return tuple(p.b(z_1) + p.s(z_2) for p, z_1, z_2 in both)
+        rows = z.flatten(0, -3)
+        if torch.is_grad_enabled():
+            y = _SideBySide.apply(rows, self.b.storage, self.s.storage, *self.b.leaves, *self.s.leaves)
+        else:  # as in Stack
+            y = torch.bmm(rows.transpose(0, 1), _side_by_side(self.b.storage, self.s.storage, self.width).mT)
+        return y.view(len(self.projections), *z.shape[:-2], -1).unbind(0)
+
+
+class _SideBySide(torch.autograd.Function):
+    """z [N, G, width], B [G, d_out, r], W_s [G, d_out, k] -> (B W_s 0) z [G, N, d_out], in one product.
+
+    Joining the weights moves less than adding the two outputs, and their sum is rounded once. They are joined again in
+    the backward pass, so that no second copy of them is kept.
+    """
+
+    @staticmethod
+    def forward(ctx, z: Tensor, b: Tensor, s: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.save_for_backward(z, b, s)
+        ctx.d_out = leaves[0].shape[0]
+        return torch.bmm(z.transpose(0, 1), _side_by_side(b, s, z.shape[-1]).mT)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        z, b, s = ctx.saved_tensors
+        dz = torch.bmm(dy, _side_by_side(b, s, z.shape[-1])).transpose(0, 1)
+        if not any(ctx.needs_input_grad[3:]):
+            return dz, *[None] * (2 + 2 * len(b))
+        dw = torch.bmm(dy.mT, z.transpose(0, 1))[:, : ctx.d_out]
+        return dz, None, None, *dw[..., : b.shape[-1]], *dw[..., b.shape[-1] : b.shape[-1] + s.shape[-1]]
+
+
+def _side_by_side(b: Tensor, s: Tensor, width: int) -> Tensor:
+    """[G, d_out, r] and [G, d_out, k] -> [G, d_out, width], zeros in the rest."""
+    return torch.cat((b, s, b.new_zeros(*b.shape[:-1], width - b.shape[-1] - s.shape[-1])), dim=-1)
+
+
+def _aligned(width: int) -> int:
+    return -(-width // ALIGNMENT) * ALIGNMENT
+
+
+BACKBONE = Lost

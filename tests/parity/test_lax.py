@@ -1,0 +1,220 @@
+"""Latent crossing against its formula, in float64: gates, norms, where latents are added, and what crosses."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import attach_dlr, build
+from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.models.llama import Llama
+from tests.parity.reference import VOCAB, assert_follows_formula, r_transposed, silu, small, tied
+
+CPU = torch.device("cpu")
+GATES = ("identity", "linear", "tensor", "dense")
+VARIANTS = [
+    *((gate, "latent", "pre_act", True) for gate in GATES),
+    *(("tensor", norm, crossing, recursive)
+      for norm in ("latent", "output", "none") for crossing in ("pre_act", "post_act") for recursive in (True, False)),
+]  # fmt: skip
+
+
+def words(gate="tensor", norm="latent", crossing="pre_act", recursive=True) -> list[str]:
+    knobs = {"gate": gate, "norm": norm, "crossing": crossing, "recursive": str(recursive).lower()}
+    return [f"backbone.{knob}={value}" for knob, value in knobs.items()]
+
+
+def layer_norm(state, name, x):
+    centred = x - x.mean(-1, keepdim=True)
+    return (
+        centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-6) * state[f"{name}.weight"]
+        + (state[f"{name}.bias"])
+    )
+
+
+def formula(cfg, state, dlr: bool = False):
+    """The projection of LaX; it remembers what each one hands on, as a reader of the formula would."""
+    knobs, crossing = cfg.backbone.knobs, {}
+    phi = silu if cfg.backbone.name == "cola_lax" else (lambda h: h)
+
+    def gate(name, c):
+        if knobs["gate"] == "identity":
+            return c
+        if knobs["gate"] == "linear":
+            return c * state[f"{name}.gate.weight"]
+        if knobs["gate"] == "dense":
+            return c @ state[f"{name}.gate.weight"].T + state[f"{name}.gate.bias"]
+        e1, e2 = state[f"{name}.gate.e1"], state[f"{name}.gate.e2"]
+        matrix = c.reshape(*c.shape[:-1], len(e2), len(e1))
+        return (e2.T @ matrix @ e1).reshape(c.shape)
+
+    def project(name, x):
+        block, rest = name.removeprefix("model.layers.").split(".", 1)
+        b = state[f"{name}.b.weight"]
+        if dlr:
+            b = b + cfg.dlr.alpha / (-(-b.shape[0] // b.shape[1])) ** 0.5 * r_transposed(*b.shape).to(b)
+        h = x @ state[f"{name}.a.weight"].T
+        if block == "0":
+            crossing[rest] = phi(h)
+            return phi(h) @ b.T
+
+        def norm(h):
+            return layer_norm(state, f"{name}.norm", h) if knobs["norm"] == "latent" else h
+
+        crossed = gate(name, crossing[rest])
+        z = phi(norm(h + crossed)) if knobs["crossing"] == "pre_act" else norm(phi(h) + crossed)
+        crossing[rest] = z if knobs["recursive"] else phi(h)
+        y = z @ b.T
+        return layer_norm(state, f"{name}.norm", y) if knobs["norm"] == "output" else y
+
+    return project
+
+
+def disturb(model: Llama) -> None:
+    """Norms and linear gates start as the identity, which would hide a missing one."""
+    generator = torch.Generator().manual_seed(9)
+    for name, p in model.named_parameters():
+        if ".norm." in name or (".gate." in name and p.dim() == 1):
+            p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=0.3)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize(
+    ("backbone", "variant"), [("lax", VARIANTS[2]), ("lax", VARIANTS[-1]), *(("cola_lax", v) for v in VARIANTS)]
+)
+def test_loss_and_gradients_equal_the_formula(backbone, variant, grouped):
+    cfg = small(backbone, *words(*variant), layers=3)
+    assert_follows_formula(cfg, partial(formula, cfg), grouped, disturb)
+
+
+def test_the_residual_takes_the_crossed_latent_and_comes_before_an_output_norm():
+    cfg = small("cola_lax", "dlr=on", "dlr.alpha=1.5", *words(norm="output", crossing="post_act"), layers=3)
+
+    def prepare(model):
+        disturb(model)
+        attach_dlr(model, cfg.dlr.alpha, impl="branch")
+
+    assert_follows_formula(cfg, partial(formula, cfg, dlr=True), False, prepare)
+
+
+@pytest.mark.parametrize("backbone", ["lax", "cola_lax"])
+@pytest.mark.parametrize("gate", GATES)
+def test_the_first_block_has_no_gate_and_no_norm_and_others_have_them(backbone, gate):
+    model = Llama(small(backbone, *words(gate)), VOCAB)
+    keys = {name.split("layers.")[1] for name in model.state_dict() if "layers." in name}
+    extra = {key for key in keys if "_proj.gate." in key or "_proj.norm." in key}
+    assert not any(key.startswith("0.") for key in extra)
+    leaves = {"identity": [], "linear": ["gate.weight"], "tensor": ["gate.e1", "gate.e2"],
+              "dense": ["gate.weight", "gate.bias"]}[gate]  # fmt: skip
+    for projection in ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"):
+        own = {key.split(f"{projection}.")[1] for key in extra if projection in key}
+        assert own == {*leaves, "norm.weight", "norm.bias"}
+
+
+@pytest.mark.parametrize("recursive", [True, False])
+def test_a_latent_reaches_the_loss_through_the_next_block(recursive):
+    """The first block's output is cut, and all that it hands on but the latents of q, k and v."""
+    model = build(small("cola_lax", *words(recursive=recursive)), VOCAB, CPU, torch.float64)
+    first = model.model.layers[0]
+
+    def cut(module, inputs, outputs):
+        x, (qkv, *others) = outputs
+        return x.detach(), (qkv, *(c.detach() for c in others))
+
+    first.register_forward_hook(cut)
+    model(*torch.randint(0, VOCAB, (2, 2, 8))).backward()
+    assert first.self_attn.q_proj.a.weight.grad.any() and first.self_attn.v_proj.a.weight.grad.any()
+    assert first.self_attn.q_proj.b.weight.grad is None and first.mlp.down_proj.a.weight.grad is None
+
+
+def test_gates_start_as_the_authors_do():
+    model = build(load(["scale=60m", "backbone=lax", "data=sample", "scale.num_layers=6", *words()]), 100, CPU)
+    state = model.state_dict()
+    assert state["model.layers.1.mlp.up_proj.gate.e1"].shape == (16, 16)
+    assert state["model.layers.1.mlp.up_proj.gate.e2"].shape == (8, 8)
+    for leaf, n in (("e1", 16), ("e2", 8)):  # twice the variance: n times 2 / n
+        values = torch.cat([p.flatten() for name, p in state.items() if name.endswith(f"gate.{leaf}")])
+        assert values.std().item() == pytest.approx((2 / n) ** 0.5, rel=0.03)
+        assert 0.99 * (6 / n) ** 0.5 < values.abs().max().item() <= (6 / n) ** 0.5
+    dense = build(load(["scale=60m", "backbone=lax", "data=sample", "scale.num_layers=2"]), 100, CPU).state_dict()
+    for leaf in ("weight", "bias"):
+        values = dense[f"model.layers.1.self_attn.q_proj.gate.{leaf}"]
+        assert 0.9 * 128**-0.5 < values.abs().max().item() <= 128**-0.5
+        assert values.std().item() == pytest.approx((1 / 3 / 128) ** 0.5, rel=0.1)
+    linear = build(small("lax", *words("linear")), VOCAB, CPU).state_dict()
+    assert (linear["model.layers.1.mlp.up_proj.gate.weight"] == 1).all()
+    assert (linear["model.layers.1.mlp.up_proj.norm.weight"] == 1).all()
+    assert (linear["model.layers.1.mlp.up_proj.norm.bias"] == 0).all()
+
+
+@pytest.mark.parametrize("gate", ["tensor", "dense"])
+def test_common_storage_survives_casts_copies_and_loading(gate):
+    model = build(small("cola_lax", *words(gate)), VOCAB, CPU)
+    moved = copy.deepcopy(model).to(torch.bfloat16).float()
+    moved.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    ids, targets = torch.randint(0, VOCAB, (2, 2, 8))
+    assert tied(moved) and torch.equal(model(ids, targets), moved(ids, targets))
+    moved(ids, targets).backward()
+    torch.optim.AdamW(moved.parameters(), lr=0.01, fused=True).step()
+    require_tied(moved)
+    fresh = Llama(small("cola_lax", *words(gate)), VOCAB, grouped=False)
+    fresh.load_state_dict(moved.state_dict())
+    torch.testing.assert_close(moved(ids, targets), fresh(ids, targets))
+
+
+def test_the_padding_of_a_normalised_output_stays_zero():
+    model = build(small("lax", *words(norm="output")), VOCAB, CPU)
+    with torch.no_grad():
+        disturb(model)
+    gate_up = model.model.layers[1].mlp.gate_up
+    y = gate_up.expand(torch.randn(2, 5, 2, 8))
+    assert all(t.shape == (2, 5, 128) and not t[..., 91:].any() and t[..., :91].all() for t in y)
+
+
+# low-rank layers (2 V d + 2 L d + d + L r (8 d + 3 (d + f))), and (L - 1) 7 (gate + norm)
+GATE = {
+    "identity": lambda r: 0,
+    "linear": lambda r: r,
+    "dense": lambda r: r * r + r,
+    "tensor": lambda r: {128: 64 + 256, 256: 512, 512: 256 + 1024, 1024: 2048}[r],
+}
+SHAPES = {  # d, f, layers, rank, default gates of lax and cola_lax
+    "60m": (512, 1376, 8, 128, "dense", "dense"),
+    "130m": (768, 2048, 12, 256, "tensor", "dense"),
+    "350m": (1024, 2736, 24, 256, "tensor", "dense"),
+    "1b": (2048, 5461, 24, 512, "tensor", "tensor"),
+    "7b": (4096, 11008, 32, 1024, "tensor", "tensor"),
+}
+
+
+def count(*overrides: str) -> int:
+    cfg = load([*overrides, "data=sample"])
+    return sum(p.numel() for p in build(cfg, cfg.scale.vocab_size, torch.device("meta")).parameters())
+
+
+@pytest.mark.parametrize("scale", SHAPES)
+def test_parameter_counts_to_the_unit(scale):
+    d, f, layers, r, *gates = SHAPES[scale]
+    plain = 2 * 32000 * d + 2 * layers * d + d + layers * r * (8 * d + 3 * (d + f))
+    for backbone, gate in zip(("lax", "cola_lax"), gates, strict=True):
+        expected = plain + (layers - 1) * 7 * (GATE[gate](r) + 2 * r)
+        assert count(f"scale={scale}", f"backbone={backbone}") == expected
+
+
+def test_parameter_counts_are_those_of_the_papers_table():
+    """In millions, as printed: 44 / 94 / 185 / 610 on linear factors, 44 / 99 / 196 on CoLA."""
+    for backbone, millions in (("lax", (44, 94, 185, 610)), ("cola_lax", (44, 99, 196))):
+        for scale, expected in zip(SHAPES, millions, strict=False):
+            assert round(count(f"scale={scale}", f"backbone={backbone}") / 1e6) == expected
+
+
+def test_parameter_counts_of_the_other_gates_and_norms():
+    plain = 2 * 32000 * 512 + 17 * 512 + 8 * 128 * (8 * 512 + 3 * (512 + 1376))
+    of_norm = {"none": 0, "latent": 7 * 2 * 128, "output": 2 * (5 * 512 + 2 * 1376)}
+    for gate, norm in (*((gate, "none") for gate in GATES), ("identity", "latent"), ("identity", "output")):
+        expected = plain + 7 * (7 * GATE[gate](128) + of_norm[norm])
+        assert count("scale=60m", "backbone=lax", *words(gate, norm)) == expected, (gate, norm)
