@@ -16,6 +16,7 @@ LOST = {
     "activation": key("between the factors", choices=("silu", "none")),
     "init": key("initialisation of the factors", choices=("svd", "cola")),
     "channels": key("choice of the channels", choices=("residual", "smallest", "random")),
+    "residual_rank": key("singular values that the choice looks at", at_least=1),
 }
 LAX = {
     "gate": key("map of the crossing latent", choices=("identity", "linear", "tensor", "dense")),

@@ -64,7 +64,7 @@ class Lost(LowRank):
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """As at the start, from the ``dense`` weights; random channels stay those that were drawn."""
+        """As with ``init="svd"``, from the ``dense`` weights; random channels stay those that were drawn."""
         for p, weight in zip(self.projections, dense, strict=True):
             self.start_projection_from_(p, weight)
 

@@ -74,7 +74,8 @@ def reference_loss(
 def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> Config:
     """The smallest shape that has every part: two heads, and by default a feed-forward width that is padded."""
     shape = f"scale=tiny scale.hidden_size=32 scale.intermediate_size={width} scale.num_heads=2"
-    rank = [] if backbone == "full" else ["scale.rank=8"]
+    unused = backbone == "full" or any(word.startswith("backbone.rank=") for word in overrides)
+    rank = [] if unused else ["scale.rank=8"]
     words = [*shape.split(), f"scale.num_layers={layers}", *rank, f"backbone={backbone}", "data=sample", "logger=jsonl"]
     return load([*words, *overrides])
 
