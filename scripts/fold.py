@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
     parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
+    parser.add_argument("--merge", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     given = parser.parse_args()
     output = given.output or given.checkpoint.parent.parent / f"folded_{given.checkpoint.name}"
     try:
@@ -24,11 +25,12 @@ def main() -> int:
             raise UserError(f"{given.checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
         if damage := fault(given.checkpoint):
             raise UserError(f"{given.checkpoint}: {damage}. Name another checkpoint")
-        layers = fold_checkpoint(given.checkpoint, output, getattr(torch, given.dtype or "", None))
+        dtype = getattr(torch, given.dtype or "", None)
+        layers, merged = fold_checkpoint(given.checkpoint, output, dtype, given.merge)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_FAILED)
-    print(f"folded {layers} layers into {output}")
+    print(f"folded {layers} layers{', merged into dense weights,' if merged else ''} into {output}")
     return 0
 
 

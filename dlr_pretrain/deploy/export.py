@@ -6,9 +6,11 @@ folder where transformers is not installed. The folder is written aside and rena
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -22,7 +24,6 @@ from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 POSITIONS = 1024  # at least: a run of longer sequences says its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
-FACTORISED = ("lowrank", "cola")  # the backbones that MODELING has a layer for
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -34,12 +35,14 @@ def export(
     tokenizer_path: Path,
     record: dict[str, object],
     check: Callable[[Path], None] = lambda _: None,
+    trained: Config | None = None,
 ) -> None:
     """Write ``folder`` from folded weights.
 
-    ``tensors`` are the model's parameters under its own names, all fp32 or all bf16, folded; ``tokenizer_path`` is the
-    sentencepiece model; ``record`` the final numbers of the run, by name, for the folder's README. ``check`` looks at
-    the finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``.
+    ``tensors`` are the parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all bf16,
+    folded; ``tokenizer_path`` is the sentencepiece model; ``record`` the final numbers of the run, by name, for the
+    folder's README; ``trained`` its configuration where that is not ``cfg`` (see ``deployed``). ``check`` looks at the
+    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``.
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
@@ -54,10 +57,10 @@ def export(
     if loadable(cfg):
         _write_json(aside / "config.json", model_config(cfg, vocab_size, dtype))
         _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
-    if cfg.backbone.name in FACTORISED:
+    if cfg.backbone.name in exported_layers()[0]:
         shutil.copyfile(MODELING, aside / MODELING.name)
     export_tokenizer(aside, tokenizer_path, positions(cfg))
-    (aside / "README.md").write_text(readme(cfg, record), encoding="utf-8")
+    (aside / "README.md").write_text(readme(cfg, record, trained or cfg), encoding="utf-8")
     check(aside)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -79,7 +82,20 @@ def positions(cfg: Config) -> int:
 
 def loadable(cfg: Config) -> bool:
     """Whether transformers will load the folder: a new backbone's weights are exported before its layer is written."""
-    return cfg.backbone.name in (*FACTORISED, "full")
+    return cfg.backbone.name == "full" or cfg.backbone.name in exported_layers()[0]
+
+
+@cache
+def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
+    """The backbones that MODELING has a layer for, and the names of the configuration that those take.
+
+    Read from its text, since it needs transformers to be imported.
+    """
+    tree = ast.parse(MODELING.read_text(encoding="utf-8"))
+    tables = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"]
+    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LowRankLlamaConfig")
+    start = next(node for node in config.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    return frozenset(map(ast.literal_eval, tables[0].value.keys)), frozenset(a.arg for a in start.args.args[1:])
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int) -> torch.dtype:
@@ -93,7 +109,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int
         for name in expected
         if name in tensors and tensors[name].shape != expected[name].shape
     ]
-    dtypes = {tensor.dtype for tensor in tensors.values()}
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         wrong.append("dtypes: " + ", ".join(sorted(map(str, dtypes))) + " instead of all float32 or all bfloat16")
     if wrong:
@@ -138,7 +154,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "num_attention_heads": cfg.scale.num_heads,
         "num_key_value_heads": cfg.scale.num_heads,
         "max_position_embeddings": positions(cfg),
-        "hidden_act": "silu",
+        "hidden_act": "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,
         "attention_bias": False,
@@ -161,21 +177,22 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
             "AutoModelForCausalLM": f"{MODELING.stem}.LowRankLlamaForCausalLM",
         },
         "backbone": cfg.backbone.name,
-        "rank": cfg.backbone.rank,
+        **{name: value for name, value in cfg.backbone.knobs.items() if name in exported_layers()[1]},
         **shape,
     }
 
 
-def readme(cfg: Config, record: dict[str, object]) -> str:
+def readme(cfg: Config, record: dict[str, object], trained: Config) -> str:
     """How to load the folder, and what was trained."""
     if not loadable(cfg):
         return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet.\n"
     trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
-    dlr = f" + DLR ({cfg.dlr.name}), folded" if cfg.dlr.enabled else ""
+    title = trained.backbone.name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
+    title += ", merged into dense weights" if trained.backbone.name != cfg.backbone.name else ""
     facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
     rows = {name: value for name, value in (facts | record).items() if value is not None}
     numbers = "\n".join(f"| {name} | {_shown(value)} |" for name, value in rows.items())
-    return f"""# LLaMA {cfg.scale.name}, {cfg.backbone.name}{dlr}
+    return f"""# LLaMA {cfg.scale.name}, {title}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer

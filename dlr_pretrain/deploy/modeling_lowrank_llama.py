@@ -1,10 +1,21 @@
 """LLaMA with low-rank linear layers, for transformers 4.57 and 5.x.
 
 This file travels with the checkpoint (``trust_remote_code=True``) and needs torch and transformers only. Attention,
-cache, generation and everything else are the library's own LLaMA; the seven projections of each block are two factors,
-y = B z with z = A x (``lowrank``) or z = silu(A x) (``cola``).
+cache, generation and everything else are the library's own LLaMA; the seven projections of each block are
+
+    lowrank    y = s B A x
+    cola       y = s B silu(A x)
+    lost       y = gamma B phi(A x) + (1 - gamma) S x_I, with x_I some of the input channels
+    lax        y = B z, where z joins A x with the latent that the same projection of the block before hands on
+    cola_lax   the same, with a SiLU between the factors
+
+Blocks of the library hand on hidden states alone. The latents of lax and cola_lax go from block to block beside them,
+within one forward pass: each projection leaves its latent in a ``Crossing``, which the next block's empties. A latent
+belongs to its position, so a cached position needs no latent any more, and nothing is left over for the next call.
+What would run blocks again or side by side is refused: gradient checkpointing, and ``nn.DataParallel``.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
@@ -16,42 +27,194 @@ PROJECTIONS = {
 
 
 class LowRankLlamaConfig(LlamaConfig):
-    """LLaMA's configuration, with the kind of low-rank layer (``backbone``) and its ``rank``."""
+    """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and what its formula asks.
+
+    lowrank, cola: s is ``latent_scale``, or learned where ``learn_latent_scale``. lost: ``gamma``, ``sparsity`` (the
+    share of x that x_I is) and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("identity", "linear",
+    "tensor" or "dense"), ``norm`` ("latent", "output" or "none"), ``crossing`` ("pre_act" or "post_act", where the
+    latents are added), and whether the latent that is handed on is ``recursive``, that is, holds all blocks before.
+    """
 
     model_type = "lowrank_llama"
     base_model_tp_plan = None  # the library's plan splits dense projections
 
-    def __init__(self, backbone: str = "lowrank", rank: int = 128, **kwargs):
+    def __init__(
+        self,
+        backbone: str = "lowrank",
+        rank: int = 128,
+        latent_scale: float = 1.0,
+        learn_latent_scale: bool = False,
+        gamma: float = 0.7,
+        sparsity: float = 0.01,
+        activation: str = "silu",
+        gate: str = "tensor",
+        norm: str = "latent",
+        crossing: str = "pre_act",
+        recursive: bool = True,
+        **kwargs,
+    ):
         self.backbone = backbone
         self.rank = rank
+        self.latent_scale = latent_scale
+        self.learn_latent_scale = learn_latent_scale
+        self.gamma = gamma
+        self.sparsity = sparsity
+        self.activation = activation
+        self.gate = gate
+        self.norm = norm
+        self.crossing = crossing
+        self.recursive = recursive
         super().__init__(**kwargs)
 
 
-class LowRankLinear(nn.Module):
-    """y = B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out]."""
+class Crossing:
+    """The latent on its way from a projection to the same projection of the next block."""
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig):
+    def __init__(self):
+        self.latent: Tensor | None = None
+
+    def take(self) -> Tensor:
+        latent, self.latent = self.latent, None
+        if latent is None:
+            raise RuntimeError("a block runs without the block before it: gradient checkpointing is not possible here")
+        return latent
+
+
+class LowRankLinear(nn.Module):
+    """y = s B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
+
+    ``initial`` says how a module's parameters start where a model is trained from scratch, in the terms of ``nn.init``.
+    """
+
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
         super().__init__()
         self.a = nn.Linear(d_in, config.rank, bias=False)
         self.b = nn.Linear(config.rank, d_out, bias=False)
-        # Var[(B A)_ij] = 1 / (d_in + d_out), for a model that is trained from scratch
-        self.a.init_std = self.b.init_std = (config.rank * (d_in + d_out)) ** -0.25
+        std = (config.rank * (d_in + d_out)) ** -0.25  # Var[(B A)_ij] = 1 / (d_in + d_out)
+        self.a.initial = self.b.initial = {"weight": ("normal_", {"std": std})}
+        self.scale = config.latent_scale
+        if config.learn_latent_scale:
+            self.theta = nn.Parameter(torch.ones(()))
+            self.initial = {"theta": ("ones_", {})}
 
-    def latent(self, x: Tensor) -> Tensor:
-        return self.a(x)
+    def activate(self, h: Tensor) -> Tensor:
+        return h
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.latent(x))
+        z = self.activate(self.a(x))
+        return self.b(z * (self.theta.tanh() if hasattr(self, "theta") else self.scale))
 
 
 class ColaLinear(LowRankLinear):
-    """y = B silu(A x)."""
+    """y = s B silu(A x)."""
 
-    def latent(self, x: Tensor) -> Tensor:
-        return F.silu(self.a(x))
+    def activate(self, h: Tensor) -> Tensor:
+        return F.silu(h)
 
 
-LAYERS = {"lowrank": LowRankLinear, "cola": ColaLinear}
+class LostLinear(LowRankLinear):
+    """y = gamma B phi(A x) + (1 - gamma) S x_I; I are the ``channels``."""
+
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
+        super().__init__(d_in, d_out, config, block, crossing)
+        count = max(1, int(config.sparsity * d_in))
+        self.s = nn.Linear(count, d_out, bias=False)
+        self.register_buffer("channels", torch.arange(count) * d_in // count)
+        self.gamma, self.silu = config.gamma, config.activation == "silu"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        z = F.silu(h) if self.silu else h
+        return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
+
+
+class LinearGate(nn.Module):
+    """G(c) = w * c."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rank))
+        self.initial = {"weight": ("ones_", {})}
+
+    def forward(self, c: Tensor) -> Tensor:
+        return c * self.weight
+
+
+class TensorGate(nn.Module):
+    """G(c) = E2^T C E1, C [n1, n2] the coordinates of c; n1 n2 = rank as close to each other as can be, n1 <= n2."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        short = max(n for n in range(1, int(rank**0.5) + 1) if rank % n == 0)
+        self.e1 = nn.Parameter(torch.empty(rank // short, rank // short))
+        self.e2 = nn.Parameter(torch.empty(short, short))
+        bounds = {name: (6 / len(e)) ** 0.5 for name, e in self.named_parameters()}
+        self.initial = {name: ("uniform_", {"a": -bound, "b": bound}) for name, bound in bounds.items()}
+
+    def forward(self, c: Tensor) -> Tensor:
+        return (self.e2.T @ (c.unflatten(-1, (len(self.e2), len(self.e1))) @ self.e1)).flatten(-2)
+
+
+class DenseGate(nn.Linear):
+    """G(c) = W c + w."""
+
+    def __init__(self, rank: int):
+        super().__init__(rank, rank)
+        start = ("uniform_", {"a": -(rank**-0.5), "b": rank**-0.5})
+        self.initial = {"weight": start, "bias": start}
+
+
+GATES = {"identity": lambda rank: nn.Identity(), "linear": LinearGate, "tensor": TensorGate, "dense": DenseGate}
+
+
+class LaxLinear(LowRankLinear):
+    """y = B z. In the first block z = phi(A x), in the others it crosses with the latent c of the block before:
+
+    z = phi(norm(A x + G(c))), or norm(phi(A x) + G(c)) with crossing "post_act". z crosses to the next block, or
+    phi(A x) where that is not recursive.
+    """
+
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
+        super().__init__(d_in, d_out, config, block, crossing)
+        self.first, self.last = block == 0, block == config.num_hidden_layers - 1
+        self.crossing, self.recursive, self.pre_act = crossing, config.recursive, config.crossing == "pre_act"
+        self.norm_of = "none" if self.first else config.norm
+        if not self.first:
+            self.gate = GATES[config.gate](config.rank)
+        if self.norm_of != "none":
+            self.norm = nn.LayerNorm(config.rank if self.norm_of == "latent" else d_out, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError("latents cross between blocks: use DistributedDataParallel instead of nn.DataParallel")
+        h = self.a(x)
+        z = own = self.activate(h)
+        if not self.first:
+            crossed = self.gate(self.crossing.take().to(h.device))
+            z = self.activate(self.normalise(h + crossed)) if self.pre_act else self.normalise(own + crossed)
+        if not self.last:
+            self.crossing.latent = z if self.recursive else own
+        y = self.b(z)
+        return self.norm(y) if self.norm_of == "output" else y
+
+    def normalise(self, h: Tensor) -> Tensor:
+        return self.norm(h) if self.norm_of == "latent" else h
+
+
+class ColaLaxLinear(LaxLinear):
+    """The same with a SiLU for phi."""
+
+    def activate(self, h: Tensor) -> Tensor:
+        return F.silu(h)
+
+
+LAYERS = {
+    "lowrank": LowRankLinear,
+    "cola": ColaLinear,
+    "lost": LostLinear,
+    "lax": LaxLinear,
+    "cola_lax": ColaLaxLinear,
+}
 
 
 class LowRankLlamaModel(LlamaModel):
@@ -62,20 +225,23 @@ class LowRankLlamaModel(LlamaModel):
     def __init__(self, config: LowRankLlamaConfig):
         super().__init__(config)
         layer = LAYERS[config.backbone]
-        for block in self.layers:
+        self.supports_gradient_checkpointing = not issubclass(layer, LaxLinear)
+        crossings = {name: Crossing() for names in PROJECTIONS.values() for name in names}
+        for i, block in enumerate(self.layers):
             for part, names in PROJECTIONS.items():
                 parent = getattr(block, part)
                 for name in names:
                     dense = getattr(parent, name)
-                    setattr(parent, name, layer(dense.in_features, dense.out_features, config))
+                    setattr(parent, name, layer(dense.in_features, dense.out_features, config, i, crossings[name]))
         self.post_init()  # once more: the new layers have not been seen yet
 
     def _init_weights(self, module: nn.Module) -> None:
-        std = getattr(module, "init_std", None)
-        if std is None:
+        initial = getattr(module, "initial", None)
+        if initial is None:
             super()._init_weights(module)
         else:
-            nn.init.normal_(module.weight, std=std)
+            for name, (draw, arguments) in initial.items():
+                getattr(nn.init, draw)(getattr(module, name), **arguments)
 
 
 class LowRankLlamaForCausalLM(LlamaForCausalLM):
@@ -86,6 +252,7 @@ class LowRankLlamaForCausalLM(LlamaForCausalLM):
     def __init__(self, config: LowRankLlamaConfig):
         super(LlamaForCausalLM, self).__init__(config)  # not LlamaForCausalLM's own, which builds a dense model
         self.model = LowRankLlamaModel(config)
+        self.supports_gradient_checkpointing = self.model.supports_gradient_checkpointing
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()

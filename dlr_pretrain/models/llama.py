@@ -28,6 +28,11 @@ Carry = tuple[Tensor | None, ...]  # what each group of a block hands to the sam
 NO_CARRY: Carry = (None, None, None, None)
 
 
+def backbone(cfg: Config) -> type[Group]:
+    """The layers that ``cfg`` chooses."""
+    return importlib.import_module(f"dlr_pretrain.models.{cfg.backbone.name}").BACKBONE
+
+
 def padded(width: int) -> int:
     """The width that activations take: a multiple of 8 as it is, another up to the next multiple of 64."""
     return width if width % 8 == 0 else -(-width // 64) * 64
@@ -156,7 +161,7 @@ class Body(nn.Module):
 
     def __init__(self, cfg: Config, vocab_size: int, grouped: bool):
         super().__init__()
-        layer = importlib.import_module(f"dlr_pretrain.models.{cfg.backbone.name}").BACKBONE
+        layer = backbone(cfg)
         self.embed_tokens = nn.Embedding(vocab_size, cfg.scale.hidden_size)
         self.layers = nn.ModuleList(Block(cfg, layer, i, grouped) for i in range(cfg.scale.num_layers))
         self.norm = RMSNorm(cfg.scale.hidden_size)

@@ -13,6 +13,7 @@ from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Tokenizer, ValidationSet
 from dlr_pretrain.deploy.export import export, loadable
+from dlr_pretrain.deploy.merge import deployed, deployed_dense
 from dlr_pretrain.deploy.verify import verify
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.dlr import residuals
@@ -26,26 +27,28 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
 
     Raises UserError where the export is not what was trained; the folder then stays aside, the checkpoints as they are.
     """
-    tensors = {name: value.cpu() for name, value in weights.folded().items()}
-    require_identical(cfg, weights, tensors)
+    folded = {name: value.cpu() for name, value in weights.folded().items()}
+    require_identical(cfg, weights, folded)
+    own, tensors = deployed(cfg, folded)
     rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
     ids = torch.from_numpy(validation.inputs[:VERIFIED_SEQUENCES].astype("int64"))
     checked = f"transformers cannot load backbone={cfg.backbone.name} yet: deploy/ has no layer for it"
 
     def check(folder: Path) -> None:
         nonlocal checked
-        if loadable(cfg):
-            difference = verify(folder, plain_logits(cfg, rows, tensors, device), ids, torch.float32)
+        if loadable(own):
+            difference = verify(folder, plain_logits(own, rows, tensors, device), ids, torch.float32)
             checked = "not verified: transformers 4.57 or newer is not installed"
             if difference is not None:
                 checked = f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
 
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     record.pop("time", None)
-    export(run_dir / "folded", tensors, cfg, rows, tokenizer.path, record, check)
+    export(run_dir / "folded", tensors, own, rows, tokenizer.path, record, check, trained=cfg)
     write_report(run_dir)
     layers = len(residuals(weights.model))
-    return f"{f'{layers} layers' if layers else 'nothing to fold'}; {checked}"
+    done = f"{layers} layers" if layers else "nothing to fold"
+    return f"{'merged into dense weights' if own is not cfg else done}; {checked}"
 
 
 def require_identical(cfg: Config, weights: Weights, tensors: dict[str, Tensor]) -> None:
@@ -79,7 +82,7 @@ def plain_logits(
 def farewell(cfg: Config, run_dir: Path) -> str:
     """Where the result is, and how to load it."""
     folded = run_dir / "folded"
-    remote = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
+    remote = "" if deployed_dense(cfg) else ", trust_remote_code=True"
     return (
         f"report      {run_dir / 'report.md'}\n"
         f"checkpoint  {folded}\n\n"

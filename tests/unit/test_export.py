@@ -17,54 +17,106 @@ from small_tokenizer import PIECES, train
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import FACTORISED, MODELING, export, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, write_weights
 from dlr_pretrain.deploy.verify import verify
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import Llama
 
-HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 2, 8, PIECES + 8  # more embedding rows than pieces
-KINDS = ("full", "lowrank", "cola")
+HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 3, 8, PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
+LAX = {"gate": "tensor", "norm": "latent", "crossing": "pre_act", "recursive": True}
+LITERAL = {"gate": "linear", "norm": "output", "crossing": "post_act", "recursive": False}  # the DLR paper's text
+KNOBS = {
+    "full": {},
+    "lowrank": {"rank": RANK},
+    "lowrank-scaled": {"rank": RANK, "latent_scale": 0.3, "learn_latent_scale": False},
+    "cola": {"rank": RANK, "swiglu_silu": True},
+    "cola-learned": {"rank": RANK, "learn_latent_scale": True, "swiglu_silu": False},
+    "lost": {"rank": RANK, "gamma": 0.7, "sparsity": 0.1, "activation": "silu"},
+    "lax": {"rank": RANK, **LITERAL},
+    "lax-dense": {"rank": RANK, **LAX, "gate": "dense", "recursive": False},
+    "cola_lax": {"rank": RANK, **LAX},
+}
+KINDS = tuple(KNOBS)
 
 
-def config(backbone: str) -> SimpleNamespace:
-    """As much of a configuration as models and export read."""
+def config(kind: str) -> SimpleNamespace:
+    """As much of a configuration as models and export read; ``kind`` is a backbone, and what is special about it."""
     scale = SimpleNamespace(
         name="test", hidden_size=HIDDEN, intermediate_size=WIDE, num_heads=HEADS, num_layers=LAYERS, rank=RANK
     )
-    knobs = {} if backbone == "full" else {"rank": RANK}
     return SimpleNamespace(
         scale=scale,
-        backbone=Choice(backbone, knobs),
+        backbone=Choice(kind.split("-")[0], KNOBS[kind]),
         dlr=SimpleNamespace(name="off", enabled=False),
         precision=SimpleNamespace(name="fp32"),
         data=SimpleNamespace(packing="packed"),
         eval=SimpleNamespace(packing="pad"),
-        train=SimpleNamespace(seq_len=256),
+        train=SimpleNamespace(seq_len=256, activation_checkpointing="none"),
     )
 
 
-def trained(backbone: str) -> Llama:
+def trained(kind: str) -> Llama:
     """A model whose norms are not one and whose logits are not tiny, as after training."""
     torch.manual_seed(3)
-    model = Llama(config(backbone), ROWS)
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape) * 0.2 if parameter.ndim > 1 else 0.5 + torch.rand(HIDDEN))
+    model = Llama(config(kind), ROWS)
+    for p in model.parameters():
+        p.data.copy_(torch.randn(p.shape) * 0.2 if p.ndim > 1 else 0.5 + torch.rand(p.shape))
+    for name, buffer in model.named_buffers():
+        channels = torch.randperm(WIDE if "down_proj" in name else HIDDEN)[: len(buffer)]
+        buffer.copy_(channels.sort().values)
     return model
 
 
-def formulas(weights: dict, backbone: str, ids: torch.Tensor) -> torch.Tensor:
+def projections(weights: dict, kind: str):
+    """(x, name) -> y of a backbone, from its formula; the crossing ones remember the block before."""
+    backbone, knobs, crossing = kind.split("-")[0], KNOBS[kind], {}
+
+    def layer_norm(h, w):
+        h = h - h.mean(-1, keepdim=True)
+        return h / torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-6) * w["norm.weight"] + w["norm.bias"]
+
+    def gate(c, w):
+        if knobs["gate"] == "linear":
+            return w["gate.weight"] * c
+        if knobs["gate"] == "dense":
+            return c @ w["gate.weight"].T + w["gate.bias"]
+        return torch.einsum("tcd,de,cf->tfe", c.reshape(-1, 2, 4), w["gate.e1"], w["gate.e2"]).reshape(c.shape)
+
+    def crossed(h, w, phi, slot):
+        c, h = crossing.get(slot), h
+        own = z = phi(h)
+        if c is not None and knobs["crossing"] == "pre_act":
+            z = phi(layer_norm(h + gate(c, w), w))
+        elif c is not None:
+            z = own + gate(c, w)
+        crossing[slot] = z if knobs["recursive"] else own
+        y = z @ w["b.weight"].T
+        return layer_norm(y, w) if c is not None and knobs["norm"] == "output" else y
+
+    def project(x, name):
+        w = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        if backbone == "full":
+            return x @ w["weight"].T
+        h = x @ w["a.weight"].T
+        phi = F.silu if backbone in ("cola", "lost", "cola_lax") else (lambda h: h)
+        if backbone in ("lax", "cola_lax"):
+            return crossed(h, w, phi, name.split(".")[-1])
+        if backbone == "lost":
+            return 0.7 * phi(h) @ w["b.weight"].T + 0.3 * x[:, w["channels"]] @ w["s.weight"].T
+        s = torch.tanh(w["theta"]) if "theta" in w else knobs.get("latent_scale", 1.0)
+        return s * phi(h) @ w["b.weight"].T
+
+    return project
+
+
+def formulas(weights: dict, kind: str, ids: torch.Tensor) -> torch.Tensor:
     """LLaMA written out, in fp64: ids [T] -> logits [T, vocabulary]."""
-    weights = {name: tensor.double() for name, tensor in weights.items()}
+    weights = {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
+    linear, act = projections(weights, kind), F.silu if KNOBS[kind].get("swiglu_silu", True) else (lambda h: h)
 
     def norm(x, name):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
-
-    def linear(x, name):
-        if backbone == "full":
-            return x @ weights[f"{name}.weight"].T
-        z = x @ weights[f"{name}.a.weight"].T
-        return (F.silu(z) if backbone == "cola" else z) @ weights[f"{name}.b.weight"].T
 
     def turned(x):  # position t turns the pair (i, i + E/2) of a head by t / 10000^(2i/E)
         half = x.shape[-1] // 2
@@ -83,7 +135,7 @@ def formulas(weights: dict, backbone: str, ids: torch.Tensor) -> torch.Tensor:
         ]
         x = x + linear(torch.cat(heads, -1), f"{at}.self_attn.o_proj")
         h = norm(x, f"{at}.post_attention_layernorm")
-        gated = F.silu(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj")
+        gated = act(linear(h, f"{at}.mlp.gate_proj")) * linear(h, f"{at}.mlp.up_proj")
         x = x + linear(gated, f"{at}.mlp.down_proj")
     return norm(x, "model.norm") @ weights["lm_head.weight"].T
 
@@ -163,7 +215,10 @@ def test_saving_by_transformers_keeps_everything(answers, kind):
     kept = found["resaved_config"]
     assert (kept.get("bos_token_id"), kept["pad_token_id"], kept["eos_token_id"]) == (None, 0, 1)
     if kind != "full":
-        assert (kept["backbone"], kept["rank"]) == (kind.split("-")[0], RANK)
+        assert kept["backbone"] == kind.split("-")[0]
+        knobs = {name: value for name, value in KNOBS.get(kind, {}).items() if name != "swiglu_silu"}
+        assert kept.items() >= knobs.items()
+        assert kept["hidden_act"] == ("linear" if kind == "cola-learned" else "silu")
 
 
 def test_sharded_and_whole_are_the_same(answers):
@@ -190,12 +245,6 @@ def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
     for words in ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23"):
         assert words in readme
     assert "mfu" not in readme
-
-
-def test_the_modeling_file_has_a_layer_for_each_backbone():
-    tree = ast.parse(MODELING.read_text())
-    table = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "LAYERS")
-    assert tuple(key.value for key in table.keys) == FACTORISED
 
 
 def test_shards(tmp_path):

@@ -1,7 +1,8 @@
-"""A saved checkpoint folds to what the run itself writes at its end."""
+"""A saved checkpoint folds to what the run itself writes at its end, merged where that is dense."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -10,11 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.deploy.fold import fold_checkpoint
-from dlr_pretrain.errors import EXIT_FAILED
+from dlr_pretrain.deploy.merge import deployed
+from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.models import build, fold_
+from dlr_pretrain.models.dlr import active, residuals
+from dlr_pretrain.models.llama import Llama
 from tests.conftest import ROOT
+from tests.parity.reference import VOCAB, small
 
 pytestmark = pytest.mark.usefixtures("no_export")
 FILE = "model.safetensors"
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
@@ -55,3 +62,88 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
     weights[-50] ^= 1
     (checkpoint / FILE).write_bytes(weights)
     assert "fails its checksum" in fold(checkpoint).stderr
+
+
+# ----------------------------------------------------------------------------------------------------
+# Merged into dense weights
+
+
+@pytest.mark.parametrize(("backbone", "merge", "words"), [
+    ("lora", False, ()),
+    ("relora", False, ()),
+    ("sltrain", False, ("backbone.sparsity=0.1",)),
+    ("lowrank", True, ("backbone.latent_scale=0.4",)),
+    ("lowrank", True, ("backbone.learn_latent_scale=true", "dlr=on")),
+])  # fmt: skip
+def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words):
+    cfg = small(backbone, *words)
+    model = build(cfg, VOCAB, CPU).double().requires_grad_(False)
+    for p in model.parameters():
+        p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
+    ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    with active(model):
+        trained = model.logits(ids)
+    if residuals(model):
+        fold_(model)
+    own, tensors = deployed(cfg, model.state_dict(), merge)
+    plain = Llama(small("full"), VOCAB).double()
+    plain.load_state_dict(tensors)
+    assert own.backbone.name == "full"
+    torch.testing.assert_close(plain.logits(ids), trained, rtol=1e-11, atol=1e-11)
+
+
+def test_merged_weights_are_formed_in_fp32_and_rounded_once():
+    cfg = small("sltrain")
+    model = build(cfg, VOCAB, CPU, torch.bfloat16).requires_grad_(False)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    _, tensors = deployed(cfg, model.state_dict())
+    p = model.model.layers[1].mlp.up_proj
+    exact = 32 / 8 * (p.b.weight.double() @ p.a.weight.double())
+    exact.view(-1)[p.index] += p.values.double()
+    found = tensors["model.layers.1.mlp.up_proj.weight"]
+    assert found.dtype == torch.bfloat16
+    half = 0.502 * torch.finfo(torch.bfloat16).eps * exact.abs()  # and fp32's own, where terms cancel
+    assert ((found.double() - exact).abs() <= half + 1e-5).all()
+
+
+@pytest.mark.parametrize("backbone", ["cola", "lost", "lax", "cola_lax"])
+def test_layers_that_are_no_matrix_are_not_merged(backbone):
+    cfg = small(backbone)
+    tensors = build(cfg, VOCAB, CPU).state_dict()
+    with pytest.raises(UserError, match=r"layers are no matrix: they cannot be merged"):
+        deployed(cfg, tensors, merge=True)
+    same, left = deployed(cfg, tensors)
+    assert same is cfg and left is tensors
+
+
+@pytest.mark.parametrize("precision", ["bf16_mixed", "bf16"])
+@pytest.mark.parametrize("backbone", ["relora", "sltrain"])
+def test_a_dense_deployment_is_a_plain_llama_at_the_end_and_from_a_checkpoint(train, tmp_path, backbone, precision):
+    merges = ["backbone.merge_every=3"] if backbone == "relora" else []
+    run = train(tmp_path / "run", f"backbone={backbone}", f"precision={precision}", "train.steps=4", *merges)
+    fold_checkpoint(run / "checkpoints" / "step_00000004", tmp_path / "again")
+    own, again = load_file(run / "folded" / FILE), load_file(tmp_path / "again" / FILE)
+    assert all(torch.equal(own[n], again[n]) for n in own) and own.keys() == again.keys()
+    assert own.keys() == Llama(small("full"), VOCAB).state_dict().keys()
+    assert json.loads((run / "folded" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert f"LLaMA tiny, {backbone}, merged into dense weights" in (run / "folded" / "README.md").read_text()
+
+
+def test_a_low_rank_run_is_merged_on_request_and_then_cast(train, tmp_path):
+    run = train(tmp_path / "run", "dlr=on", "precision=bf16_mixed", "train.steps=2")
+    checkpoint = run / "checkpoints" / "step_00000002"
+    done = fold(checkpoint, "--merge", "--dtype", "bfloat16", "--output", tmp_path / "merged")
+    assert "folded 14 layers, merged into dense weights, into" in done.stdout
+    factors, merged = load_file(run / "folded" / FILE), load_file(tmp_path / "merged" / FILE)
+    at = "model.layers.0.self_attn.o_proj"
+    product = factors[f"{at}.b.weight"] @ factors[f"{at}.a.weight"]
+    assert torch.equal(merged[f"{at}.weight"], product.bfloat16())
+    title = (tmp_path / "merged" / "README.md").read_text().splitlines()[0]
+    assert title == "# LLaMA tiny, lowrank + DLR (on), folded, merged into dense weights"
+
+
+def test_the_script_says_why_it_cannot_merge(train, tmp_path):
+    run = train(tmp_path / "run", "backbone=cola", "train.steps=1")
+    refused = fold(run / "checkpoints" / "step_00000001", "--merge")
+    assert refused.returncode == EXIT_FAILED and "Cola layers are no matrix" in refused.stderr

@@ -1,0 +1,39 @@
+"""Projections multiplied out: from a backbone's own tensors to those of a plain LLaMA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.models.linear import named_groups
+from dlr_pretrain.models.llama import Llama, backbone
+
+DENSE = Choice("full", {"factorized": False})
+
+
+def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tuple[Config, dict[str, Tensor]]:
+    """What is deployed where ``cfg`` was trained and ended with ``tensors``, folded: a configuration and its tensors.
+
+    A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA, with
+    ``merge`` any that can; the others stay what they are. Weights are formed in fp32 and rounded once to the dtype of
+    ``tensors``. Raises UserError where a backbone cannot be merged.
+    """
+    layer = backbone(cfg)
+    if not (merge or layer.deployed_dense) or cfg.backbone.name == DENSE.name:
+        return cfg, tensors
+    with torch.device("meta"):
+        model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
+    merged = dict(tensors)
+    for prefix, group in named_groups(model):
+        for name, projection in zip(group.spec.names, group.projections, strict=True):
+            own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
+            merged[f"{prefix}{name}.weight"] = layer.dense(own, cfg.backbone.knobs)
+    return replace(cfg, backbone=DENSE), merged
+
+
+def deployed_dense(cfg: Config) -> bool:
+    """Whether a run of ``cfg`` ends with a plain LLaMA."""
+    return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
