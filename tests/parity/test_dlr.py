@@ -11,38 +11,20 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from dlr_pretrain.cli import load
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, publish, residuals
 from dlr_pretrain.models.residual import Residual
+from tests.parity.reference import VOCAB, r_transposed, small
 
-VOCAB = 50
 LR = 1e-3
-
-
-def small(backbone: str, *overrides: str, layers: int = 2):
-    shape = "scale=tiny scale.hidden_size=32 scale.intermediate_size=91 scale.num_heads=2"
-    return load(
-        [
-            *shape.split(),
-            f"scale.num_layers={layers}",
-            "scale.rank=8",
-            f"backbone={backbone}",
-            "data=sample",
-            "logger=jsonl",
-            *overrides,
-        ]
-    )
+VARIANTS = (
+    *("lowrank", "cola", "lost backbone.rank=8 backbone.sparsity=0.2", "lost", "lax backbone.gate=dense", "lax"),
+    *("cola_lax", "cola_lax backbone.norm=output backbone.crossing=post_act backbone.recursive=false"),
+)
 
 
 def batch(seed: int = 0):
     return torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(seed))
-
-
-def r_transposed(d_out: int, rank: int) -> torch.Tensor:
-    """R^T [d_out, rank] entry by entry."""
-    copies = math.ceil(d_out / rank)
-    return torch.tensor([[1.0 if i // copies == j else 0.0 for j in range(rank)] for i in range(d_out)])
 
 
 class Layer(nn.Module):
@@ -120,17 +102,18 @@ def trajectory(cfg, steps: int, decay: float, offset: bool = False, towards_offs
     return folded_state(model, model.state_dict()), loss.item()
 
 
-@pytest.mark.parametrize("backbone", ["lowrank", "cola"])
-def test_weight_space_and_branch_train_alike(backbone):
-    weight = trajectory(small(backbone, "dlr=on"), 100, 0.1)
-    branch = trajectory(small(backbone, "dlr=on", "dlr.impl=branch"), 100, 0.1)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weight_space_and_branch_train_alike(variant):
+    weight = trajectory(small(*variant.split(), "dlr=on"), 100, 0.1)
+    branch = trajectory(small(*variant.split(), "dlr=on", "dlr.impl=branch"), 100, 0.1)
     assert weight[1] == pytest.approx(branch[1], rel=1e-12)
     for name in weight[0]:
         torch.testing.assert_close(weight[0][name], branch[0][name], rtol=0, atol=1e-12, msg=name)
 
 
-def test_weight_decay_alone_separates_dlr_from_an_initial_offset():
-    cfg = small("cola", "dlr=on")
+@pytest.mark.parametrize("variant", VARIANTS[1::2])
+def test_weight_decay_alone_separates_dlr_from_an_initial_offset(variant):
+    cfg = small(*variant.split(), "dlr=on")
 
     def distance(a, b):
         return max((a[0][n] - b[0][n]).abs().max().item() for n in a[0])
@@ -141,9 +124,10 @@ def test_weight_decay_alone_separates_dlr_from_an_initial_offset():
     assert distance(decayed, trajectory(cfg, 60, 1.0, offset=True, towards_offset=True)) < 1e-12
 
 
+@pytest.mark.parametrize("variant", VARIANTS[1::2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype):
-    model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"), dtype)
+def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype, variant):
+    model = build(small(*variant.split(), "dlr=on"), VOCAB, torch.device("cpu"), dtype)
     before = {name: p.clone() for name, p in model.state_dict().items()}
     with active(model):
         working = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -155,7 +139,7 @@ def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype):
         assert torch.equal(p, working[name]) and torch.equal(p, expected[name]), name
     assert torch.equal(model.logits(batch()[0]), logits)
 
-    plain = build(small("cola"), VOCAB, torch.device("cpu"), dtype)
+    plain = build(small(*variant.split()), VOCAB, torch.device("cpu"), dtype)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain.logits(batch()[0]), logits)
 
