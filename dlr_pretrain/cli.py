@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import CommandLine, read
-from dlr_pretrain.config.composition import VERSION_BASE, check, configure
+from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.errors import Stopped, UserError
 
@@ -27,7 +27,9 @@ def main(run: Callable[[Config], None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
     try:
         line = read(sys.argv[1:])
-        if not line.answers:
+        if line.answers:
+            answer_help()
+        else:
             _refuse_sweep_of_ranks(line)
             check(line, world_size())
         _hand_to_hydra(line, run)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import textwrap
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from hydra import compose, version
@@ -31,6 +33,7 @@ from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config
 
 VERSION_BASE = "1.3"
 resolvers.register()
+OmegaConf.register_new_resolver("overview", lambda: "", replace=True)  # of configs/hydra/help: see answer_help
 
 
 @contextmanager
@@ -188,12 +191,37 @@ def _checked_options(words: list[str], config_name: str) -> tuple[list[str], lis
             kept.append(word)
             continue
         near = nearest(str(value), options)
-        rule = "must be one of " + ", ".join(options)
+        rule = "must be one of " + ", ".join(_near_folder(str(value), options))
         problems.append(Problem(group, value_of(word), rule, f"Did you mean {near}?" if near else ""))
         certain = certain and near is not None
         if near:
             kept.append(f"{group}={near}")
     return kept, problems, certain
+
+
+def _near_folder(value: str, options: list[str]) -> list[str]:
+    """The options in the folder that ``value`` names or lies in; else those in none, and each folder once."""
+    folder = value.rpartition("/")[0] or value
+    inside = [option for option in options if option.startswith(f"{folder}/")]
+    return inside or list(dict.fromkeys(re.sub("/.*", "/...", option) for option in options))
+
+
+def answer_help() -> None:
+    """Fill ``${overview:}``: only where it is asked for, since Hydra evaluates it in every composition."""
+    OmegaConf.register_new_resolver("overview", cache(overview), replace=True)
+
+
+def overview(width: int = 80) -> str:
+    """The groups with their options, and of a folder of options their number; in a run of Hydra."""
+    lines = []
+    for group in sorted(GROUPS):
+        options = _options(group, "train", [])
+        folders = Counter(option.partition("/")[0] for option in options if "/" in option)
+        shown = [option for option in options if "/" not in option] + [f"{f}/ ({n})" for f, n in folders.items()]
+        entries = (entry.replace(" ", "\0") for entry in shown)  # a folder and its number stay on one line
+        line = textwrap.fill(f"{group}: " + ", ".join(entries), width, subsequent_indent="  ")
+        lines.append(line.replace("\0", " "))
+    return "\n".join(lines)
 
 
 def _options(group: str, config_name: str, search: list[str]) -> list[str]:

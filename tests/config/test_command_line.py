@@ -2,11 +2,16 @@
 
 import pytest
 
-from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.config import CONFIG_DIR, Config, ConfigError
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import check
 
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
+FOLDERS = "7b/..., ablation/..., long_26b/..., "
+
+
+def options(group: str) -> str:
+    return ", ".join(sorted(path.stem for path in (CONFIG_DIR / group).glob("*.yaml")))
 
 
 def configs(*argv: str, ranks: int = 1) -> list[Config]:
@@ -30,7 +35,7 @@ def own(tmp_path):
     files = {
         "backbone/gated.yaml": 'defaults: [lowrank]\nname: gated\ngate: 0.5\nactivation: "silu"\n',
         "scale/3b.yaml": "defaults: [1b]\nname: 3b\nnum_layers: 36\n",
-        "experiment/paper/table1.yaml": "# @package _global_\n"
+        "experiment/mine/grid.yaml": "# @package _global_\n"
         "defaults:\n  - override /scale: 1b\n  - override /backbone: cola\n"
         '  - override /dlr: "on"\n  - override /logger: jsonl\ntrain: {lr: 0.5}\n',
         "experiment/unquoted.yaml": "# @package _global_\ndefaults:\n  - override /dlr: on\n",
@@ -91,7 +96,7 @@ def test_the_hash_of_a_run_directory_is_stable():
 
 def test_an_option_in_another_folder(own):
     cfg = config(own, *SMALL, "backbone=gated", "backbone.gate=1")
-    assert cfg.backbone.knobs == {"factorized": True, "rank": 32, "gate": 1.0, "activation": "silu"}
+    assert cfg.backbone.knobs == config(*SMALL).backbone.knobs | {"gate": 1.0, "activation": "silu"}
     assert problems(own, *SMALL, "backbone=gated", "backbone.gat=1") == [
         "backbone.gat=1: no such key of backbone=gated. Did you mean backbone.gate?"
     ]
@@ -100,10 +105,10 @@ def test_an_option_in_another_folder(own):
 
 
 def test_a_recipe_chooses_and_the_command_line_wins(own):
-    cfg = config(own, "+experiment=paper/table1")
+    cfg = config(own, "+experiment=mine/grid")
     assert (cfg.scale.name, cfg.backbone.name, cfg.dlr.enabled, cfg.train.lr) == ("1b", "cola", True, 0.5)
-    assert cfg.run.dir.startswith("runs/1b-cola-dlr_on-table1-s42-")
-    cfg = config(own, "+scale=350m", "experiment=paper/table1", "train.lr=0.25")
+    assert cfg.run.dir.startswith("runs/1b-cola-dlr_on-grid-s42-")
+    cfg = config(own, "+scale=350m", "experiment=mine/grid", "train.lr=0.25")
     assert (cfg.scale.name, cfg.backbone.name, cfg.train.lr) == ("350m", "cola", 0.25)
     assert config("experiment=null") == config()
 
@@ -120,9 +125,11 @@ def test_mistakes_in_a_recipe(own):
     assert problems(own, "experiment=lost") == [
         "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
     ]
-    assert problems(own, "experiment=table1") == [
-        "experiment=table1: must be one of lost, paper, typo, unquoted, paper/table1. Did you mean paper/table1?"
+    assert problems(own, "experiment=grid") == [
+        f"experiment=grid: must be one of lost, paper, typo, unquoted, {FOLDERS}mine/..., table1/.... "
+        "Did you mean mine/grid?"
     ]
+    assert problems(own, "experiment=mine") == ["experiment=mine: must be one of mine/grid. Did you mean mine/grid?"]
     assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
 
 
@@ -133,12 +140,12 @@ def test_mistakes_in_a_recipe(own):
     ("word", "problem"),
     [
         ("+scal=1b", "scal=1b: no such key. Did you mean scale=1b?"),
-        ("+backbone=colla", "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?"),
+        ("+backbone=colla", f"backbone=colla: must be one of {options('backbone')}. Did you mean cola?"),
         ("scale=9z", "scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("dlr=maybe", "dlr=maybe: must be one of off, on"),
+        ("dlr=maybe", f"dlr=maybe: must be one of {options('dlr')}"),
         ("logger=null", "logger=null: must be one of jsonl, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("experiment=x", "experiment=x: must be one of paper"),
+        ("experiment=x", f"experiment=x: must be one of paper, {FOLDERS}table1/..."),
         ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("lr=1", "lr=1: no such key. Did you mean train.lr?"),
@@ -193,7 +200,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once():
     assert problems(*argv, "train.global_batch=7", "logger.entity=me", "logger=jsonl", ranks=2) == [
         "--compile=no: not a flag of this command. Write compile=no",
         "scal=tiny: no such key. Did you mean scale=tiny?",
-        "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?",
+        f"backbone=colla: must be one of {options('backbone')}. Did you mean cola?",
         "train.lrr=1: no such key. Did you mean train.lr?",
         "train.steps=many: must be a whole number",
         "train.global_batch=7: must be a multiple of the 2 ranks. Try 6 or 8",
@@ -216,7 +223,7 @@ def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
     assert [(cfg.dlr.name, cfg.train.lr) for cfg in jobs] == [("on", 1), ("on", 2), ("off", 1), ("off", 2)]
     assert problems("-m", *SMALL, "backbone=cola,colla", "seed=1,-1") == [
         "seed=-1: must be at least 0",
-        "backbone=colla: must be one of cola, full, lowrank. Did you mean cola?",
+        f"backbone=colla: must be one of {options('backbone')}. Did you mean cola?",
     ]
     assert problems("-m", *SMALL, "log.every=1,2") == [
         "run.dir=runs/tiny-lowrank-dlr_off-sample-s42: several jobs of this sweep would share the run directory"

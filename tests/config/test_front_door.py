@@ -1,6 +1,7 @@
 """train.py as a process: what it prints, what it leaves behind, and the code that it exits with."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -48,6 +49,9 @@ def test_help_is_one_screen(tmp_path):
     assert len(lines) < 40
     assert max(map(len, lines)) <= 80
     assert "scale: 130m, 1b, 350m, 60m, 7b, tiny" in lines
+    assert re.search(
+        r"^experiment: paper, 7b/ \(\d+\), ablation/ \(\d+\), .*table1/ \(\d+\)$", done.stdout, re.MULTILINE
+    )
 
 
 def test_cfg_prints_the_composed_configuration(tmp_path):
@@ -128,4 +132,4 @@ def test_torchrun_is_told_the_reason(stub, tmp_path):
 def test_completion_still_works(tmp_path):
     line = {"COMP_LINE": "train.py backbone=", "COMP_POINT": "18"}
     done = python(str(ROOT / "train.py"), "-sc", "query=bash", cwd=tmp_path, **line)
-    assert done.stdout.split() == ["backbone=cola", "backbone=full", "backbone=lowrank"]
+    assert done.stdout.split() == [f"backbone={path.stem}" for path in sorted((ROOT / "configs/backbone").glob("*"))]
