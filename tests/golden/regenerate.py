@@ -31,6 +31,12 @@ CHOICES = {
     "lowrank+dlr": ("backbone=lowrank", "dlr=on"),
     "cola": ("backbone=cola",),
     "cola+dlr": ("backbone=cola", "dlr=on"),
+    "lost": ("backbone=lost",),
+    "lost+dlr": ("backbone=lost", "dlr=on"),
+    "lax": ("backbone=lax",),
+    "lax+dlr": ("backbone=lax", "dlr=on"),
+    "cola_lax": ("backbone=cola_lax",),
+    "cola_lax+dlr": ("backbone=cola_lax", "dlr=on"),
 }
 VOCAB = 40
 
