@@ -47,7 +47,11 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
                 "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
                 "adam_eps": "optimizer.eps"}  # fmt: skip
     idle = idle_knobs(cfg)
-    idle |= {f"scale.{name}": f"{other} is given" for name, other in shadowed.items() if other in given}
+    for name, other in shadowed.items():
+        if other in given:
+            idle[f"scale.{name}"] = f"{other} is given"
+        elif values.get(other) not in (None, values[f"scale.{name}"]):
+            idle[f"scale.{name}"] = f"the recipe sets {other}"
     if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
     elif "backbone.rank" in given:

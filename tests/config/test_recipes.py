@@ -18,8 +18,8 @@ METHODS = [
 RECIPES = sorted(
     str(p.relative_to(CONFIG_DIR / "experiment").with_suffix("")) for p in (CONFIG_DIR / "experiment").rglob("*.yaml")
 )
-SCALES = {"7b": ("7b",), "long_26b": ("1b",)}  # of a folder, where not those of Table 1
-TWINS = ("60m", "1b")
+EXTREMES = ("60m", "1b")  # for recipes without a value of their own for a scale
+SCALES = {"7b": ("7b",), "long_26b": ("1b",), "ablation": EXTREMES}  # of a folder, where not those of Table 1
 
 # The authors' sheets: a value, or one for each of 60m, 130m, 350m, 1b and, where there is one, 7b.
 DLR_PAPER = {
@@ -143,6 +143,10 @@ def differences(one: str, other: str, scale: str) -> set[str]:
     return {key for key in a | b if a.get(key) != b.get(key)}
 
 
+def scales_of(recipe: str) -> tuple[str, ...]:
+    return EXTREMES if recipe.endswith("_packed") else SCALES.get(recipe.partition("/")[0], TABLE1)
+
+
 def at(value: object, column: int) -> object:
     return value[column] if isinstance(value, tuple) else value
 
@@ -153,8 +157,7 @@ def reaches(value: object, column: int) -> bool:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_composes_at_every_scale_that_it_is_for(recipe):
-    folder = recipe.partition("/")[0]
-    for scale in TWINS if recipe.endswith("_packed") else SCALES.get(folder, TABLE1):
+    for scale in scales_of(recipe):
         words = ["train.lr=0.001"] if recipe == "table1/lowrank_authors" and scale != "60m" else []
         cfg = compose(recipe, scale, *words)
         assert validate(cfg, world_size=8) == []
@@ -176,7 +179,7 @@ def test_every_method_of_table_1_has_a_recipe_and_a_packed_twin():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_twin_differs_in_packing_alone(method):
-    for scale in TWINS:
+    for scale in EXTREMES:
         assert differences(f"table1/{method}", f"table1/{method}_packed", scale) == {"data.packing"}
 
 
