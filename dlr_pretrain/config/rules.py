@@ -135,6 +135,12 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must not exceed train.steps={t.steps}")
+    merge_every, restart = (cfg.backbone.knobs.get(knob) for knob in ("merge_every", "restart_warmup"))
+    if merge_every is not None and merge_every >= t.steps:
+        rule = f"must be below train.steps={t.steps}: nothing would be merged"
+        yield Problem("backbone.merge_every", merge_every, rule, "Use backbone=lora for that")
+    elif merge_every is not None and restart >= merge_every:
+        yield Problem("backbone.restart_warmup", restart, f"must be below backbone.merge_every={merge_every}")
 
 
 def _data(cfg: Config) -> Iterator[Problem]:

@@ -18,6 +18,7 @@ from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.train import merging
 from dlr_pretrain.train.checkpoint import Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.evaluate import Evaluator
@@ -114,7 +115,8 @@ class Trainer:
             last = self.step == steps
             evaluate = last or self.step % self.cfg.eval.every == 0
             save = last or self.step % self.cfg.checkpoint.every == 0 or self.step == stop_after
-            records = self.completed(everything=evaluate or save)
+            merge = merging.is_due(self.cfg, self.step)
+            records = self.completed(everything=evaluate or save or merge)
             if self.stopping and not last:
                 save = True
                 records += self.completed(everything=True)
@@ -126,6 +128,9 @@ class Trainer:
                 self.console.step(record, self.throughput.seconds_per_step())
             if self.broken:
                 self.give_up(*self.broken)
+            if merge:
+                with self.throughput.paused():
+                    merging.merge(self.cfg, self.weights, self.optimizer, self.step)
             if save:
                 with self.throughput.paused():
                     self.checkpoint()

@@ -1,0 +1,108 @@
+"""ReLoRA's merges in a run: where they fall, what they change, and that an interruption changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.metrics import Pending
+from tests.conftest import torchrun
+from tests.resume.test_resume import assert_same, final
+
+pytestmark = pytest.mark.usefixtures("no_export")
+RELORA = ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2", "checkpoint.keep_last=99")
+AT = "model.layers.0.mlp.down_proj"
+
+
+def saved(folder, step: int) -> dict:
+    where = folder / "checkpoints" / f"step_{step:08d}"
+    return load_file(where / "model.safetensors") | load_file(where / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+def test_interrupted_around_merges_equals_undisturbed(train, tmp_path, precision):
+    choice = (*RELORA, f"precision={precision}", "backbone.prune_ratio=0.9")
+    whole = final(train(tmp_path / "whole", *choice))
+    assert [r["step"] for r in whole[1]] == list(range(1, 21))
+    for stop in (5, 6, 7, 12, 17):
+        with pytest.raises(Stopped, match=f"after step {stop} of 20"):
+            train(tmp_path / "parts", *choice, f"train.stop_after={stop}")
+    assert_same(final(train(tmp_path / "parts", *choice)), whole)
+    for step in (5, 10, 15, 20):
+        one, other = saved(tmp_path / "whole", step), saved(tmp_path / "parts", step)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
+    folder = train(tmp_path / "run", *RELORA, "checkpoint.every=1", "train.steps=8", "train.warmup_steps=0")
+    before, merged, after = (saved(folder, step) for step in (5, 6, 7))
+    initial = saved(folder, 1)
+    assert torch.equal(before[f"{AT}.weight"], initial[f"{AT}.weight"])
+    assert not torch.equal(merged[f"{AT}.weight"], before[f"{AT}.weight"])
+    assert before[f"{AT}.b.weight"].any() and not merged[f"{AT}.b.weight"].any()
+    assert not torch.equal(merged[f"{AT}.a.weight"], before[f"{AT}.a.weight"])
+    moments = [merged[name] for name in merged if "_proj." in name and name.endswith("/exp_avg")]
+    kept = sum(m.count_nonzero().item() for m in moments) / sum(m.numel() for m in moments)
+    assert len(moments) == 28 and 0 < kept < 0.005  # prune_ratio 0.999
+    assert merged["lm_head.weight/exp_avg"].count_nonzero() > 0.9 * merged["lm_head.weight/exp_avg"].numel()
+    assert torch.equal(after[f"{AT}.weight"], merged[f"{AT}.weight"])
+    rates = [r["train/lr"] for r in read_metrics(folder / "metrics.jsonl")]
+    assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
+
+
+def test_nothing_is_merged_after_the_last_step(train, tmp_path):
+    folder = train(tmp_path / "run", *RELORA, "train.steps=12")
+    assert saved(folder, 12)[f"{AT}.b.weight"].any()
+
+
+def test_masters_take_up_what_the_working_weights_would_round_away(train, tmp_path):
+    folder = train(tmp_path / "run", *RELORA, "precision=bf16_mixed", "checkpoint.every=1", "train.steps=7")
+    before, merged = saved(folder, 5), saved(folder, 6)
+    change = merged[f"{AT}.weight"] - before[f"{AT}.weight"]
+    assert merged[f"{AT}.weight"].dtype == torch.float32 and change.count_nonzero() > 0.99 * change.numel()
+    assert torch.linalg.matrix_rank(change.double(), rtol=1e-4) == 8
+
+
+class Late(Pending):
+    """Metrics a step late, as on a GPU."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.lag = 1
+
+    def push(self, step: int, values: torch.Tensor) -> None:
+        self.queue.append((step, values, None))
+
+
+def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", Late)
+    choice = ("backbone=relora", "backbone.merge_every=2", "backbone.restart_warmup=0", "train.warmup_steps=0")
+    with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
+        train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
+    state = saved(tmp_path / "run", 1)
+    assert state[f"{AT}.b.weight"].any() and all(torch.isfinite(t).all() for t in state.values())
+
+
+@pytest.mark.parametrize(("knob", "rule"), [
+    ("merge_every=20", r"backbone\.merge_every=20: must be below train\.steps=20: nothing would be merged.*lora"),
+    ("restart_warmup=6", r"backbone\.restart_warmup=6: must be below backbone\.merge_every=6"),
+])  # fmt: skip
+def test_merges_without_effect_are_refused(words, knob, rule):
+    kept = [word for word in RELORA if not word.startswith(f"backbone.{knob.split('=')[0]}")]
+    with pytest.raises(ConfigError, match=rule):
+        load(words(*kept, f"backbone.{knob}"))
+
+
+@pytest.mark.slow
+def test_ranks_merge_alike(train, words, tmp_path):
+    whole = final(train(tmp_path / "whole", *RELORA))
+    stopped = torchrun(words(f"run.dir={tmp_path}/parts", *RELORA, "train.stop_after=14"), ranks=2)
+    assert stopped.returncode != 0 and "stopped after step 14 of 20" in stopped.stderr
+    parts = final(train(tmp_path / "parts", *RELORA))
+    for a, b in zip(parts[1], whole[1], strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
