@@ -19,7 +19,7 @@ from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 def validate(cfg: Config, world_size: int) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks."""
     found = list(_batch(cfg, world_size))
-    for rules in (_model, _dlr, _schedule, optimizer_problems, _data, _files):
+    for rules in (_model, _dlr, _schedule, _start, optimizer_problems, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
@@ -60,6 +60,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= {name: f"dlr={cfg.dlr.name}" for name in values if name.startswith("dlr.")}
     elif cfg.dlr.grouping != "random":
         idle["dlr.grouping_seed"] = f"dlr.grouping={cfg.dlr.grouping}"
+    if cfg.train.init_from is not None:
+        idle["backbone.init"] = "the factors start from train.init_from"
     if source != "c4":
         idle["data.dataset"] = f"data={source}"
     if source == "c4":
@@ -168,6 +170,22 @@ def _shards(cfg: Config) -> Iterator[Problem]:
             path = os.path.join(root or "", pattern)
             if not any(os.path.isfile(f) for f in glob.iglob(path, recursive=True)):
                 yield Problem(name, pattern, f"no file matches {path}")
+
+
+def _start(cfg: Config) -> Iterator[Problem]:
+    folder, names = cfg.train.init_from, ("model.safetensors", "model.safetensors.index.json")
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
+    elif not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+        yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
+    if cfg.backbone.name == "sltrain":
+        rule = "backbone=sltrain starts with B = 0 and a random support, which hold no dense weight"
+        yield Problem("train.init_from", folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
+    if cfg.dlr.enabled and not cfg.dlr.train_b:
+        rule = f"a B that dlr={cfg.dlr.name} holds at zero takes no start"
+        yield Problem("train.init_from", folder, rule, "Use dlr.train_b=true, or leave it out")
 
 
 def _files(cfg: Config) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from dlr_pretrain.deploy.tokenizer import read_spiece
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
 from dlr_pretrain.train.console import Console, count, duration, plural
@@ -60,11 +61,14 @@ class Run:
             self.console.say(f"{self.dir} is complete.")
             return self.console.say(farewell(self.cfg, self.dir))
 
+        vocab_size = self.cfg.scale.vocab_size or self.tokenizer.vocab_size
+        start = self.open_start(vocab_size) if snapshot is None else None
         self.runtime.use_device()
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
-        vocab_size = self.cfg.scale.vocab_size or self.tokenizer.vocab_size
         dtype = STATE_DTYPE[self.cfg.precision.name]
         model = build(self.cfg, vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
+        if start:
+            start.put_into_(model)
         self.runtime.broadcast(model.state_dict().values())
         weights = Weights(model, self.cfg.precision.name)
         self.summarize(weights, snapshot)
@@ -109,6 +113,11 @@ class Run:
         found = self.runtime.on_main(find)
         return checkpoint.load(found) if found else None
 
+    def open_start(self, vocab_size: int) -> DenseStart | None:
+        """The dense model that a new run starts from, if any."""
+        folder = self.cfg.train.init_from
+        return self.runtime.main_first(lambda: DenseStart(Path(folder), self.cfg, vocab_size)) if folder else None
+
     def summarize(self, weights: Weights, snapshot: Snapshot | None) -> None:
         """What will be trained, on the console."""
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
@@ -131,6 +140,8 @@ class Run:
             "precision": f"{cfg.precision.name}, {describe_device(self.runtime.device)}, torch {torch.__version__}"
             f"{', compiled' if cfg.compile else ''}",
         }
+        if cfg.train.init_from and not snapshot:
+            table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
             table["resuming"] = f"after step {snapshot.state['step']:,}"
         self.console.summary(table)

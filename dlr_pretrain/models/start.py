@@ -1,0 +1,109 @@
+"""A dense model as the start of a run (``train.init_from``)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models.linear import named_groups
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class DenseStart:
+    """The dense LLaMA in ``folder``: ``model.safetensors``, or shards with their index, and perhaps a ``config.json``.
+
+    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as a
+    full-rank export of this framework and transformers write it. Only headers are read until ``put_into_``.
+    Raises UserError with all that does not fit.
+    """
+
+    def __init__(self, folder: Path, cfg: Config, vocab_size: int):
+        self.folder = folder
+        try:
+            self.files = _files(folder)
+            wrong = _wrong_shapes(self.files, cfg, vocab_size) + _wrong_facts(folder / "config.json", cfg)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
+            raise self._refused([f"cannot be read: {type(error).__name__}: {error}"]) from error
+        if wrong:
+            raise self._refused(wrong)
+
+    def _refused(self, wrong: list[str]) -> UserError:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        mend = "Name the folder of a dense model of this scale, with as many rows as scale.vocab_size"
+        return UserError("\n  ".join([f"train.init_from={self.folder}: {mend}", *wrong[:10], *more]))
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    @torch.no_grad()
+    def put_into_(self, model: Llama) -> None:
+        """Start ``model`` from these weights: embeddings, norms and head as they are, projections as each group can.
+
+        Where a residual will be published into an up-projection, it is taken off beforehand: the first forward
+        multiplies by what the dense weights gave.
+        """
+        device, left = model.lm_head.weight.device, set(self.files)
+        for prefix, group in named_groups(model):
+            names = [f"{prefix}{name}.weight" for name in group.spec.names]
+            group.start_from_([self.read(name).to(device) for name in names])
+            left -= set(names)
+        for name in left:
+            model.get_parameter(name).copy_(self.read(name))
+        for _, linear in residuals(model):
+            entries = linear.residual.entries(linear.weight)
+            linear.residual.add(linear.weight, entries, getattr(linear, "dlr_alpha", None), share=-1.0)
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor, by its name."""
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / WEIGHTS)
+
+
+def _wrong_shapes(files: dict[str, Path], cfg: Config, vocab_size: int) -> list[str]:
+    with torch.device("meta"):
+        dense = Llama(replace(cfg, backbone=Choice("full", {})), vocab_size, grouped=False).state_dict()
+    expected = {name: list(tensor.shape) for name, tensor in dense.items()}
+    shapes: dict[str, list[int]] = {}
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if files.get(name) == path}  # noqa: SIM118
+    wrong = [f"{name}: missing" for name in expected if name not in shapes]
+    wrong += [f"{name}: not a tensor of a plain LLaMA" for name in files if name not in expected]
+    return wrong + [
+        f"{name}: has shape {shapes[name]} instead of {expected[name]}"
+        for name in expected
+        if name in shapes and shapes[name] != expected[name]
+    ]
+
+
+def _wrong_facts(path: Path, cfg: Config) -> list[str]:
+    """What shapes do not show, as far as ``path`` says it, in the forms of transformers 4 and 5."""
+    if not path.exists():
+        return []
+    found = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
+    rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
+    found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
+    found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+    heads = cfg.scale.num_heads
+    wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": "silu",
+              "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default"}  # fmt: skip
+    return [
+        f"config.json: {name} is {found[name]}, here {value}"
+        for name, value in wanted.items()
+        if found.get(name, value) != value
+    ]

@@ -1,0 +1,175 @@
+"""A dense model as the start of a run: what it computes at first, and what is refused as one."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.deploy.export import model_config, write_weights
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.models import build
+from dlr_pretrain.models.dlr import active
+from dlr_pretrain.models.start import DenseStart
+from tests.parity.reference import VOCAB, small
+from tests.resume.test_resume import assert_same, final
+
+CPU = torch.device("cpu")
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """A full-rank model in fp32, its norms not one."""
+    model = build(small("full"), VOCAB, CPU).requires_grad_(False)
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.copy_(torch.randn(p.shape, generator=generator) / 6 if p.dim() > 1 else 0.5 + torch.rand(p.shape))
+    return model
+
+
+@pytest.fixture
+def folder(dense, tmp_path):
+    write_weights(tmp_path, dense.state_dict())
+    return tmp_path
+
+
+def started(cfg, folder, dtype=torch.float64):
+    model = build(cfg, VOCAB, CPU, dtype)
+    DenseStart(folder, cfg, VOCAB).put_into_(model)
+    return model.requires_grad_(False)
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("words", [
+    ("full",),
+    ("lora",),
+    ("relora",),
+    ("lowrank", "backbone.rank=32"),
+    ("lowrank", "backbone.rank=32", "dlr=on"),
+    ("lowrank", "backbone.rank=32", "dlr=on", "dlr.impl=branch"),
+    ("lowrank", "backbone.rank=32", "dlr=on", "dlr.learn_alpha=true", "dlr.grouping=random"),
+    ("lowrank", "backbone.rank=32", "dlr=on", "dlr.mode=decayed_offset"),
+    ("lowrank", "backbone.rank=32", "backbone.latent_scale=0.25", "dlr=on"),
+    ("lowrank", "backbone.rank=32", "backbone.learn_latent_scale=true"),
+    ("lost", "backbone.rank=32", "backbone.gamma=1.0", "backbone.activation=none", "dlr=on"),
+])  # fmt: skip
+def test_at_full_rank_the_start_computes_what_the_dense_model_computes(dense, folder, ids, words):
+    model = started(small(*words), folder)
+    with active(model):
+        found = model.logits(ids)
+    torch.testing.assert_close(found, copy.deepcopy(dense).double().logits(ids), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dlr", ["on", "off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_projection_starts_as_its_best_approximation(dense, folder, dlr, dtype):
+    model = started(small("lowrank", f"dlr={dlr}"), folder, dtype)
+    eps = torch.finfo(dtype).eps
+    for name in ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
+        u, s, vh = torch.linalg.svd(dense.get_parameter(f"model.layers.1.{name}.weight").double())
+        best = u[:, :8] * s[:8] @ vh[:8]
+        p = model.get_submodule(f"model.layers.1.{name}")
+        with active(model):
+            product = p.b.weight.double() @ p.a.weight.double()
+        assert (product - best).abs().max() < 8 * eps * s[0]
+    assert torch.equal(model.model.norm.weight, dense.model.norm.weight.to(dtype))
+    assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight.to(dtype))
+
+
+def test_shards_and_what_transformers_writes_are_read(dense, folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    whole = DenseStart(folder, small("full"), VOCAB)
+    (tmp_path / "shards").mkdir()
+    write_weights(tmp_path / "shards", dense.state_dict(), shard_bytes=20_000)
+    settings = model_config(small("full"), VOCAB, torch.float32)
+    del settings["model_type"], settings["architectures"]
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    theirs.load_state_dict(dense.state_dict())
+    theirs.save_pretrained(tmp_path / "theirs")
+    for other in ("shards", "theirs"):
+        start = DenseStart(tmp_path / other, small("full"), VOCAB)
+        assert start.files.keys() == whole.files.keys() and not (tmp_path / "shards" / FILE).exists()
+        assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
+
+
+def rewritten(folder, change) -> None:
+    tensors = load_file(folder / FILE)
+    change(tensors)
+    save_file(tensors, folder / FILE)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
+    (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), "q_proj.bias: not a tensor of a"),
+    (lambda t: t.update({"lm_head.weight": torch.ones(60, 32)}), r"lm_head.weight: has shape \[60, 32\] instead of \["),
+])  # fmt: skip
+def test_tensors_that_do_not_fit_are_named(folder, change, message):
+    rewritten(folder, change)
+    with pytest.raises(UserError, match=message):
+        DenseStart(folder, small("lora"), VOCAB)
+
+
+@pytest.mark.parametrize(("facts", "message"), [
+    ({"num_attention_heads": 4}, "num_attention_heads is 4, here 2"),
+    ({"rope_theta": 5e5}, "rope_theta is 500000.0, here 10000.0"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0, here 10000.0"),
+    ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear, here default"),
+    ({"num_key_value_heads": 1, "rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, here 1e-06"),
+])  # fmt: skip
+def test_what_shapes_do_not_show_is_read_from_the_configuration(folder, facts, message):
+    sound = {"num_attention_heads": 2, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-6}
+    (folder / "config.json").write_text(json.dumps(sound))
+    DenseStart(folder, small("lora"), VOCAB)
+    (folder / "config.json").write_text(json.dumps(sound | facts))
+    with pytest.raises(UserError, match=message):
+        DenseStart(folder, small("lora"), VOCAB)
+
+
+@pytest.mark.parametrize("file", [FILE, "model.safetensors.index.json", "config.json"])
+def test_damaged_files_are_named(folder, file):
+    (folder / file).write_text("[1]")
+    with pytest.raises(UserError, match=r"cannot be read: "):
+        DenseStart(folder, small("lora"), VOCAB)
+
+
+@pytest.mark.parametrize(("words", "problem"), [
+    (("backbone=lora", "train.init_from=/nowhere"), r"train\.init_from=/nowhere: no such folder"),
+    (("backbone=lora", "train.init_from=EMPTY"), r"train\.init_from=.*: holds neither model\.safetensors nor"),
+    (("backbone=sltrain", "train.init_from=FOLDER"), r"backbone=sltrain starts with B = 0 and a random support"),
+    (("dlr=no_b", "train.init_from=FOLDER"), r"a B that dlr=no_b holds at zero takes no start"),
+    (("backbone.init=xavier", "train.init_from=FOLDER"), r"backbone\.init=xavier: would be ignored"),
+])  # fmt: skip
+def test_the_command_line_refuses_what_cannot_start(folder, tmp_path_factory, words, problem):
+    places = {"FOLDER": str(folder), "EMPTY": str(tmp_path_factory.mktemp("empty"))}
+    given = [word.replace(place, path) for word in words for place, path in places.items() if place in word]
+    given += [word for word in words if not any(place in word for place in places)]
+    with pytest.raises(ConfigError, match=problem):
+        load(["scale=tiny", "data=sample", "logger=jsonl", *given])
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_run_starts_from_another_runs_export_and_a_resumed_one_does_not(train, tmp_path):
+    source = train(tmp_path / "dense", "backbone=full", "train.steps=3") / "folded"
+    choice = ("backbone=lora", f"train.init_from={source}", "train.steps=4", "precision=bf16_mixed")
+    whole = final(train(tmp_path / "whole", *choice))
+    weights = load_file(source / FILE)
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *choice, "train.stop_after=2")
+    state = load_file(tmp_path / "parts" / "checkpoints" / "step_00000002" / FILE)
+    frozen = [name for name in state if name.endswith("_proj.weight")]
+    assert len(frozen) == 14 and all(torch.equal(state[name], weights[name]) for name in frozen)
+    rewritten(source, lambda tensors: [t.zero_() for t in tensors.values()])
+    assert_same(final(train(tmp_path / "parts", *choice)), whole)
+    shutil.rmtree(tmp_path / "parts")
+    assert final(train(tmp_path / "parts", *choice))[1] != whole[1]
