@@ -18,11 +18,12 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def torchao_optim():
     """torchao's optimizers, without what the package says of its other parts while it is imported."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         import torchao.optim
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
     return torchao.optim
 

@@ -66,7 +66,8 @@ class Trainer:
     # One step
 
     def update(self, batch: Batch, lr: float) -> Tensor:
-        """One optimizer update from one global batch. The host waits for nothing.
+        """One optimizer update from one global batch. The host waits for nothing but, with optimizers
+        other than adamw, for whether to mask.
 
         An update whose loss or gradient is not finite, or for which a rank has no data, changes nothing, and neither
         does any after it. Returns device metrics: mean loss, gradient norm before clipping, whether the update was

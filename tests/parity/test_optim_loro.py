@@ -82,7 +82,7 @@ def test_50_steps_follow_the_formula(columns):
             k, moments = 0, {name: [0.0, 0.0] for name in "abe"}
         else:
             a, b = ((1 - 0.1 * eta) * (x - eta * R / HIDDEN * dx) for x, dx in ((a, da), (b, db)))
-        torch.testing.assert_close(product(optimizer), b @ a.T, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(product(optimizer), b @ a.T, rtol=0, atol=1e-12)
     torch.testing.assert_close(parameters[EMBEDDING].detach(), embedding, rtol=1e-12, atol=1e-13)
     assert (b @ a.T - target).norm() < 0.8 * (start()[B] @ start()[A] - target).norm()
 
