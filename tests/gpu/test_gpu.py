@@ -129,28 +129,12 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_trains_masks_and_goes_through_its_tensors(trainer, optimizer, precision):
+def test_every_optimizer_trains(trainer, optimizer, precision):
     if optimizer == "adamw_8bit":
         pytest.importorskip("torchao")
-    choice = (*OPTIMIZERS[optimizer], f"optimizer={optimizer}", f"precision={precision}")
-    one, two = trainer(*choice), trainer(*choice)
-    losses = [one.update(batch, 1e-3)[0].item() for batch in steps(10)]
-    assert losses[-1] < losses[0]
-    before = {name: value.clone() for name, value in (one.weights.state | one.optimizer.state_tensors()).items()}
-    assert all(value.device.type == "cuda" or name.endswith("/step") for name, value in before.items())
-    one.masked.fill_(1.0)
-    one.update(steps(11)[10], 1e-3)
-    assert all(torch.equal(before[n], v) for n, v in (one.weights.state | one.optimizer.state_tensors()).items())
-    one.masked.zero_()
-    two.weights.load(one.weights.state)
-    two.optimizer.load_state_tensors(one.optimizer.state_tensors(), one.optimizer.state_layout())
-    for p, q in zip(one.weights.optimized.values(), two.weights.optimized.values(), strict=True):
-        p.grad = torch.randn_like(p)
-        q.grad = p.grad.clone()
-    for a in (one, two):
-        a.optimizer.update(1e-3, skip=torch.zeros((), device=DEVICE))
-    for (name, p), q in zip(one.weights.state.items(), two.weights.state.values(), strict=True):
-        assert torch.equal(p, q), name
+    a = trainer(*OPTIMIZERS[optimizer], f"optimizer={optimizer}", f"precision={precision}")
+    losses = [a.update(batch, 1e-3)[0].item() for batch in steps(10)]
+    assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
