@@ -1,9 +1,20 @@
-"""Arithmetic of a model, counted from its modules: low-rank layers count as low-rank."""
+"""Arithmetic of a model, counted from the products that its code runs: low-rank layers count as low-rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
 import torch
-from torch import nn
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models.llama import Llama, build
 
 # Dense bf16 peaks of the data sheets, FLOP/s, by the driver's exact name: variants differ, and so do slices of a GPU.
 # A GPU that is not listed has no MFU.
@@ -22,14 +33,67 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(model: nn.Module, seq_len: int, hidden_size: int, num_layers: int) -> float:
-    """FLOPs of forward and backward for one position: 6 for each weight of a matrix product, and causal attention.
+def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
+    """FLOPs of forward and backward for one position, in micro-batches of ``micro_batch`` sequences.
 
-    Embedding rows, padding and recomputation do not count.
+    2 for each weight that multiplies a position, 4 more in the backward pass, 2 where the weight is frozen; causal
+    attention as 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its weights), are
+    shared out. Embedding rows, padding, elementwise work and recomputation do not count, and neither does the
+    optimizer. The count is of the model's own code, on the meta device.
     """
-    embedding = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    weights = sum(p.numel() for p in model.parameters() if p.dim() == 2 and id(p) not in embedding)
-    return 6.0 * weights + 6.0 * seq_len * hidden_size * num_layers
+    d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
+    shallow = [_products(cfg, vocab_size, layers) for layers in (min(depth, 2), min(depth, 3))]
+    beyond = max(depth - 3, 0)  # blocks are equal from the second on
+    a_token, once = (last + beyond * (last - first) for first, last in zip(*shallow, strict=True))
+    return a_token + once / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
+
+
+def _products(cfg: Config, vocab_size: int, num_layers: int) -> tuple[int, int]:
+    """FLOPs of all products but attention's with ``num_layers`` blocks: for each position, and for each micro-batch."""
+    train = replace(cfg.train, activation_checkpointing="none")
+    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers), train=train)
+    with torch.device("meta"):
+        model = Llama(cfg, vocab_size, grouped=False)  # no padding
+    for name, p in build(cfg, vocab_size, torch.device("meta")).named_parameters():
+        if not p.requires_grad:
+            model.get_parameter(name).requires_grad_(False)
+    few, many = (_count(model, positions) for positions in (8, 16))
+    a_position = (many - few) // 8
+    return a_position, few - 8 * a_position
+
+
+def _count(model: Llama, positions: int) -> int:
+    ids = torch.zeros(1, positions, dtype=torch.int64, device="meta")
+    with attention_as_on_a_gpu(), _Products() as products:
+        model(ids, ids).backward()
+    model.zero_grad()
+    return products.flops
+
+
+class _Products(TorchDispatchMode):
+    """Sums the FLOPs of matrix products, those inside attention excepted."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        packet = func.overloadpacket
+        if packet in flop_registry and "attention" not in str(packet):
+            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@contextmanager
+def attention_as_on_a_gpu() -> Iterator[None]:
+    """Within, attention on the meta device is the operator that a GPU runs: meta would take the one that forms all
+    weights [T, T].
+    """
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    with patch.object(F, "scaled_dot_product_attention", flash):
+        yield
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -58,8 +58,7 @@ class Trainer:
         self.masked = torch.zeros((), device=runtime.device)  # 1 from the first update on that could not be applied
         self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
         self.pending, self.throughput = Pending(runtime.device), Throughput()
-        shape = cfg.scale.hidden_size, cfg.scale.num_layers
-        self.flops_per_token = flops_per_token(weights.model, cfg.train.seq_len, *shape)
+        self.flops_per_token = flops_per_token(cfg, weights.model.lm_head.out_features, self.micro_batch)
         self.peak = peak_flops(runtime.device)
 
     # ------------------------------------------------------------------------------------------------

@@ -8,38 +8,81 @@ import torch
 from dlr_pretrain.analysis import flops
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.cli import load
-from dlr_pretrain.models import build
 from dlr_pretrain.models.llama import padded
 
 SHAPES = {"tiny": (128, 344, 4, 32), "1b": (2048, 5461, 24, 512)}  # D, F, L, r
+V, MICRO_BATCH = 8192, 4
 
 
-def closed_form(backbone: str, scale: str, vocab_size: int, seq_len: int) -> int:
-    """6 (L sum of GEMM weights + V D) + 6 T D L: four D x D and three D x F matrices a block, and causal attention."""
+def closed_form(backbone: str, scale: str, seq_len: int) -> float:
+    """What ``flops_per_token`` must give, from the formulas of the backbones.
+
+    6 for each weight that multiplies a position (4 for a frozen one), V D of the head among them, and 6 T D L of causal
+    attention. The projections of a block read D (q, k, v, o, gate, up) or F (down) and write D (q, k, v, o, down) or F.
+    """
     D, F, L, r = SHAPES[scale]
-    if backbone == "full":
-        block = 4 * D * D + 3 * D * F
-    else:
-        block = 4 * r * (D + D) + 3 * r * (D + F)
-    return 6 * (L * block + vocab_size * D) + 6 * seq_len * D * L
+    shapes = [(D, D)] * 4 + [(D, F)] * 2 + [(F, D)]
+    dense = sum(m * n for m, n in shapes)
+    factors = sum(r * (m + n) for m, n in shapes)
+    n1, n2 = {32: (4, 8), 512: (16, 32)}[r]
+    positions = MICRO_BATCH * seq_len
+    block = {
+        "full": 6 * dense,
+        "lowrank": 6 * factors,
+        "cola": 6 * factors,
+        "no_b": 6 * factors - 2 * sum(r * n for _, n in shapes),
+        "lora": 4 * dense + 6 * factors,
+        # W = B A is formed once (2 r m n), its gradient split once (4 r m n) in each micro-batch
+        "sltrain": 6 * dense + 6 * r * dense / positions,
+    }
+    block["lost"] = 6 * sum(lost_rank(scale) * (m + n) + max(1, int(0.01 * m)) * n for m, n in shapes)
+    block["lax"] = block["cola"]
+    gates = {"lax dense": 7 * 6 * r * r, "lax": 7 * 6 * r * (n1 + n2)}  # two-sided: n2 by every row, n1 by every column
+    crossing = (L - 1) * gates.get(backbone, 0)
+    return L * block[backbone.split()[0]] + crossing + 6 * V * D + 6 * seq_len * D * L
 
 
-@pytest.mark.parametrize("seq_len", [256, 1024])
-@pytest.mark.parametrize(("backbone", "dlr"), [
-    ("full", "off"), ("lowrank", "off"), ("lowrank", "on"), ("cola", "on"), ("cola", "on dlr.impl=branch"),
+def lost_rank(scale: str) -> int:
+    return {"tiny": 31, "1b": 499}[scale]
+
+
+@pytest.mark.parametrize(("backbone", "words"), [
+    ("full", "scale=tiny backbone=full"),
+    ("lowrank", "scale=1b backbone=lowrank"),
+    ("lowrank", "scale=tiny backbone=lowrank dlr=on train.seq_len=1024"),
+    ("cola", "scale=tiny backbone=cola dlr=on dlr.impl=branch"),
+    ("cola", "scale=tiny backbone=cola dlr=learnable_alpha train.activation_checkpointing=block"),
+    ("no_b", "scale=tiny backbone=cola dlr=no_b"),
+    ("lost", "scale=1b backbone=lost dlr=on"),
+    ("lost", "scale=tiny backbone=lost"),
+    ("lax", "scale=1b backbone=lax backbone.gate=tensor"),
+    ("lax dense", "scale=tiny backbone=cola_lax backbone.gate=dense dlr=on"),
+    ("lora", "scale=1b backbone=lora"),
+    ("sltrain", "scale=1b backbone=sltrain"),
+    ("sltrain", "scale=tiny backbone=sltrain"),
 ])  # fmt: skip
-@pytest.mark.parametrize("scale", SHAPES)
-def test_flops_are_those_of_the_formula(scale, backbone, dlr, seq_len):
-    cfg = load([f"scale={scale}", f"backbone={backbone}", *f"dlr={dlr}".split(), "data=sample", "logger=jsonl"])
-    model = build(cfg, 8192, torch.device("meta"))
-    counted = flops_per_token(model, seq_len, cfg.scale.hidden_size, cfg.scale.num_layers)
-    assert counted == closed_form(backbone, scale, 8192, seq_len)
+def test_flops_are_those_of_the_formula(backbone, words):
+    cfg = load([*words.split(), "data=sample", "logger=jsonl"])
+    expected = closed_form(backbone, cfg.scale.name, cfg.train.seq_len)
+    assert flops_per_token(cfg, V, MICRO_BATCH) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_every_block_counts(layers):
+    """The first block of LaX has no gate: counts of two and three blocks give those of any number."""
+    words = ["scale=tiny", f"scale.num_layers={layers}", "backbone=lax", "backbone.gate=dense", "data=sample"]
+    cfg = load([*words, "logger=jsonl"])
+    D, F, _, r = SHAPES["tiny"]
+    factors = 6 * r * (8 * D + 3 * (D + F))
+    expected = layers * (factors + 6 * 256 * D) + (layers - 1) * 42 * r * r + 6 * V * D
+    assert flops_per_token(cfg, V, MICRO_BATCH) == expected
 
 
 def test_padding_does_not_count():
     assert padded(5461) == 5504
     D, _, L, _ = SHAPES["1b"]
-    assert closed_form("cola", "1b", 32000, 256) == 6 * (609_310_720 - 32000 * D - (2 * L + 1) * D) + 6 * 256 * D * L
+    weights = 609_310_720 - 32000 * D - (2 * L + 1) * D  # without embedding and norms
+    assert closed_form("cola", "1b", 256) == 6 * (weights - (32000 - V) * D) + 6 * 256 * D * L
 
 
 @pytest.mark.parametrize(("name", "peak"), [
