@@ -15,6 +15,7 @@ from dlr_pretrain.deploy.tokenizer import read_spiece
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
@@ -122,7 +123,9 @@ class Run:
         """What will be trained, on the console."""
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
         knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
-        total = sum(value.numel() for value in weights.state.values())
+        total = sum(p.numel() for p in weights.model.parameters())
+        trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
+        after = "merged into dense weights at the end" if backbone(cfg).deployed_dense else "the same after folding"
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         layers = len(residuals(weights.model))
         dlr = f"DLR ({cfg.dlr.impl}, alpha {cfg.dlr.alpha:g}) on {layers} projections" if layers else "no DLR"
@@ -130,7 +133,8 @@ class Run:
         table = {
             "run": str(self.dir),
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
-            "parameters": f"{total:,}, the same after folding; vocabulary {vocabulary:,}",
+            "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
+            f"vocabulary {vocabulary:,}",
             "data": f"{self.source.describe()}; tokenizer of {self.tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
             "validation": f"{rows:,} sequences, {self.validation.real_tokens:,} tokens, {cfg.eval.packing}",
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
