@@ -171,9 +171,9 @@ class Llama(nn.Module):
     """``forward(ids, targets)`` is the training loss; ``logits(ids)`` the model.
 
     ``grouped=False`` calls each projection's own modules, without common storages or padding. With
-    ``train.activation_checkpointing`` "latent" the backward pass has kept the latents of every group and the residual
-    stream, 7 r + 2 d values a position and block, and computes the rest again (CoLA-M, Liu et al., 2025); with "block"
-    it has kept the blocks' inputs.
+    ``train.activation_checkpointing`` "latent" the backward pass has kept the latents of every group and the block's
+    input, 7 r + d values a position and block, and computes the rest again (CoLA-M; Liu et al., 2025, count 2 d); with
+    "block" it has kept the blocks' inputs, and what crosses between them.
     """
 
     def __init__(self, cfg: Config, vocab_size: int, grouped: bool = True):

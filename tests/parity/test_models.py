@@ -122,8 +122,9 @@ def test_parameter_counts_to_the_unit(backbone, scale):
 
 
 @pytest.mark.slow
-def test_compiled_equals_eager():
-    cfg = small("cola", "dlr=on")
+@pytest.mark.parametrize("variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax"])
+def test_compiled_equals_eager(variant):
+    cfg = small(*variant.split(), "dlr=on")
     eager = build(cfg, VOCAB, torch.device("cpu"))
     compiled = copy.deepcopy(eager)
     compiled.compile_()
