@@ -35,7 +35,7 @@ def test_loss_and_gradients_equal_the_formula(backbone, grouped):
     assert_follows_formula(small(backbone), partial(formula, backbone), grouped)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", (*BACKBONES, "lost", "lax", "cola_lax"))
 def test_initial_weights_do_not_depend_on_grouping_padding_or_rank_count(backbone):
     a, b = (Llama(small(backbone), VOCAB, grouped=grouped) for grouped in (True, False))
     a.init_(5), b.init_(5)
@@ -43,7 +43,7 @@ def test_initial_weights_do_not_depend_on_grouping_padding_or_rank_count(backbon
         assert name == same and torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("backbone", ["lowrank", "cola"])
+@pytest.mark.parametrize("backbone", ["lowrank", "cola", "lax", "cola_lax"])
 def test_factors_start_with_the_variance_of_cola(backbone):
     cfg = load(["scale=60m", f"backbone={backbone}", "data=sample", "scale.num_layers=1"])
     model = build(cfg, 1000, torch.device("cpu"))
