@@ -36,6 +36,7 @@ def assert_same(a, b):
     ("backbone=lowrank", "precision=bf16"),
     ("backbone=lowrank", "dlr=on", "precision=bf16_mixed"),
     ("backbone=full", "train.accumulate=fp32"),
+    ("backbone=sltrain", "precision=bf16"),
 ])  # fmt: skip
 def test_interrupted_twice_equals_undisturbed(train, tmp_path, choice):
     whole = final(train(tmp_path / "whole", *choice))
