@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.packing import SequenceReader, packed_runs, padded_runs
+from dlr_pretrain.data.documents import WHOLE, token_dtype
+from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_tokens
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -24,10 +25,10 @@ CLOSE_SECONDS = 5.0  # a read that hangs in the network is not waited for: the t
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's part of one global batch."""
+    """A rank's part of one global batch, as narrow as it travels; ``inputs_and_targets`` widens it on the device."""
 
-    inputs: torch.Tensor  # int64 [local_batch, seq_len]
-    targets: torch.Tensor  # int64 [local_batch, seq_len], the next token, or -100 where nothing is predicted
+    tokens: torch.Tensor  # uint16 (int32 above 65,536 pieces) [local_batch, seq_len + 1], padded
+    lengths: torch.Tensor  # int32 [local_batch], tokens of each row that are no padding
     real_tokens: int  # input positions that are no padding
     state: dict[str, list[int]]  # of this rank's streams: where each stands after this batch
 
@@ -106,20 +107,22 @@ def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Sem
 def _batches(cfg: Config, source: Source, tokenizer: Tokenizer, places: dict[int, Place]) -> Iterator[Batch]:
     """The batches of the streams in ``places``, from these positions on."""
     seq_len, readers = cfg.train.seq_len, {}
+    packed = cfg.data.packing == "packed"
+    longest = WHOLE if packed else seq_len + 1  # one more shows that a document is cut
     for v, place in places.items():
-        chunks = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams).chunks(place)
-        if cfg.data.packing == "packed":
+        chunks = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest).chunks(place)
+        if packed:
             runs = packed_runs(chunks, place, seq_len)
         else:
             runs = padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
-        readers[v] = SequenceReader(runs)
+        readers[v] = RowReader(runs)
     each = cfg.train.global_batch // cfg.num_streams
+    dtype = token_dtype(tokenizer.vocab_size)
     while True:
-        inputs = np.empty((len(readers) * each, seq_len), np.int64)
-        targets = np.empty_like(inputs)
-        real_tokens, state = 0, {}
-        for i, (v, reader) in enumerate(readers.items()):
-            rows = slice(i * each, (i + 1) * each)
-            real, state[str(v)] = reader.fill(inputs[rows], targets[rows])
-            real_tokens += real
-        yield Batch(torch.from_numpy(inputs), torch.from_numpy(targets), real_tokens, state)
+        tokens = np.empty((len(readers) * each, seq_len + 1), dtype)
+        lengths = np.empty(len(tokens), np.int32)
+        state = {
+            str(v): reader.fill(tokens[i * each : (i + 1) * each], lengths[i * each : (i + 1) * each])
+            for i, (v, reader) in enumerate(readers.items())
+        }
+        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real_tokens(lengths, seq_len), state)

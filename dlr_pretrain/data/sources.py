@@ -1,7 +1,7 @@
-"""Where documents come from: shards on disk, shards on the hub, or the sample harvested from installed packages.
+"""Where documents come from: shards on disk, on the hub, or harvested from installed packages.
 
-A source names its shards in a fixed order and reads any of them from any document on; it knows nothing of streams,
-tokens or ranks. The order of the shards is part of the data order, so it is sorted, never as a directory lists it.
+A source names its shards in a fixed order and reads any of them from any document on; it knows nothing of streams
+or ranks. The order of the shards is part of the data order, so it is sorted, never as a directory lists it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Protocol
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import hub, sample
+from dlr_pretrain.data import sample
+from dlr_pretrain.data.documents import Documents, TextDocuments
 from dlr_pretrain.data.shards import parse_text, read_lines
+from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
 
-OFFLINE = "Offline, use data=sample, or data=c4_local data.root=<folder of the shards>"
 KEPT_BYTES = 64 << 20  # compressed size of the shards that are kept decompressed (several times that in memory)
 
 
@@ -31,10 +32,10 @@ class Source(Protocol):
     train_shards: tuple[str, ...]
     validation_shards: tuple[str, ...]
     tokenizer_path: Path | None  # the source's own sentencepiece model, where it has one
-    fingerprint: str  # of the shards, wherever they lie: a run resumes on the same ones only
+    fingerprint: str  # of the texts, wherever they lie: a run resumes on the same ones only
 
-    def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
-        """The texts of the documents start, start + step, ... of a shard."""
+    def documents(self, tokenizer: Tokenizer) -> Documents:
+        """The shards' documents as tokens."""
         ...
 
     def describe(self) -> str:
@@ -42,20 +43,33 @@ class Source(Protocol):
         ...
 
 
+class TextSource:
+    """A source of texts."""
+
+    def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
+        """The texts of the documents start, start + step, ... of a shard."""
+        raise NotImplementedError
+
+    def documents(self, tokenizer: Tokenizer) -> Documents:
+        return TextDocuments(self, tokenizer)
+
+
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None) -> Source:
     """The source that ``data`` names. ``progress`` is told of work that takes a while (default: the module's log)."""
-    data = cfg.data
+    data, progress = cfg.data, progress or logging.getLogger(__name__).info
     if data.source == "c4":
+        from dlr_pretrain.data.remote import HubSource
+
         return HubSource(data.dataset, data.train_files, data.validation_files, data.text_key)
     root = Path(data.root) if data.root is not None else None
     if data.source == "sample":
-        folder = sample.prepare(root, progress or logging.getLogger(__name__).info)
+        folder = sample.prepare(root, progress)
         model = folder / sample.TOKENIZER_FILE
         return LocalSource(folder, data.train_files, data.validation_files, data.text_key, model)
     return LocalSource(root, data.train_files, data.validation_files, data.text_key)
 
 
-class LocalSource:
+class LocalSource(TextSource):
     """C4-layout shards on disk."""
 
     def __init__(
@@ -73,7 +87,9 @@ class LocalSource:
         self._kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
-        self.fingerprint = _fingerprint({name: path.stat().st_size for name, path in self._paths.items()})
+        splits = (self.train_shards, self.validation_shards)
+        sizes = [{name: self._paths[name].stat().st_size for name in names} for names in splits]
+        self.fingerprint = fingerprint_of(text_key, sizes)
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
@@ -108,53 +124,5 @@ class LocalSource:
         return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
 
 
-class HubSource:
-    """C4-layout shards of a dataset on the hub, streamed through ``datasets``; each file is a shard.
-
-    The commit is fixed when the source is opened, so that a run sees one version of the dataset.
-    """
-
-    tokenizer_path = None
-
-    def __init__(self, dataset: str, train_files: str, validation_files: str, text_key: str):
-        self._dataset = dataset
-        self._text_key = text_key
-        patterns = {"data.train_files": train_files, "data.validation_files": validation_files}
-        self._commit, found = hub.list_files(dataset, list(patterns.values()), OFFLINE)
-        for (key, pattern), files in zip(patterns.items(), found, strict=True):
-            if not files:
-                raise UserError(f"{key}={pattern}: matches no file of {dataset} on the hub. Correct the glob")
-        self.train_shards, self.validation_shards = map(tuple, found)
-        self.fingerprint = _fingerprint([dataset, *found])
-
-    def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
-        address = f"hf://datasets/{self._dataset}@{self._commit}/{shard}"
-        return islice(read_with_datasets(address, self._text_key, start), 0, None, step)
-
-    def describe(self) -> str:
-        shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
-        return f"{self._dataset}@{self._commit[:7]} on the hub: {shards}"
-
-
-def _fingerprint(shards: object) -> str:
-    return hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
-
-
-def read_with_datasets(address: str, text_key: str, start: int = 0) -> Iterator[str]:
-    """The texts of a JSON-lines file at any address that ``datasets`` can stream, from document ``start`` on."""
-    from datasets import load_dataset
-
-    document = start
-    try:
-        rows = load_dataset("json", data_files=[address], split="train", streaming=True)
-        for row in rows.select_columns([text_key]).skip(start):
-            text = row[text_key]
-            if not isinstance(text, str):
-                raise UserError(f"{address}: document {document} has no text {text_key!r}. Set data.text_key")
-            yield text
-            document += 1
-    except UserError:
-        raise
-    except Exception as error:  # datasets, its reader and its network layers raise types of their own
-        mend = "Start again to continue from the last checkpoint"
-        raise UserError(f"{address}: reading failed after document {document} ({error}). {mend}") from error
+def fingerprint_of(text_key: str, shards: object) -> str:
+    return hashlib.sha256(json.dumps([text_key, shards], sort_keys=True).encode()).hexdigest()

@@ -9,20 +9,15 @@ stands is five integers, so it is resumed, or moved to another rank, exactly.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from dlr_pretrain.data.documents import WHOLE, in_order
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
-
-BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
-BLOCK_CHARACTERS = 4 << 20  # and a bound for collections of books: a block is in memory, one a stream
-CHUNK_DOCUMENTS = 64  # documents that are tokenised at once
-CHUNK_CHARACTERS = 1 << 18
 
 
 class Place(NamedTuple):
@@ -53,26 +48,17 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.int32
-
-
-def tokenise(texts: list[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The texts' tokens, each text followed by </s>, joined: tokens [total] and the offset of each text [texts]."""
-    ids = tokenizer.encode(texts)
-    for one in ids:
-        one.append(tokenizer.eos_id)
-    flat = b"".join([array("I", one) for one in ids])  # twice as fast as numpy takes numbers from lists
-    tokens = np.frombuffer(flat, np.uintc).astype(token_dtype(tokenizer.vocab_size))
-    return tokens, np.cumsum([0, *map(len, ids[:-1])])
-
-
 class DocumentStream:
-    """The endless sequence of documents of one of the V streams."""
+    """The endless sequence of documents of one of the V streams.
 
-    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int):
-        self._source, self._tokenizer = source, tokenizer
-        self._key = (seed, stream)
+    Of each document the first ``longest`` tokens are there, and perhaps more.
+    """
+
+    def __init__(
+        self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int, longest: int = WHOLE
+    ):
+        self._names, self._documents = source.train_shards, source.documents(tokenizer)
+        self._key, self._longest = (seed, stream), longest
         self._stream = stream
         total = len(source.train_shards)
         if total >= num_streams:
@@ -99,41 +85,16 @@ class DocumentStream:
             epoch, position = epoch + 1, 0
 
     def _shard_chunks(self, place: Place, shard: int) -> Iterator[Chunk]:
-        epoch, at, _, document, _ = place
-        for block, texts in self._blocks(shard, place.block):
-            order = permutation(len(texts), *self._key, epoch, shard, block)
-            while document < len(texts):
-                taken = self._chunk(texts, order[document:])
-                yield Chunk(Place(epoch, at, block, document), *tokenise(taken, self._tokenizer))
-                document += len(taken)
-            document = 0
-
-    @staticmethod
-    def _chunk(texts: list[str], order: np.ndarray) -> list[str]:
-        """The next documents in the block's order, as many as are worth tokenising at once; at least one."""
-        taken, characters = [], 0
-        for i in order[:CHUNK_DOCUMENTS]:
-            taken.append(texts[i])
-            characters += len(texts[i])
-            if characters >= CHUNK_CHARACTERS:
-                break
-        return taken
-
-    def _blocks(self, shard: int, start: int) -> Iterator[tuple[int, list[str]]]:
-        """The blocks of this stream's documents of a shard in file order, each with its first document's number."""
-        name = self._source.train_shards[shard]
-        texts, characters = [], 0
-        for text in self._source.read(name, self._residue + start * self._step, self._step):
-            texts.append(text)
-            characters += len(text)
-            if len(texts) == BLOCK_DOCUMENTS or characters >= BLOCK_CHARACTERS:
-                yield start, texts
-                start, texts, characters = start + len(texts), [], 0
-        if texts:
-            yield start, texts
+        epoch, at, start, document, _ = place
+        name, first = self._names[shard], self._residue + start * self._step
+        for block in self._documents.blocks(name, first, self._step):
+            order = permutation(len(block), *self._key, epoch, shard, start)
+            for done, some in in_order(block, order, self._longest, document):
+                yield Chunk(Place(epoch, at, start, done), *some)
+            start, document = start + len(block), 0
 
     def _no_text(self) -> str:
-        names = [self._source.train_shards[shard] for shard in self._shards]
+        names = [self._names[shard] for shard in self._shards]
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         share = f"document {self._residue} of every {self._step} in {shown}" if self._step > 1 else shown
         mend = "Give more text, or fewer streams: gcd(train.global_batch, 64) of them share the documents out"

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.packing import IGNORE, padded
+from dlr_pretrain.data.documents import WHOLE, Tokens, in_order
+from dlr_pretrain.data.packing import Rows, padded
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import CHUNK_DOCUMENTS, tokenise
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Sequences of validation text with their targets."""
+    """Sequences of validation text, as rows of seq_len + 1 tokens; ``inputs_and_targets`` makes both of them."""
 
-    inputs: np.ndarray  # uint16 (int32 above 65,536 pieces) [n, seq_len]
-    targets: np.ndarray  # int32 [n, seq_len], the next token, or -100 where nothing is predicted
+    tokens: np.ndarray  # uint16 (int32 above 65,536 pieces) [n, seq_len + 1], padded
+    lengths: np.ndarray  # int32 [n], tokens of each row that are no padding
     real_tokens: int  # input positions that are no padding
 
 
@@ -29,7 +29,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     """Documents of the validation shards in file order, until ``eval.tokens`` real tokens or all there is."""
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, found, has_text = [], 0, False
-    for tokens, starts in _chunks(source, tokenizer):
+    for tokens, starts in _documents(source, tokenizer, seq_len + 1 if pad else WHOLE):
         ends = np.append(starts[1:], len(tokens))
         real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
         last = min(int(np.searchsorted(real, cfg.eval.tokens)), len(real) - 1)
@@ -41,23 +41,24 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
     if not has_text:
         raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}")
     if pad:
-        inputs, targets, _ = map(np.concatenate, zip(*parts, strict=True))
+        rows = Rows(*map(np.concatenate, zip(*parts, strict=True)))
     else:
-        inputs, targets = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
-    return ValidationSet(inputs, targets, found)
+        rows = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
+    return ValidationSet(*rows, found)
 
 
-def _chunks(source: Source, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    texts = chain.from_iterable(map(source.read, source.validation_shards))
-    while some := list(islice(texts, CHUNK_DOCUMENTS)):
-        yield tokenise(some, tokenizer)
+def _documents(source: Source, tokenizer: Tokenizer, longest: int) -> Iterator[Tokens]:
+    documents = source.documents(tokenizer)
+    for shard in source.validation_shards:
+        for block in documents.blocks(shard):
+            for _, some in in_order(block, np.arange(len(block)), longest):
+                yield some
 
 
-def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> Rows:
     """Packed windows as in training; the last is padded, so that no token is left out."""
-    shape = (-(-len(tokens) // seq_len), seq_len)
-    inputs = np.full(shape, pad_id, tokens.dtype)
-    targets = np.full(shape, IGNORE, np.int32)
-    inputs.reshape(-1)[: len(tokens)] = tokens
-    targets.reshape(-1)[: len(tokens) - 1] = tokens[1:]
-    return inputs, targets
+    count = -(-len(tokens) // seq_len)
+    filled = np.full(count * seq_len + 1, pad_id, tokens.dtype)
+    filled[: len(tokens)] = tokens
+    lengths = np.minimum(len(tokens) - seq_len * np.arange(count), seq_len + 1)
+    return Rows(sliding_window_view(filled, seq_len + 1)[::seq_len].copy(), lengths.astype("int32"))

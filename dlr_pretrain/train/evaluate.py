@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dlr_pretrain.data import IGNORE, ValidationSet
+from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.runtime import Runtime
 
@@ -26,12 +26,11 @@ class Evaluator:
         """``eval/loss`` (nats a target, weighted by target), ``eval/perplexity``, and the GaLore convention's value."""
         device, n = self.runtime.device, self.micro_batch
         own = slice(self.runtime.rank, None, self.runtime.world_size)
-        inputs = torch.from_numpy(self.validation.inputs[own].astype("int64"))
-        targets = torch.from_numpy(self.validation.targets[own].astype("int64"))
+        tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
-        for start in range(0, len(inputs), n):
-            ids, wanted = _full(inputs[start : start + n], n, 0), _full(targets[start : start + n], n, IGNORE)
-            ids, wanted = ids.to(device), wanted.to(device)
+        for start in range(0, len(tokens), n):
+            some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
+            ids, wanted = inputs_and_targets(*some)
             total += torch.stack((model(ids, wanted).double(), (wanted != IGNORE).sum().double()))
         summed, count = self.runtime.sum(total).tolist()
         loss = summed / count
@@ -52,7 +51,7 @@ def _exp(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _full(rows: torch.Tensor, n: int, fill: int) -> torch.Tensor:
-    """``rows`` brought to ``n`` rows, so that compiled shapes stay the same."""
-    missing = rows.new_full((n - len(rows), rows.shape[1]), fill)
+def _full(rows: torch.Tensor, n: int) -> torch.Tensor:
+    """``rows`` brought to ``n`` rows by empty ones, so that compiled shapes stay the same."""
+    missing = rows.new_zeros((n - len(rows), *rows.shape[1:]))
     return torch.cat((rows, missing)) if len(missing) else rows

@@ -31,7 +31,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
     require_identical(cfg, weights, folded)
     own, tensors = deployed(cfg, folded)
     rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
-    ids = torch.from_numpy(validation.inputs[:VERIFIED_SEQUENCES].astype("int64"))
+    ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     checked = f"transformers cannot load backbone={cfg.backbone.name} yet: deploy/ has no layer for it"
 
     def check(folder: Path) -> None:

@@ -21,7 +21,10 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.checkpoint import write_durably
 
 MANIFEST = "manifest.json"
-PATHS = ("data.root", "tokenizer.path")  # may move: what lies there is held by its fingerprint
+# Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
+# by their fingerprints.
+ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
+          "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
@@ -34,7 +37,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str]) -> Non
     now = json.loads(json.dumps(identity(cfg))) | fingerprints
     manifest = _manifest(run_dir)
     before = manifest.get("identity", now)
-    changed = [k for k in before if k in now and k not in PATHS and before[k] != now[k]]
+    changed = [k for k in before if k in now and k not in ORIGIN and before[k] != now[k]]
     if changed:
         lines = [f"  {k}: {before[k]} there, {now[k]} here" for k in changed]
         raise UserError(

@@ -129,7 +129,7 @@ class Run:
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         layers = len(residuals(weights.model))
         dlr = f"DLR ({cfg.dlr.impl}, alpha {cfg.dlr.alpha:g}) on {layers} projections" if layers else "no DLR"
-        vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(self.validation.inputs)
+        vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(self.validation.tokens)
         table = {
             "run": str(self.dir),
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, Batch, TrainLoader
+from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
@@ -73,7 +73,7 @@ class Trainer:
         masked, real tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
-        inputs, targets = to_device(batch.inputs), to_device(batch.targets)
+        inputs, targets = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths))
         counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, self.failure is not None]))
         counts[0] = (targets != IGNORE).sum()
         count, real_tokens, stop, failed = self.runtime.sum(counts)
@@ -144,8 +144,9 @@ class Trainer:
             return next(loader)
         except UserError as error:
             self.failure = error
-            shape = self.cfg.train.global_batch // self.runtime.world_size, self.cfg.train.seq_len
-            return Batch(torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE), 0, {})
+            rows = self.cfg.train.global_batch // self.runtime.world_size
+            tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
+            return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
 
     def lr(self, update: int) -> float:
         return rate(self.cfg, update)

@@ -52,8 +52,8 @@ def batches(batch_size: int, seq_len: int):
             while len(row) <= seq_len:
                 row.append(followers[row[-1]][rng.randrange(3)])
             rows.append(row)
-        ids = torch.tensor(rows)
-        yield Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), batch_size * seq_len, {"0": [0, 0, 0, 0, 0]})
+        lengths = torch.full((batch_size,), seq_len + 1)
+        yield Batch(torch.tensor(rows), lengths, batch_size * seq_len, {"0": [0, 0, 0, 0, 0]})
 
 
 def curve(*overrides: str) -> list[float]:

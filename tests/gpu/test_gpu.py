@@ -14,6 +14,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice
+from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, build, fold_
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train import checkpoint
@@ -67,7 +68,7 @@ def steps(count: int) -> list:
 def gradients(trainer: Trainer) -> tuple[float, torch.Tensor]:
     """Loss and all gradients, as one vector, of the first batch in one micro-batch."""
     (batch,) = steps(1)
-    ids, targets = trainer.runtime.to_device(batch.inputs), trainer.runtime.to_device(batch.targets)
+    ids, targets = inputs_and_targets(*map(trainer.runtime.to_device, (batch.tokens, batch.lengths)))
     with trainer.weights.published():
         loss = trainer.gradients.add(ids, targets, (targets >= 0).sum(), last=True)
     found = torch.cat([g.flatten().double() for g in trainer.gradients.collect()])

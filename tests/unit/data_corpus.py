@@ -15,7 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from dlr_pretrain import config
-from dlr_pretrain.data import TrainLoader
+from dlr_pretrain.data import TrainLoader, inputs_and_targets
+from dlr_pretrain.data.sources import TextSource
 
 REPO = Path(config.CONFIG_DIR).parent
 REAL = Path(os.environ.get("DLR_TEST_DATA", REPO.parent / "shared" / "data"))
@@ -62,7 +63,7 @@ class LetterTokenizer:
         return [[3 + ord(c) % 39_000 for c in text] for text in texts]
 
 
-class MemorySource:
+class MemorySource(TextSource):
     """Shards that are lists of texts."""
 
     tokenizer_path = None
@@ -98,8 +99,7 @@ def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=No
         merged = {stream: place for batch in batches for stream, place in batch.state.items()}
         out.append(
             (
-                torch.cat([b.inputs for b in batches]),
-                torch.cat([b.targets for b in batches]),
+                *map(torch.cat, zip(*(inputs_and_targets(b.tokens, b.lengths) for b in batches), strict=True)),
                 sum(b.real_tokens for b in batches),
                 json.loads(json.dumps(merged)),
             )

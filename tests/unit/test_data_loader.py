@@ -15,7 +15,7 @@ from data_corpus import LetterTokenizer, MemorySource, corpus, global_batches, m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlr_pretrain.data import TrainLoader, open_source, streams
+from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.errors import UserError
 
@@ -38,7 +38,7 @@ def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, glob
 
 @PACKINGS
 def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 8)
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 8)
     cfg, source = config(packing=packing), MemorySource(corpus(3, 30))
     steps = 24  # more than an epoch of each stream
     undisturbed = global_batches(cfg, source, TOKENIZER, 1, steps)
@@ -83,14 +83,23 @@ def test_a_padded_sequence_is_one_document_that_ends_with_eos_also_when_it_is_cu
         assert real_tokens == (inputs != 0).sum()
 
 
-def test_a_batch_is_int64_of_the_ranks_share():
+def test_a_batch_is_the_ranks_share_in_two_bytes_a_token():
     cfg = config(global_batch=24, seq_len=16)
     loader = TrainLoader(cfg, MemorySource(corpus(2, 40)), TOKENIZER, 1, 2, None)
     batch = next(iter(loader))
     loader.close()
-    assert batch.inputs.shape == batch.targets.shape == (12, 16)
-    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.tokens.shape == (12, 17) and batch.tokens.dtype == torch.uint16 and batch.lengths.shape == (12,)
     assert set(batch.state) == {"4", "5", "6", "7"}  # 8 streams, of which rank 1 of 2 owns the second half
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32, torch.int64])
+def test_rows_are_widened_to_inputs_and_their_next_tokens(dtype):
+    rows, high = [[5, 6, 7, 8], [9, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]], 40_000
+    tokens = (torch.tensor(rows) + high).to(dtype)
+    inputs, targets = inputs_and_targets(tokens, torch.tensor([4, 2, 1, 0], dtype=torch.int32))
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.is_contiguous()
+    assert torch.equal(inputs - high, torch.tensor(rows)[:, :3])
+    assert targets.tolist() == [[high + 6, high + 7, high + 8], [high + 1, -100, -100], [-100] * 3, [-100] * 3]
 
 
 TEXTS = st.lists(st.text(st.characters(codec=None), max_size=40), min_size=1, max_size=12)
@@ -113,11 +122,11 @@ def test_any_corpus_any_ranks_any_stop(shards, global_batch, seq_len, packing, b
     ranks = st.sampled_from([w for w in (1, 2, 4, 8) if streams_ % w == 0])
     cfg, source = config(global_batch, seq_len, packing), MemorySource(shards)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "BLOCK_DOCUMENTS", block)
-        patch.setattr(streams, "CHUNK_DOCUMENTS", 3)
+        patch.setattr(documents, "BLOCK_DOCUMENTS", block)
+        patch.setattr(documents, "CHUNK_DOCUMENTS", 3)
         undisturbed = global_batches(cfg, source, TOKENIZER, 1, 12)
         head = global_batches(cfg, source, TOKENIZER, data.draw(ranks), stop)
-        patch.setattr(streams, "CHUNK_DOCUMENTS", 5)
+        patch.setattr(documents, "CHUNK_DOCUMENTS", 5)
         middle = global_batches(cfg, source, TOKENIZER, data.draw(ranks), 2, head[-1][3])
         tail = global_batches(cfg, source, TOKENIZER, data.draw(ranks), 2, middle[0][3])
         assert same(head + middle, undisturbed[: stop + 2]) and same(tail, undisturbed[stop + 1 : stop + 3])

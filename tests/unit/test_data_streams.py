@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 from data_corpus import REAL, LetterTokenizer, MemorySource, corpus, make_config, needs_real_data
 
-from dlr_pretrain.data import open_source, open_tokenizer, streams
+from dlr_pretrain.data import documents, open_source, open_tokenizer
 from dlr_pretrain.data.streams import DocumentStream, Place, permutation
 from dlr_pretrain.errors import UserError
 
@@ -48,7 +48,7 @@ def test_whole_shards_where_there_are_enough_and_otherwise_every_mth_document():
 
 
 def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
     source = MemorySource(corpus(6, 50))
     first, second = epochs(source, 0, 2, 2)
     assert first != second and sorted(first) == sorted(second)
@@ -56,7 +56,7 @@ def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):
 
 
 def test_documents_are_shuffled_within_their_block_and_no_further(monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 16)
     texts = corpus(1, 40)
     (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
     for start in (0, 16, 32):
@@ -66,7 +66,7 @@ def test_documents_are_shuffled_within_their_block_and_no_further(monkeypatch):
 
 
 def test_a_block_of_long_documents_is_cut_by_its_characters(monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK_CHARACTERS", 1000)
+    monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
     stream = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1)
     blocks = {c.place.block for c in takewhile(lambda c: c.place.epoch == 0, stream.chunks(Place()))}

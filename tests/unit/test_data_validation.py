@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from data_corpus import REAL, LetterTokenizer, make_config, needs_real_data, write_shards
 
-from dlr_pretrain.data import open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.errors import UserError
 
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
@@ -22,23 +23,29 @@ def build(root, packing, tokens, seq_len=8, **keys):
     return validation_set(cfg, open_source(cfg), LetterTokenizer())
 
 
+def unpacked(found):
+    return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
+
+
 def test_padded_documents_in_file_order(root):
     found = build(root, "pad", 10**6)
+    inputs, targets = unpacked(found)
     ids = [[*i, 1] for i in LetterTokenizer().encode(TEXTS)]
     kept = [i if len(i) <= 8 else [*i[:7], 1] for i in ids]
-    assert found.inputs.tolist() == [i + [0] * (8 - len(i)) for i in kept]
-    assert found.targets.tolist() == [i[1:] + [-100] * (9 - len(i)) for i in kept]
-    assert found.real_tokens == sum(map(len, kept)) == (found.inputs != 0).sum()
+    assert inputs.tolist() == [i + [0] * (8 - len(i)) for i in kept]
+    assert targets.tolist() == [i[1:] + [-100] * (9 - len(i)) for i in kept]
+    assert found.real_tokens == sum(map(len, kept)) == (inputs != 0).sum()
 
 
 def test_packed_windows_leave_no_token_out(root):
     found = build(root, "packed", 10**6)
+    inputs, targets = (each.reshape(-1) for each in unpacked(found))
     tokens = np.concatenate([[*i, 1] for i in LetterTokenizer().encode(TEXTS)])
     assert found.real_tokens == len(tokens) and len(tokens) % 8
-    assert found.inputs.reshape(-1)[: len(tokens)].tolist() == tokens.tolist()
-    assert found.targets.reshape(-1)[: len(tokens)].tolist() == [*tokens[1:], -100]
-    assert (found.inputs.reshape(-1)[len(tokens) :] == 0).all()
-    assert (found.targets.reshape(-1)[len(tokens) :] == -100).all()
+    assert inputs[: len(tokens)].tolist() == tokens.tolist()
+    assert targets[: len(tokens)].tolist() == [*tokens[1:], -100]
+    assert (inputs[len(tokens) :] == 0).all()
+    assert (targets[len(tokens) :] == -100).all()
 
 
 @pytest.mark.parametrize("packing", ["pad", "packed"])
@@ -47,16 +54,16 @@ def test_ends_with_the_document_that_fills_the_budget(root, packing):
     for budget in (1, 8, 9, 100, 333):
         found = build(root, packing, budget)
         assert budget <= found.real_tokens < budget + 14
-        full = found.real_tokens // 8 if packing == "packed" else len(found.inputs)
-        assert np.array_equal(found.inputs[:full], whole.inputs[:full])
-        assert found.inputs.dtype == np.uint16 and found.targets.dtype == np.int32
+        full = found.real_tokens // 8 if packing == "packed" else len(found.tokens)
+        assert np.array_equal(found.tokens[:full, :8], whole.tokens[:full, :8])
+        assert found.tokens.dtype == np.uint16 and found.lengths.dtype == np.int32
 
 
 @pytest.mark.parametrize("packing", ["pad", "packed"])
 def test_does_not_depend_on_seeds_or_batches(root, packing):
     first = build(root, packing, 300)
     second = build(root, packing, 300, seed=1, data__seed=1, train__global_batch=64, train__micro_batch=2)
-    assert np.array_equal(first.inputs, second.inputs) and np.array_equal(first.targets, second.targets)
+    assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.lengths, second.lengths)
 
 
 def test_no_text_is_an_error(tmp_path):
