@@ -16,10 +16,15 @@ from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
 
-def validate(cfg: Config, world_size: int) -> list[Problem]:
-    """Every broken rule that spans several keys, for a run on ``world_size`` ranks."""
-    found = list(_batch(cfg, world_size))
-    for rules in (_model, _dlr, _schedule, _start, optimizer_problems, _data, _files):
+def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem]:
+    """Every broken rule that spans several keys, for a run on ``world_size`` ranks.
+
+    Without ``machine`` nothing is asked of this one: no files, packages or compiler.
+    """
+    found = [*_model(cfg), *_dlr(cfg), *_batch(cfg, world_size), *_schedule(cfg), *optimizer_problems(cfg)]
+    if not machine:
+        return found
+    for rules in (_start, _packages, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
@@ -66,8 +71,10 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["data.dataset"] = f"data={source}"
     if source == "c4":
         idle["data.root"] = "data=c4 streams from the hub; data=c4_local reads a folder"
-    if source == "sample":
-        idle |= dict.fromkeys(["data.train_files", "data.validation_files", "data.text_key"], "data=sample")
+    if source in ("sample", "tokens"):
+        idle |= dict.fromkeys(["data.train_files", "data.validation_files", "data.text_key"], f"data={source}")
+    if source == "tokens":
+        idle["tokenizer.hub"] = "the tokens come with their tokenizer"
     if cfg.tokenizer.path is not None:
         idle["tokenizer.hub"] = "tokenizer.path is given"
     if cfg.logger.name != "wandb":
@@ -145,16 +152,24 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("backbone.restart_warmup", restart, f"must be below backbone.merge_every={merge_every}")
 
 
+def _packages(cfg: Config) -> Iterator[Problem]:
+    if cfg.data.source == "c4" and importlib.util.find_spec("datasets") is None:
+        rule = "needs the package datasets, which is not installed"
+        yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
+    if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        rule = "needs the package torchao, which is not installed"
+        yield Problem("optimizer", cfg.optimizer.name, rule, "Install the extra 8bit, or use optimizer=adamw")
+
+
 def _data(cfg: Config) -> Iterator[Problem]:
     data = cfg.data
-    if data.source == "c4":
-        if data.dataset is None:
-            yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
-        if importlib.util.find_spec("datasets") is None:
-            rule = "needs the package datasets, which is not installed"
-            yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
+    if data.source == "c4" and data.dataset is None:
+        yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
     if data.source == "c4_local":
         yield from _shards(cfg)
+    if data.source == "tokens" and (data.root is None or not os.path.isfile(os.path.join(data.root, "manifest.json"))):
+        rule = "needed by data=tokens: a folder that scripts/prepare_data.py has finished"
+        yield Problem("data.root", data.root, rule, "Make it, and set data.root=<its --output>")
 
 
 def _shards(cfg: Config) -> Iterator[Problem]:
