@@ -11,7 +11,7 @@ import pytest
 from data_corpus import LetterTokenizer, global_batches, make_config, run_python, same, write_shards
 
 from dlr_pretrain.data import hub, open_source, sample
-from dlr_pretrain.data.sources import read_with_datasets
+from dlr_pretrain.data.remote import read_with_datasets
 from dlr_pretrain.errors import UserError
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
