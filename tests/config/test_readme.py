@@ -24,7 +24,7 @@ def test_the_readme_has_commands():
 
 @pytest.mark.parametrize("command", [c for c in commands() if "--" not in c.split("train.")[-1] and " -m " not in c])
 def test_a_command_of_the_readme_composes(command):
-    words = re.split(r"train\.(?:py|sbatch) ", command)[-1].replace("$dlr", "on").replace("$seed", "41")
+    words = re.split(r"train\.(?:py|sbatch) ", command)[-1].replace("$method", "cola_dlr").replace("$seed", "41")
     line = read(shlex.split(words))
     assert line.problems == []
     with session():
