@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from dlr_pretrain.errors import UserError
 
+GZIP = b"\x1f\x8b"
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's share of reading is small
+FED_BYTES = 1 << 18  # compressed, given to zlib at once: it copies what it leaves
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
-    """The lines of a shard from line ``start`` on, without their line feeds.
+    """The lines of a shard on disk from line ``start`` on."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file. Was it moved? Check data.root and the globs of data") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be opened ({error.strerror})") from error
+    with file:
+        yield from lines(iter(lambda: file.read(READ_BYTES), b""), start, path, "Fetch this shard again")
 
-    The lines before are decompressed and counted, neither split nor parsed.
+
+def lines(parts: Iterable[bytes], start: int, name: object, mend: str) -> Iterator[bytes]:
+    """The lines from line ``start`` on, without their line feeds, of a shard whose bytes are ``parts``.
+
+    The lines before are decompressed and counted, neither split nor parsed. Raises a UserError with ``name``, the line
+    and ``mend`` where the shard is damaged.
     """
     number, rest = 0, b""  # lines passed so far; the open end of the last block
     try:
-        with _open(path) as file:
-            while block := file.read(READ_BYTES):
+        for block in _plain(parts):
+            if number < start:
+                skipped = min(block.count(b"\n"), start - number)
+                number += skipped
                 if number < start:
-                    skipped = min(block.count(b"\n"), start - number)
-                    number += skipped
-                    if number < start:
-                        continue
-                    block = block.split(b"\n", skipped)[-1]
-                lines = (rest + block).split(b"\n")
-                rest = lines.pop()
-                for line in lines:
-                    yield line
-                    number += 1
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file. Was it moved? Check data.root and the globs of data") from error
+                    continue
+                block = block.split(b"\n", skipped)[-1]
+            whole = (rest + block).split(b"\n")
+            rest = whole.pop()
+            for line in whole:
+                yield line
+                number += 1
     except (EOFError, zlib.error, OSError) as error:
-        raise UserError(
-            f"{path}: damaged or cut off after document {number} ({error}). Fetch this shard again"
-        ) from error
+        raise UserError(f"{name}: damaged or cut off after document {number} ({error}). {mend}") from error
     if rest:
         yield rest
 
 
-def _open(path: Path) -> io.BufferedIOBase:
-    """Open for reading, through gzip where the first bytes, not the name, say that it is gzipped."""
-    with path.open("rb") as file:
-        gzipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rb") if gzipped else path.open("rb")
+def _plain(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts themselves, or decompressed where the first bytes, not the name, say that they are gzipped."""
+    parts = iter(parts)
+    first = next(parts, b"")
+    if first[:2] != GZIP:
+        yield first
+        yield from parts
+        return
+    parts, first = chain([first], parts), b""  # a part is let go of when it is through
+    engine = None  # a file may be several gzip files in a row
+    for part in parts:
+        for at in range(0, len(part), FED_BYTES):
+            fed = part[at : at + FED_BYTES]
+            while fed:
+                if engine is None:
+                    fed = fed.lstrip(b"\0")  # what may follow a gzip file is zeros
+                    if not fed:
+                        break
+                    engine = zlib.decompressobj(wbits=31)
+                yield engine.decompress(fed, READ_BYTES)
+                fed = engine.unconsumed_tail
+                if engine.eof:
+                    fed, engine = engine.unused_data, None
+    if engine is not None:
+        yield engine.flush()
+        if not engine.eof:
+            raise EOFError("the end of the gzip file is missing")
 
 
 def parse_text(line: bytes, text_key: str, path: object, document: int) -> str:
