@@ -41,9 +41,15 @@ def main(run: Callable[[Config], None]) -> int:
     return 0
 
 
-def load(words: list[str], ranks: int = 1) -> Config:
-    """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts."""
-    (cfg,) = check(read(words), ranks)
+def load(words: list[str], ranks: int = 1, machine: bool = True) -> Config:
+    """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
+
+    Without ``machine`` it need not be able to run here: see ``validate``.
+    """
+    line = read(words)
+    if line.multirun:
+        raise ConfigError([Problem("-m", MISSING, "asks for several runs, where one is expected", "Leave it out")])
+    (cfg,) = check(line, ranks, machine)
     return cfg
 
 

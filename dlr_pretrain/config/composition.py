@@ -53,12 +53,15 @@ def session(config_dir: str | None = None) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def check(line: CommandLine, world_size: int) -> list[Config]:
-    """The configurations that a command line asks for (several with ``-m``), or all its problems in a ConfigError."""
+def check(line: CommandLine, world_size: int, machine: bool = True) -> list[Config]:
+    """The configurations that a command line asks for (several with ``-m``), or all its problems in a ConfigError.
+
+    ``machine``: those of this machine among them, see ``validate``.
+    """
     with session(line.config_dir):
         problems, configs = list(line.problems), []
         for words in _jobs(line.words):
-            cfg, found = _check_job(words, line, world_size)
+            cfg, found = _check_job(words, line, world_size, machine)
             problems += found
             configs.append(cfg)
     if problems:
@@ -98,7 +101,9 @@ def default_choices() -> dict[str, str]:
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
 
 
-def _check_job(words: list[str], line: CommandLine, world_size: int) -> tuple[Config | None, list[Problem]]:
+def _check_job(
+    words: list[str], line: CommandLine, world_size: int, machine: bool
+) -> tuple[Config | None, list[Problem]]:
     words, problems, certain = _checked_options(words, line.config_name)
     cfg, found = build(line.config_name, words)
     problems += found
@@ -108,7 +113,7 @@ def _check_job(words: list[str], line: CommandLine, world_size: int) -> tuple[Co
         cfg, _ = build(line.config_name, words)
     if cfg is not None and certain and not line.shows:
         doubtful = set().union(*map(_keys_named, problems + line.problems))
-        broken = validate(cfg, world_size) + unused(cfg, {key_of(word) for word in words})
+        broken = validate(cfg, world_size, machine) + unused(cfg, {key_of(word) for word in words})
         problems += [problem for problem in broken if not doubtful & _keys_named(problem)]
     return cfg, problems
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from dlr_pretrain.config.problems import Problem
@@ -31,9 +30,6 @@ def optimizer_problems(cfg: Config) -> Iterator[Problem]:
     if name == "muon" and not cfg.optimizer.nesterov and cfg.precision.name == "bf16":
         rule = "torch (up to 2.13) then overwrites a momentum that is kept in bf16"
         yield Problem("optimizer.nesterov", False, rule, "Use optimizer.nesterov=true, or precision=bf16_mixed")
-    if name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        rule = "needs the package torchao, which is not installed"
-        yield Problem("optimizer", name, rule, "Install the extra 8bit, or use optimizer=adamw")
 
 
 def _projected(cfg: Config) -> Iterator[Problem]:

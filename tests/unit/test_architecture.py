@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "optim": {"config", "errors"},
     "data": {"config", "errors"},
     "deploy": {"models", "config", "data", "errors"},
-    "analysis": {"models", "config", "errors"},
+    "analysis": {"models", "optim", "config", "errors"},  # a plan tells the optimizer's memory and the schedule
     "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors"},
 }
 

@@ -1,0 +1,155 @@
+"""Memory of one GPU in training, counted from the tensors that the model's own code makes, on the meta device.
+
+It is the eager figure of what the allocator hands out: ``torch.compile`` keeps fewer activations and makes fewer
+temporaries; the CUDA context, workspaces of libraries and fragmentation come on top of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import dlr
+from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.optim.build import state_bytes
+
+META = torch.device("meta")
+DTYPES = {  # precision -> of the working weights, and of what the optimizer updates
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16_mixed": (torch.bfloat16, torch.float32),
+    "fp32": (torch.float32, torch.float32),
+}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. The parts are not all alive at once: ``total`` is the peak, and less than their sum.
+
+    ``weights`` are the working ones, padding and indices included; ``masters`` their fp32 copies; ``gradients`` what
+    the update reads, with the copies that it casts; ``activations`` what one micro-batch keeps for its backward pass,
+    logits included; ``temporaries`` what is alive beside them at the peak of forward and backward. Temporaries of the
+    optimizer are not counted.
+    """
+
+    weights: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+    activations: int
+    temporaries: int
+    total: int
+
+
+def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
+    """The memory of a replicated model (``parallel=ddp``) on one of ``ranks`` GPUs."""
+    working, state = DTYPES[cfg.precision.name]
+    model = build(cfg, vocab_size, META, working)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    entries, everything = (sum(p.numel() for p in of) for of in (trained.values(), model.parameters()))
+    optimized = {name: torch.empty_like(p, dtype=state) for name, p in trained.items()}
+
+    micro_batch = cfg.micro_batch(ranks)
+    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # DDP's buckets, or micro-batches before
+    wide = cfg.train.accumulate == "fp32"
+    buffer = 4 * entries if wide else 0
+    step = step_bytes(model, micro_batch, cfg.train.seq_len, held=summed and not wide, saved=working == state)
+    source = torch.float32 if wide else working
+    casts = entries * state.itemsize if source != state else 0
+    held = buffer if wide else step.gradients
+
+    weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
+    masters = everything * state.itemsize if state != working else 0
+    optimizer = state_bytes(cfg.optimizer, optimized)
+    backward = step.peak + (held if summed or wide else 0)
+    total = weights + masters + optimizer + max(backward, held + casts)
+    return Memory(weights, masters, held + casts, optimizer, step.kept, step.peak - step.kept, total)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One micro-batch
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of one micro-batch, weights excepted: kept after the forward pass, at the peak, and of all gradients.
+
+    Gradients that were held before count in ``gradients`` alone.
+    """
+
+    kept: int
+    peak: int
+    gradients: int
+
+
+def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True) -> StepBytes:
+    """Run forward and backward of a micro-batch on the device of ``model``, and count.
+
+    With ``held`` every parameter has a gradient beforehand, to be added to; with ``saved`` the entries of B are put
+    aside while residuals are in their place (they are not where there are masters).
+    """
+    device = next(model.parameters()).device
+    with dlr.active(model):
+        pass  # indices of the residuals move to the device
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.zeros_like(p) if held else None
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
+    attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
+    with attention, _Alive(device, known) as alive, dlr.active(model) if saved else nullcontext():
+        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
+        loss = model(ids, ids)
+        kept = alive.now()
+        loss.backward()
+    gradients = sum(_storages(p.grad for p in trained if p.grad is not None).values())
+    model.zero_grad()
+    return StepBytes(kept, alive.peak, gradients)
+
+
+class _Alive(TorchDispatchMode):
+    """Bytes of the storages on ``device`` that operations have made and that something still holds.
+
+    A storage is noticed when an operation returns a tensor of it; that it is gone is looked up only where it may matter
+    for the peak.
+    """
+
+    def __init__(self, device: torch.device, known: Iterable[Tensor]):
+        super().__init__()
+        self.device, self.peak, self.bytes = device, 0, 0
+        self.known = {(storage := tensor.untyped_storage())._cdata: storage for tensor in known}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.known and storage._cdata not in self.made:
+                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                    self.bytes += storage.nbytes()
+        if self.bytes > self.peak:
+            self.peak = max(self.peak, self.now())
+        return out
+
+    def now(self) -> int:
+        """The bytes that are alive."""
+        for key in [key for key, (reference, _) in self.made.items() if reference.expired()]:
+            self.bytes -= self.made.pop(key)[1]
+        return self.bytes
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage that ``tensors`` are views of."""
+    return {(storage := tensor.untyped_storage())._cdata: storage.nbytes() for tensor in tensors}
+
+
+def _indices(model: nn.Module) -> list[Tensor]:
+    return [tensor for _, linear in dlr.residuals(model) for tensor in (linear.residual.rows, linear.residual.columns)]

@@ -1,0 +1,131 @@
+"""What a run will take, before anything is spent: parameters, arithmetic, memory, batch, tokens and schedule.
+
+Everything is counted on the meta device, without data, GPU or network. ``plan`` returns plain values with stable keys:
+
+    run               scale, backbone, dlr, optimizer, precision, dir
+    vocabulary        size; assumed (true where the tokenizer will say it)
+    parameters        total; trainable; folded (of the model that is deployed)
+    flops_per_token   forward and backward, see ``flops``; flops_total for all steps
+    memory            bytes on one GPU, see ``memory.Memory``: weights, masters, gradients, optimizer_state,
+                      activations, temporaries, total (the peak)
+    paper_memory      bytes as the DLR paper estimates them: weights (2 each), optimizer_state (in bf16), indices, total
+    batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
+    steps             updates; warmup_steps
+    tokens            positions of the whole run; paper_budget at this scale (or null); budget_steps, the updates for it
+    schedule          update (from 0) and lr, at the corners of the schedule and between them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+
+from dlr_pretrain.analysis.flops import flops_per_token
+from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.analysis.table1 import VOCABULARY, counts, token_budget
+from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.models.dlr import learned_strengths
+from dlr_pretrain.models.llama import backbone, build
+from dlr_pretrain.optim.schedule import rate
+
+
+def plan(cfg: Config, ranks: int) -> dict:
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above."""
+    vocab_size = cfg.scale.vocab_size or VOCABULARY
+    batch = _batch(cfg, ranks)
+    positions = cfg.train.steps * batch["positions"]
+    flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])
+    budget = token_budget(cfg.scale.name)
+    of = counts(cfg, vocab_size)
+    paper = {"weights": of.weight_bytes, "optimizer_state": of.state, "indices": of.index_bytes}
+    groups = ("scale", "backbone", "dlr", "optimizer", "precision")
+    return {
+        "run": {group: getattr(cfg, group).name for group in groups} | {"dir": cfg.run.dir},
+        "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
+        "parameters": {"total": of.total, "trainable": of.trained, "folded": folded_parameters(cfg, vocab_size)},
+        "flops_per_token": flops,
+        "flops_total": flops * positions,
+        "memory": asdict(memory(cfg, vocab_size, ranks)),
+        "paper_memory": paper | {"total": sum(paper.values())},
+        "batch": batch,
+        "steps": cfg.train.steps,
+        "warmup_steps": cfg.warmup_steps,
+        "tokens": {
+            "positions": positions,
+            "paper_budget": budget,
+            "budget_steps": budget and round(budget / batch["positions"]),
+        },
+        "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
+    }
+
+
+def folded_parameters(cfg: Config, vocab_size: int) -> int:
+    """Parameters of the deployed model: learned strengths of residuals are gone, and layers that are dense are one."""
+    if backbone(cfg).deployed_dense:
+        cfg = replace(cfg, backbone=Choice("full", {"factorized": False}), dlr=replace(cfg.dlr, enabled=False))
+    model = build(cfg, vocab_size, torch.device("meta"))
+    return sum(p.numel() for p in model.parameters()) - len(learned_strengths(model))
+
+
+def _batch(cfg: Config, ranks: int) -> dict[str, int]:
+    batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
+    return {
+        "ranks": ranks,
+        "global_batch": batch,
+        "micro_batch": micro_batch,
+        "micro_batches": batch // ranks // micro_batch,
+        "seq_len": cfg.train.seq_len,
+        "positions": batch * cfg.train.seq_len,
+    }
+
+
+def _corners(cfg: Config) -> list[int]:
+    steps, warmup = cfg.train.steps, cfg.warmup_steps
+    return sorted({0, warmup // 2, warmup, (warmup + steps) // 2, steps - 1})
+
+
+# ----------------------------------------------------------------------------------------------------
+# Showing
+
+
+def render(p: dict) -> str:
+    """A plan as text of 80 columns."""
+    return "\n".join(fill(f"{label:<14}{text}", indent=14) for label, text in _lines(p))
+
+
+def _lines(p: dict) -> Iterator[tuple[str, str]]:
+    run, sizes, batch, tokens = p["run"], p["parameters"], p["batch"], p["tokens"]
+    yield "run", run["dir"]
+    choices = f"{run['scale']}, {run['backbone']}, dlr {run['dlr']}, {run['optimizer']}, {run['precision']}"
+    assumed = " assumed: the tokenizer's will be taken" if p["vocabulary"]["assumed"] else ""
+    yield "model", f"{choices}; vocabulary {p['vocabulary']['size']:,}{assumed}"
+    frozen = "" if sizes["total"] == sizes["trainable"] else f" of {sizes['total']:,}"
+    yield "parameters", f"{sizes['trainable']:,}{frozen} trained; {sizes['folded']:,} in the folded model"
+    flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP a position, {p['flops_total']:.2e} FLOP in all"
+    yield "arithmetic", f"{flops}, forward and backward"
+    factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
+    yield "batch", f"{batch['positions']:,} positions = {factors} (ranks, micro-batches, sequences, length)"
+    yield "steps", f"{p['steps']:,} updates, {tokens['positions'] / 1e9:,.2f}B positions"
+    if tokens["paper_budget"]:
+        yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
+    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
+    yield "memory", "of one GPU, in GB, as eager code allocates it; torch.compile needs less"
+    labels = {"optimizer_state": "optimizer", "total": "peak"}
+    notes = {
+        "activations": "kept for the backward pass of a micro-batch",
+        "temporaries": "beside them at the peak of a micro-batch",
+        "total": "not the sum: not all are alive at once",
+    }
+    for part, size in p["memory"].items():
+        if size:
+            yield "", f"{labels.get(part, part):<12}{size / 1e9:8.2f}  {notes.get(part, '')}".rstrip()
+    paper = p["paper_memory"]
+    indices = f" + {paper['indices'] / 1e9:.2f} indices" if paper["indices"] > 5e6 else ""
+    yield (
+        "",
+        f"by the paper's convention {paper['total'] / 1e9:.2f}: {paper['weights'] / 1e9:.2f} weights + "
+        f"{paper['optimizer_state'] / 1e9:.2f} optimizer{indices}",
+    )

@@ -1,0 +1,298 @@
+"""The plan of a run: counts against closed forms, memory against real tensors, and Table 1 of the paper."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dlr_pretrain.analysis import memory as measuring
+from dlr_pretrain.analysis.memory import memory, step_bytes
+from dlr_pretrain.analysis.plan import folded_parameters, plan, render
+from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, counts, printed_memory, rows, token_budget
+from dlr_pretrain.analysis.table1 import render as render_table
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.composition import build as compose
+from dlr_pretrain.config.composition import session
+from dlr_pretrain.models import build
+from tests.conftest import ROOT
+
+SHAPES = {"60m": (512, 1376, 8, 128), "130m": (768, 2048, 12, 256), "350m": (1024, 2736, 24, 256),
+          "1b": (2048, 5461, 24, 512), "7b": (4096, 11008, 32, 1024)}  # fmt: skip
+V = 32_000
+TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_batch=2", "data=sample", "logger=jsonl"]
+
+
+def config(*words: str, ranks: int = 1) -> Config:
+    return load([*words, *(["data=sample"] if "data=sample" not in words else [])], ranks, machine=False)
+
+
+# ---------------------------------------------------------------------------------------------------- parameters
+
+
+def closed_form(scale: str, backbone: str) -> int:
+    """Trained parameters by the formulas: embedding, head and norms, then the projections of L blocks."""
+    d, f, layers, r = SHAPES[scale]
+    outside = 2 * V * d + layers * 2 * d + d
+    shapes = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
+    dense = sum(m * n for m, n in shapes)
+    factors = sum(m + n for m, n in shapes)
+    if backbone == "full":
+        return outside + layers * dense
+    if backbone == "sltrain":
+        share = 0.05 if scale == "7b" else 0.03
+        return outside + layers * (r * factors + sum(int(share * m * n) for m, n in shapes))
+    if backbone == "lost":
+        r = {"60m": 124, "130m": 251, "350m": 249, "1b": 499, "7b": 998}[scale]
+        return outside + layers * (r * factors + sum(max(1, int(0.01 * m)) * n for m, n in shapes))
+    gate = 0
+    if "lax" in backbone:
+        dense_gate = scale == "60m" or (backbone == "cola_lax" and scale in ("130m", "350m"))
+        n1, n2 = {128: (8, 16), 256: (16, 16), 512: (16, 32), 1024: (32, 32)}[r]
+        gate = (r * r + r if dense_gate else n1 * n1 + n2 * n2) + 2 * r  # and a LayerNorm over the latent
+    return outside + layers * r * factors + (layers - 1) * 7 * gate
+
+
+@pytest.mark.parametrize("backbone", ["full", "lowrank", "cola", "lora", "lost", "lax", "cola_lax", "sltrain"])
+def test_parameters_are_those_of_the_closed_form_to_the_unit(backbone):
+    with session():
+        for scale in SHAPES:
+            cfg, _ = compose("train", [f"scale={scale}", f"backbone={backbone}", "data=sample"])
+            assert counts(cfg).trained == closed_form(scale, backbone)
+    if backbone == "cola":
+        assert closed_form("1b", "cola") == 609_310_720
+
+
+def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
+    """learned alphas are gone, B that was frozen is a weight, LoRA and SLTrain are plain LLaMAs"""
+    plain = closed_form("60m", "cola")
+    for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - sum_of_b("60m"))):
+        cfg = config("backbone=cola", f"dlr={option}")
+        assert (counts(cfg).trained, folded_parameters(cfg, V)) == (trained, plain)
+    for backbone in ("lora", "sltrain"):
+        assert folded_parameters(config(f"backbone={backbone}"), V) == closed_form("60m", "full")
+    assert counts(config("backbone=lora")).total - closed_form("60m", "lora") == 8 * (4 * 512**2 + 3 * 512 * 1376)
+
+
+def sum_of_b(scale: str) -> int:
+    d, f, layers, r = SHAPES[scale]
+    return layers * r * (5 * d + 2 * f)
+
+
+# ---------------------------------------------------------------------------------------------------- Table 1
+
+# The cells that no setting of the method reaches, each with its reason in table1.UNREACHABLE.
+SCALES = ("60m", "130m", "350m", "1b")
+NOT_REACHED = {
+    *(("sltrain", scale, column) for scale in SCALES for column in ("parameters", "memory")),
+    *((f"{lax}{dlr}", "1b", "parameters") for lax in ("lax", "cola_lax") for dlr in ("", "+dlr")),
+    ("galore", "350m", "memory"),
+    ("fira", "350m", "memory"),
+}
+
+
+@pytest.fixture(scope="module")
+def cells():
+    with session():
+
+        def configure(recipe: str, scale: str) -> Config:
+            cfg, problems = compose("train", [f"scale={scale}", f"experiment={recipe}", "data=sample"])
+            assert problems == []
+            return cfg
+
+        return list(compare(configure))
+
+
+def test_every_cell_of_table_1_agrees_that_can(cells):
+    assert len(cells) == 16 * 4 * 2
+    assert {(c.method, c.scale, c.column) for c in cells if not c.agrees} == NOT_REACHED
+
+
+def test_what_cannot_be_reached_says_why(cells):
+    assert all((c.reason is None) == c.agrees for c in cells)
+    assert {(c.method.removesuffix("+dlr"), c.column) for c in cells if not c.agrees} == set(UNREACHABLE)
+    assert "unknown" not in {c.reason for c in cells}
+
+
+def test_the_reasons_name_the_right_figures():
+    by_key = {(row.method, row.scale): row for row in rows()}
+    for share, millions in ((0.03, "44 97 194 646"), (0.1, "45 102 215 730")):
+        found = [counts(config(f"scale={s}", "backbone=sltrain", f"backbone.sparsity={share}")) for s in SCALES]
+        assert [f"{of.trained / 1e6:.0f}" for of in found] == millions.split()
+    assert [printed_memory(by_key["sltrain", s], of) for s, of in zip(SCALES, found, strict=True)] == [
+        *("0.29", "0.68", "1.53", "5.35")
+    ]
+    galore = config("scale=350m", "backbone=full", "optimizer=galore", "optimizer.rank=384")
+    assert printed_memory(by_key["galore", "350m"], counts(galore)) == "1.59"
+
+
+def test_the_table_is_readable_at_80_columns(cells):
+    lines = render_table(cells).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "sltrain           47 ! 44      104 ! 97      215 ! 194     732 ! 646" in lines
+    assert "114 of 128 cells agree to the printed digit. The others:" in lines
+
+
+def test_token_budgets_are_the_papers():
+    assert [token_budget(scale) for scale in (*SCALES, "7b")] == [1.4e9, 2.6e9, 7.8e9, 13.1e9, None]
+
+
+# ---------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "backbone=cola dlr=on",
+        "backbone=cola dlr=on dlr.impl=branch train.activation_checkpointing=block",
+        "backbone=lowrank train.activation_checkpointing=latent",
+        "backbone=cola_lax dlr=on backbone.gate=tensor",
+        "backbone=lost dlr=no_b",
+        "backbone=sltrain",
+        "backbone=lora",
+        "backbone=full scale.intermediate_size=341",
+    ],
+)
+def test_meta_tensors_count_as_real_ones(monkeypatch, words, held):
+    """The same operators on both: attention is that of a CPU. (Its LayerNorm keeps bf16 statistics, a GPU's fp32.)"""
+
+    def cpu_attention(q, k, v, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+
+    monkeypatch.setattr(measuring, "attention_as_on_a_gpu", nullcontext)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cpu_attention)
+    cfg = config(*TINY, "scale.num_layers=2", *words.split())
+    dtype = torch.float32 if "lax" in words else torch.bfloat16
+    on_meta, real = (step_bytes(build(cfg, 500, torch.device(at), dtype), 2, 64, held) for at in ("meta", "cpu"))
+    assert on_meta == real
+    assert 0 < real.kept < real.peak
+
+
+def test_the_count_is_what_the_allocator_hands_out():
+    """torch's own record of the CPU allocator; GPU attention keeps 24 bytes more a block, a random state."""
+    cfg = config(*TINY, "backbone=cola")
+    model = build(cfg, 500, torch.device("cpu"), torch.bfloat16)
+    counted = step_bytes(build(cfg, 500, torch.device("meta"), torch.bfloat16), 2, 64, held=False)
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    model(ids, ids).backward()  # what the first call alone allocates
+    model.zero_grad()
+    gc.collect()  # or old memory is let go of in between
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        ids = torch.zeros(2, 64, dtype=torch.int64)
+        loss = model(ids, ids)
+        with record_function("backward starts"):
+            pass
+        loss.backward()
+    alive = peak = kept = 0
+    for event in sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "backward starts":
+            kept = alive
+        if event.name() == "[memory]":
+            alive += event.nbytes()
+            peak = max(peak, alive)
+    assert counted.kept == pytest.approx(kept, abs=500)
+    assert counted.peak == pytest.approx(peak, abs=500)
+
+
+@pytest.mark.parametrize(("checkpointing", "values"), [("latent", 7 * 24 + 128), ("block", 128)])
+def test_checkpointing_keeps_the_latents_or_the_input_of_each_block(checkpointing, values):
+    """7 r + d and d values a position: the residual in the middle of a block is computed again with its stage."""
+    words = (*TINY, "scale.rank=24", "backbone=cola", f"train.activation_checkpointing={checkpointing}")
+    cfgs = [config(*words, f"scale.num_layers={n}") for n in (3, 5)]
+    kept = [step_bytes(build(cfg, 500, torch.device("meta"), torch.bfloat16), 2, 64, True).kept for cfg in cfgs]
+    assert (kept[1] - kept[0]) / 2 == 2 * 64 * values * 2
+
+
+def test_what_precision_ranks_and_accumulation_add():
+    """Bytes a parameter; the buffers of the sums, and what is cast from them, count as gradients."""
+    n = counts(config(*TINY, "backbone=cola"), 500).trained
+    counters = 4 * len(list(build(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
+
+    def parts(*words: str, ranks: int = 1) -> tuple[float, ...]:
+        m = memory(config(*TINY, "backbone=cola", *words, ranks=ranks), 500, ranks)
+        assert m.weights + m.masters + m.optimizer_state + m.gradients < m.total
+        return m.weights / n, m.masters / n, m.gradients / n, (m.optimizer_state - counters) / n
+
+    assert parts() == parts(ranks=4) == (2, 0, 2, 4)
+    assert parts("precision=fp32") == (4, 0, 4, 8)
+    assert parts("precision=bf16_mixed") == (2, 4, 6, 8)
+    assert parts("train.accumulate=fp32") == (2, 0, 6, 4)
+    assert parts("train.accumulate=fp32", "precision=bf16_mixed") == (2, 4, 4, 8)
+
+
+def test_gradients_that_wait_for_others_add_to_the_peak():
+    """One micro-batch on one rank lets activations go as gradients come; DDP's buckets are there all the time."""
+    alone, of_two = (memory(config(*TINY, "train.global_batch=2"), 500, 1), memory(config(*TINY), 500, 1))
+    assert of_two.total - of_two.gradients == pytest.approx(alone.total, rel=0.01)
+    buckets = memory(config(*TINY, "train.global_batch=4", ranks=2), 500, 2)
+    assert buckets == of_two
+
+
+# ---------------------------------------------------------------------------------------------------- the whole plan
+
+
+KEYS = {
+    "run": {"scale", "backbone", "dlr", "optimizer", "precision", "dir"},
+    "vocabulary": {"size", "assumed"},
+    "parameters": {"total", "trainable", "folded"},
+    "flops_per_token": None,
+    "flops_total": None,
+    "memory": {"weights", "masters", "gradients", "optimizer_state", "activations", "temporaries", "total"},
+    "paper_memory": {"weights", "optimizer_state", "indices", "total"},
+    "batch": {"ranks", "global_batch", "micro_batch", "micro_batches", "seq_len", "positions"},
+    "steps": None,
+    "warmup_steps": None,
+    "tokens": {"positions", "paper_budget", "budget_steps"},
+    "schedule": None,
+}
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "scripts/plan.py", *words], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_prints_json_with_stable_keys_and_needs_no_data():
+    done = command("scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--ranks", "16", "--json")
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert {key: set(value) if isinstance(value, dict) else None for key, value in found.items()} == KEYS
+    assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
+    assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "micro_batches": 1, "seq_len": 256,
+                              "positions": 131_072}  # fmt: skip
+    assert found["tokens"] == {"positions": 22_000 * 131_072, "paper_budget": 2.6e9, "budget_steps": 19_836}
+    assert (found["steps"], found["warmup_steps"]) == (22_000, 2_200)
+    assert found["schedule"][2] == {"update": 2_200, "lr": 0.005}
+    assert found["schedule"][-1]["update"] == 21_999
+    assert found["paper_memory"]["total"] == pytest.approx(0.564e9, rel=1e-3)
+
+
+@pytest.mark.parametrize(("words", "error"), [
+    (["scale=1b", "--ranks", "3"], "error: WORLD_SIZE=3: the ranks share 64 data streams out evenly"),
+    (["-m", "scale=1b,7b"], "error: -m: asks for several runs, where one is expected. Leave it out"),
+    (["backbone=colla"], "error: backbone=colla: must be one of"),
+    (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
+])  # fmt: skip
+def test_mistakes_are_told_as_by_the_training_command(words, error):
+    done = command(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert error in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [
+    "scale=tiny", "scale=130m experiment=table1/loro", "experiment=7b/sltrain", "scale=60m backbone=lora",
+])  # fmt: skip
+def test_a_plan_is_readable_at_80_columns(words):
+    text = render(plan(config(*words.split(), ranks=8), 8))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("peak") == 2
+    assert ("assumed" in text) == (words == "scale=tiny")
+    assert (" of " in next(line for line in text.splitlines() if "trained" in line)) == ("lora" in words)
