@@ -96,8 +96,10 @@ class Parallel:
 
 @dataclass
 class Data:
-    source: str = key("where the text comes from", choices=("c4", "c4_local", "sample"), fixed=True)
+    source: str = key("where the text comes from", choices=("c4", "c4_local", "tokens", "sample"), fixed=True)
     dataset: str | None = key("name of the dataset on the hub")
+    revision: str | None = key("its commit, tag or branch; null: the newest commit", identity=False)
+    cache: str | None = key("folder in which shards of the hub are kept; null: none are", identity=False)
     root: str | None = key("folder of the shards (sample: its cache)")
     train_files: str = key("glob of the training shards, below data.root or absolute")
     validation_files: str = key("glob of the validation shards, below data.root or absolute")

@@ -1,4 +1,4 @@
-"""Where documents come from: shards on disk, on the hub, or harvested from installed packages.
+"""Where documents come from: shards on disk, on the hub, harvested from installed packages, or pre-tokenised.
 
 A source names its shards in a fixed order and reads any of them from any document on; it knows nothing of streams
 or ranks. The order of the shards is part of the data order, so it is sorted, never as a directory lists it.
@@ -10,6 +10,7 @@ import glob
 import hashlib
 import json
 import logging
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count, islice
@@ -21,6 +22,7 @@ from dlr_pretrain.data import sample
 from dlr_pretrain.data.documents import Documents, TextDocuments
 from dlr_pretrain.data.shards import parse_text, read_lines
 from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.errors import UserError
 
 KEPT_BYTES = 64 << 20  # compressed size of the shards that are kept decompressed (several times that in memory)
@@ -62,6 +64,11 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None) -> S
 
         return HubSource(data.dataset, data.train_files, data.validation_files, data.text_key)
     root = Path(data.root) if data.root is not None else None
+    if data.source == "tokens":
+        source = TokenSource(root, Path(cfg.tokenizer.path) if cfg.tokenizer.path is not None else None)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a machine's other ranks read the same files
+            source.check(progress)
+        return source
     if data.source == "sample":
         folder = sample.prepare(root, progress)
         model = folder / sample.TOKENIZER_FILE

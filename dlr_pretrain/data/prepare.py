@@ -1,0 +1,251 @@
+"""Pre-tokenising a source: a shard for each of its shards, in the folder that ``tokens.py`` describes.
+
+A shard is written aside and renamed, this process alone notes it in a journal, and the manifest comes last. So a kill
+at any point leaves finished shards, which the same command keeps after a look at their checksums, and perhaps files
+aside, which it removes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dlr_pretrain.data.documents import text_chunks, tokenise
+from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokens import (
+    FORMAT,
+    MANIFEST,
+    MODEL,
+    READ_BYTES,
+    SPLITS,
+    Entry,
+    TokenSource,
+    file_name,
+    layout,
+    write_durably,
+)
+from dlr_pretrain.data.workers import in_processes
+from dlr_pretrain.errors import UserError
+
+JOURNAL = "unfinished.json"
+PROGRESS_SECONDS = 0.5
+AGAIN = "Mend this and start again: finished shards are kept"
+
+
+class Job(NamedTuple):
+    """A shard to be made, or to be kept where the file is as ``noted``."""
+
+    name: str  # of the token shard
+    shard: str  # of the source
+    noted: Entry | None
+
+
+class Event(NamedTuple):
+    """What has become of a job; the last event of a job has its entry."""
+
+    job: Job
+    documents: int  # tokenised since the event before
+    tokens: int
+    entry: Entry | None = None
+    kept: bool = False
+
+
+@dataclass
+class Progress:
+    """How far the preparation is."""
+
+    shards: int
+    finished: int = 0
+    kept: int = 0  # finished ones that were there before
+    documents: int = 0  # tokenised by this command
+    tokens: int = 0
+
+
+def prepare(
+    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[Progress], None]
+) -> TokenSource:
+    """Tokenise ``source`` into ``output`` with ``workers`` processes; 1 is this process itself.
+
+    Raises UserError where the folder holds something else, input is unreadable or output cannot be written.
+    """
+    head = {
+        "format": FORMAT,
+        "source": {"description": source.describe(), "fingerprint": source.fingerprint},
+        "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
+    }
+    shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
+    try:
+        with _alone(output):
+            noted = _noted(output, head)
+            write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+            write_durably(output / MODEL, tokenizer.path.read_bytes())
+            jobs = {split: list(_jobs(split, names, noted)) for split, names in shards.items()}
+            everything, shared = [job for own in jobs.values() for job in own], (source, tokenizer, output)
+            if workers > 1:
+                events = in_processes(_complete, shared, everything, workers)
+            else:
+                events = (event for job in everything for event in _complete(*shared, job))
+            for _ in _finished(events, len(everything), noted, report):
+                write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+            totals = {name: sum(noted[job.name][name] for job in everything) for name in ("documents", "tokens")}
+            entries = {split: [noted[job.name] for job in own] for split, own in jobs.items()}
+            write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": entries}, indent=1))
+            (output / JOURNAL).unlink()
+            result = TokenSource(output)
+            result.remember()
+    except OSError as error:
+        raise UserError(f"{error.filename or output}: {error.strerror or error}. {AGAIN}") from error
+    return result
+
+
+def _jobs(split: str, shards: tuple[str, ...], noted: dict[str, dict]) -> Iterator[Job]:
+    for i, shard in enumerate(shards):
+        name = file_name(split, i, len(shards))
+        entry = Entry(**noted[name]) if name in noted else None
+        yield Job(name, shard, entry if entry and entry.source == shard else None)
+
+
+def _finished(events: Iterable[Event], shards: int, noted: dict[str, dict], report: Callable) -> Iterator[Job]:
+    """Put the entry of each shard that was made into ``noted``, and yield its job; report all the while."""
+    progress = Progress(shards)
+    report(progress)
+    for event in events:
+        progress.documents += event.documents
+        progress.tokens += event.tokens
+        if event.entry is not None:
+            progress.finished += 1
+            progress.kept += event.kept
+            if not event.kept:
+                noted[event.job.name] = asdict(event.entry)
+                yield event.job
+        report(progress)
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """The folder, made where it is not there, for this process alone and without what a kill left aside."""
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{output}: another command is preparing it. Wait for it, or name another folder") from None
+        try:
+            _sweep(output)
+            yield
+        finally:
+            _sweep(output)
+
+
+def _sweep(output: Path) -> None:
+    for aside in output.glob(".*.tokens.*"):
+        aside.unlink()
+
+
+def _noted(output: Path, head: dict) -> dict[str, dict]:
+    """The entries of the shards that are there already; refuses a folder that holds anything else."""
+    for path in (output / JOURNAL, output / MANIFEST):
+        if not path.exists():
+            continue
+        try:
+            found = json.loads(path.read_bytes())
+            description = found["source"].pop("description")
+            same = all(found[key] == head[key] for key in ("format", "tokenizer"))
+            same = same and found["source"]["fingerprint"] == head["source"]["fingerprint"]
+            if path.name == JOURNAL:
+                noted = found["noted"]
+            else:
+                noted = {file_name(split, i, len(own)): entry
+                         for split, own in found["shards"].items() for i, entry in enumerate(own)}  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path}: damaged ({error!r}). Delete it, and all shards are made again") from error
+        if not same:
+            rule = f"holds the tokens of another source, tokenizer or format ({description})"
+            raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
+        return noted
+    strangers = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
+    if strangers:
+        rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
+        raise UserError(f"{output}: {rule}. Name a new folder")
+    return {}
+
+
+def _complete(source: TextSource, tokenizer: Tokenizer, output: Path, job: Job) -> Iterator[Event]:
+    """Make a shard, or keep it."""
+    path = output / job.name
+    if job.noted is not None and _is_sound(path, job.noted):
+        yield Event(job, 0, 0, job.noted, kept=True)
+    else:
+        yield from _write(source, tokenizer, job, path)
+
+
+def _is_sound(path: Path, entry: Entry) -> bool:
+    try:
+        with path.open("rb") as file:
+            sized = path.stat().st_size == entry.bytes
+            return sized and hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+    except OSError:
+        return False
+
+
+def _write(source: TextSource, tokenizer: Tokenizer, job: Job, path: Path) -> Iterator[Event]:
+    """Write a token shard aside, and rename it to ``path`` once it is on the disk."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    offsets, characters = [np.zeros(1, np.int64)], [np.empty(0, np.uint32)]
+    count = total = told = told_tokens = 0
+    due = time.monotonic() + PROGRESS_SECONDS
+    try:
+        with _Hashed(aside) as file:
+            for texts in text_chunks(source.read(job.shard)):
+                tokens, starts = tokenise(texts, tokenizer)
+                file.write(tokens)
+                offsets.append(total + np.append(starts[1:], len(tokens)))
+                characters.append(np.array([len(text) for text in texts], np.uint32))
+                count, total = count + len(texts), total + len(tokens)
+                if time.monotonic() > due:
+                    yield Event(job, count - told, total - told_tokens)
+                    told, told_tokens, due = count, total, time.monotonic() + PROGRESS_SECONDS
+            file.write(np.zeros(layout(count, total, tokenizer.vocab_size)[0] - file.size, np.uint8))
+            file.write(np.concatenate(offsets))
+            file.write(np.concatenate(characters))
+        os.replace(aside, path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}). {AGAIN}") from error
+    finally:
+        aside.unlink(missing_ok=True)
+    entry = Entry(job.shard, count, total, file.size, file.digest.hexdigest())
+    yield Event(job, count - told, total - told_tokens, entry)
+
+
+class _Hashed:
+    """A file of little-endian arrays, its checksum taken as it is written; on the disk when it is closed."""
+
+    def __init__(self, path: Path):
+        self.digest, self.size = hashlib.sha256(), 0
+        self._file = path.open("wb", buffering=READ_BYTES)
+
+    def write(self, array: np.ndarray) -> None:
+        content = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        self._file.write(content)
+        self.digest.update(content)
+        self.size += len(content)
+
+    def __enter__(self) -> _Hashed:
+        return self
+
+    def __exit__(self, failed: type | None, *_) -> None:
+        with self._file:
+            if failed is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())

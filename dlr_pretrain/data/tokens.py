@@ -1,0 +1,271 @@
+"""Pre-tokenised shards: a folder that ``scripts/prepare_data.py`` writes and ``data=tokens`` memory-maps.
+
+    manifest.json                    what the shards are and what they were made from; written last
+    spiece.model                     the tokenizer
+    train-00000-of-01024.tokens      a shard for each shard of the source, in its order; validation-... likewise
+
+A shard holds, one after the other and little-endian: the tokens of its documents, uint16 (int32 above 65,536 pieces),
+each document whole and followed by </s>, filled up to a multiple of 8 bytes; the offset of each document in them and
+their end, int64 [documents + 1]; the characters of each text, uint32 [documents], which close the blocks of
+``documents.py``. So it gives the batches of its source, packed or padded, for any seed, batch and number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dlr_pretrain.data import documents
+from dlr_pretrain.data.documents import Tokens, token_dtype
+from dlr_pretrain.data.tokenizer import EOS, Tokenizer
+from dlr_pretrain.errors import UserError
+
+FORMAT = 1
+MANIFEST, MODEL, CHECKED = "manifest.json", "spiece.model", ".checked.json"
+SPLITS = ("train", "validation")
+TAKEN_TOKENS = 1 << 16  # at once, or one document: what a stream holds in memory
+CHECK_THREADS = 8
+READ_BYTES = 1 << 22
+PREPARE = "Make it with scripts/prepare_data.py"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard in the manifest."""
+
+    source: str  # name of the shard that it was made from
+    documents: int
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+class Sections(NamedTuple):
+    """The arrays of a shard."""
+
+    tokens: np.ndarray  # [tokens]
+    offsets: np.ndarray  # [documents + 1]
+    characters: np.ndarray  # [documents]
+
+
+def file_name(split: str, index: int, count: int) -> str:
+    return f"{split}-{index:05d}-of-{count:05d}.tokens"
+
+
+def layout(count: int, tokens: int, vocab_size: int) -> tuple[int, int, int]:
+    """Where the offsets and the characters of a shard of ``count`` documents begin, and its size; in bytes."""
+    offsets = -(-tokens * np.dtype(token_dtype(vocab_size)).itemsize // 8) * 8
+    characters = offsets + 8 * (count + 1)
+    return offsets, characters, characters + 4 * count
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
+    aside = path.with_name(f".{path.name}.tmp")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+class TokenBlock:
+    """A block of a pre-tokenised shard."""
+
+    def __init__(self, source: TokenSource, shard: str, begins: np.ndarray, lengths: np.ndarray):
+        self._source, self._shard, self._begins, self._lengths = source, shard, begins, lengths
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def take(self, order: np.ndarray, longest: int) -> Tokens:
+        begins, ends = self._begins[order], np.cumsum(np.minimum(self._lengths[order], longest))
+        count = max(1, int(np.searchsorted(ends, TAKEN_TOKENS, side="right")))
+        return self._source.gather(self._shard, begins[:count], ends[:count])
+
+
+class TokenSource:
+    """A folder of pre-tokenised shards: its own documents, whose texts it no longer has.
+
+    Opening looks at everything but the shards' content: manifest, tokenizer, sizes. ``check`` reads them through.
+    """
+
+    def __init__(self, root: Path, tokenizer_path: Path | None = None):
+        self._root = root
+        self.tokenizer_path = root / MODEL
+        try:
+            content = (root / MANIFEST).read_bytes()
+        except FileNotFoundError:
+            raise UserError(f"data.root={root}: no {MANIFEST}, so no finished folder of tokens. {PREPARE}") from None
+        except OSError as error:
+            raise UserError(f"{root / MANIFEST}: {error.strerror}") from error
+        self._manifest_digest = hashlib.sha256(content).hexdigest()
+        try:
+            self._read(json.loads(content))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again") from error
+        self._check_tokenizer(tokenizer_path)
+        for name, entry in self.entries.items():
+            self._check_size(name, entry)
+
+    def _read(self, manifest: dict) -> None:
+        if (version := manifest["format"]) != FORMAT:
+            rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
+            raise UserError(f"{self._root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
+        self._pieces: str = manifest["tokenizer"]["sha256"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.fingerprint: str = manifest["source"]["fingerprint"]
+        self._made_from: str = manifest["source"]["description"]
+        self._dtype = np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
+        entries = {split: [Entry(**entry) for entry in manifest["shards"][split]] for split in SPLITS}
+        names = {split: tuple(file_name(split, i, len(own)) for i in range(len(own))) for split, own in entries.items()}
+        self.train_shards, self.validation_shards = (names[split] for split in SPLITS)
+        self.entries = {n: e for split in SPLITS for n, e in zip(names[split], entries[split], strict=True)}
+        if not all(names.values()):
+            raise ValueError("a split without shards")
+        for name, entry in self.entries.items():
+            if layout(entry.documents, entry.tokens, self.vocab_size)[-1] != entry.bytes:
+                raise ValueError(f"{name} cannot have {entry.bytes} bytes")
+
+    # ------------------------------------------------------------------------------------------------
+    # Checks
+
+    def _check_tokenizer(self, given: Path | None) -> None:
+        for path in filter(None, (self.tokenizer_path, given)):
+            try:
+                digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            except OSError as error:
+                raise UserError(f"{path}: {error.strerror}. {PREPARE} again") from error
+            if digest != self._pieces:
+                rule = f"not the tokenizer (sha256 {self._pieces[:12]}...) that {self._root} was tokenised with"
+                mend = "Leave tokenizer.path out" if path == given else "Put the original back"
+                raise UserError(f"{path}: {rule}. {mend}, or prepare the tokens again")
+
+    def _check_size(self, name: str, entry: Entry) -> None:
+        path = self._root / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}. {PREPARE} again: it keeps the sound shards") from error
+        if size != entry.bytes:
+            rule = f"damaged or foreign: {size:,} bytes, and {entry.bytes:,} were written"
+            raise UserError(f"{path}: {rule}. {PREPARE} again: it keeps the sound shards")
+
+    def check(self, progress: Callable[[str], None]) -> None:
+        """Read every shard through, once: sound files are remembered by their size and time of change.
+
+        That time (ctime) is set by the kernel alone, so that a copy, a restored or an edited file is read again.
+        """
+        state = self._state()
+        if _remembered(self._root / CHECKED) == state:
+            return
+        size = sum(entry.bytes for entry in self.entries.values()) / 1e9
+        progress(f"{self._root}: checking {size:.1f} GB of tokens against their checksums (once for this copy)")
+        pool = ThreadPoolExecutor(min(CHECK_THREADS, os.cpu_count() or 1))
+        try:
+            found = [f"{name}: {fault}" for name, fault in zip(self.entries, pool.map(self.fault, self.entries),
+                                                               strict=True) if fault]  # fmt: skip
+        finally:
+            pool.shutdown(cancel_futures=True)
+        if found:
+            shown = "; ".join(found[:5]) + ("; ..." if len(found) > 5 else "")
+            raise UserError(f"{self._root}: {shown}. {PREPARE} again: it keeps the sound shards")
+        try:
+            self.remember(state)
+        except OSError as error:
+            progress(f"{self._root}: cannot be written ({error.strerror}), so it is checked at every start")
+
+    def remember(self, state: dict | None = None) -> None:
+        """Keep in the folder that its files were read through (default: as they are now)."""
+        write_durably(self._root / CHECKED, json.dumps(state or self._state()))
+
+    def _state(self) -> dict[str, object]:
+        stats = {name: (self._root / name).stat() for name in self.entries}
+        return {MANIFEST: self._manifest_digest} | {n: [s.st_size, s.st_ctime_ns] for n, s in stats.items()}
+
+    def fault(self, name: str) -> str | None:
+        """What is wrong with the content of a shard, or None."""
+        entry, digest = self.entries[name], hashlib.sha256()
+        try:
+            with (self._root / name).open("rb") as file:
+                while block := file.read(READ_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            return error.strerror
+        if digest.hexdigest() != entry.sha256:
+            return "damaged or foreign: its checksum is not the manifest's"
+        tokens, offsets, _ = self._open(name)
+        lengths = np.diff(offsets)
+        if offsets[0] != 0 or offsets[-1] != entry.tokens or (len(lengths) and lengths.min() < 1):
+            return "its offsets are not those of its documents"
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            return f"it holds ids outside the vocabulary of {self.vocab_size} pieces"
+        if (tokens[offsets[1:] - 1] != EOS).any():
+            return "it holds documents without </s>"
+        return None
+
+    # ------------------------------------------------------------------------------------------------
+    # Documents
+
+    def documents(self, tokenizer: Tokenizer) -> TokenSource:
+        if tokenizer.fingerprint != self._pieces:
+            raise UserError(f"{tokenizer.path}: not the tokenizer that {self._root} was tokenised with")
+        return self
+
+    def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
+        count = self.entries[shard].documents
+        while first < count:
+            _, offsets, characters = self._open(shard)
+            window = characters[first : first + documents.BLOCK_DOCUMENTS * step : step]
+            closed = np.searchsorted(np.cumsum(window, dtype=np.int64), documents.BLOCK_CHARACTERS)
+            numbers = first + step * np.arange(min(len(window), int(closed) + 1))
+            begins = offsets[numbers]
+            yield TokenBlock(self, shard, begins, offsets[numbers + 1] - begins)
+            first += len(numbers) * step
+
+    def _open(self, name: str) -> Sections:
+        """The arrays of a shard, mapped for as long as one of them is held.
+
+        They are opened anew for each block: what stays mapped is counted as memory of this process.
+        """
+        path, entry = self._root / name, self.entries[name]
+        self._check_size(name, entry)
+        try:
+            with path.open("rb") as file:
+                raw = mmap.mmap(file.fileno(), entry.bytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be mapped ({error})") from error
+        offsets, characters, _ = layout(entry.documents, entry.tokens, self.vocab_size)
+        return Sections(
+            np.frombuffer(raw, self._dtype, entry.tokens),
+            np.frombuffer(raw, "<i8", entry.documents + 1, offsets),
+            np.frombuffer(raw, "<u4", entry.documents, characters),
+        )
+
+    def gather(self, shard: str, begins: np.ndarray, ends: np.ndarray) -> Tokens:
+        """The tokens from ``begins`` on in a shard, as many of each as joins them to end at ``ends``."""
+        starts = np.append(0, ends[:-1])
+        index = np.repeat(begins - starts, ends - starts)
+        index += np.arange(len(index))
+        return Tokens(self._open(shard).tokens[index], starts)
+
+    def describe(self) -> str:
+        total = sum(self.entries[name].tokens for name in self.train_shards)
+        shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
+        return f"{self._root}: {shards} of tokens ({total:,} to train on), made from {self._made_from}"
+
+
+def _remembered(path: Path) -> object:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

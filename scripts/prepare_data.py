@@ -1,0 +1,110 @@
+"""Tokenise a data source once, for ``data=tokens``:
+
+python scripts/prepare_data.py data=c4_local data.root=/data/c4/en tokenizer.path=/data/spiece.model --output tokens
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError, Problem
+from dlr_pretrain.config.arguments import key_of
+from dlr_pretrain.data.prepare import Progress, prepare
+from dlr_pretrain.data.sources import open_source
+from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.errors import EXIT_FAILED, UserError
+
+EXIT_INTERRUPTED = 130
+LINE_SECONDS = 10.0  # between lines where there is no terminal
+BAR = 24  # characters
+USED = ("data.dataset", "data.root", "data.train_files", "data.validation_files", "data.text_key")
+USED += ("tokenizer.path", "tokenizer.hub", "--config-dir")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Tokenise a data source into shards that data=tokens reads. The same command again continues.",
+        usage="%(prog)s data=... [data.key=value ...] [tokenizer.path=...] --output FOLDER [--workers N]",
+        epilog="Source and tokenizer are named as for train.py.",
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
+    parser.add_argument("--workers", type=int, default=cores, help=f"processes, a shard each (default: {cores})")
+    given, words = parser.parse_known_args()
+    try:
+        if given.workers < 1:
+            raise ConfigError([Problem("--workers", given.workers, "must be at least 1")])
+        refuse_unused(words)
+        cfg = load(words)
+        if cfg.data.source == "tokens":
+            raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
+        source = open_source(cfg, say)
+        tokenizer = open_tokenizer(cfg, source)
+        print(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} pieces")
+        made = prepare(source, tokenizer, given.output, given.workers, Display(sys.stdout))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command continues", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    print(f"finished    {made.describe()}\n\n    python train.py data=tokens data.root={given.output}")
+    return 0
+
+
+def refuse_unused(words: list[str]) -> None:
+    """Raise for keys of a run that say nothing about its texts and tokens."""
+    mend = "Leave it out, and give it to train.py"
+    problems = [
+        Problem(key, word.partition("=")[2], "says nothing about texts or tokens", mend)
+        for key, word in ((key_of(word), word) for word in words)
+        if key != "data" and key not in USED
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+class Display:
+    """Progress on a stream: one line in place on a terminal, otherwise a line now and then."""
+
+    def __init__(self, stream):
+        self.stream, self.terminal = stream, stream.isatty()
+        self.started, self.shown = time.monotonic(), float("-inf")
+
+    def __call__(self, progress: Progress) -> None:
+        now, last = time.monotonic(), progress.finished == progress.shards
+        if now - self.shown < (0.1 if self.terminal else LINE_SECONDS) and not last:
+            return
+        self.shown = now
+        text = describe(progress, now - self.started)
+        if self.terminal:
+            full = BAR * progress.finished // progress.shards
+            text = f"\r[{'#' * full}{'.' * (BAR - full)}] {text}\x1b[K" + ("\n" if last else "")
+        else:
+            text += "\n"
+        self.stream.write(text)
+        self.stream.flush()
+
+
+def describe(progress: Progress, seconds: float) -> str:
+    """One line of text."""
+    rate = progress.tokens / seconds if seconds else 0.0
+    kept = f" ({progress.kept} kept)" if progress.kept else ""
+    text = f"{progress.finished}/{progress.shards} shards{kept}  {progress.documents:,} documents  "
+    text += f"{progress.tokens:,} tokens  {rate / 1e6:.1f}M tokens/s"
+    made = progress.finished - progress.kept
+    if made and progress.finished < progress.shards:
+        left = round(seconds / made * (progress.shards - progress.finished))
+        text += f"  {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Pre-tokenised shards give the very batches of the text that they were made from, and nothing else is accepted."""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from data_corpus import NASTY, REAL, global_batches, make_config, needs_real_data, same, write_shards
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, sample, validation_set
+from dlr_pretrain.data.prepare import prepare
+from dlr_pretrain.data.streams import DocumentStream, Place
+from dlr_pretrain.data.tokens import CHECKED, MANIFEST, MODEL
+from dlr_pretrain.errors import Stopped, UserError
+
+T5 = REAL / "tokenizer" / "spiece.model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tokenizer of a few pieces."""
+    path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
+    sample.train_tokenizer(path, ["a word and more of the words in a text, and one <extra_id_3> two"] * 3, pieces=40)
+    return path
+
+
+def both(root: Path, model: Path, **keys):
+    """The configurations of the shards in ``root`` and of the tokens made from them, which lie beside them."""
+    text = make_config(data__root=root, tokenizer__path=model, **keys)
+    tokens = make_config("tokens", data__root=root / "tokens", **keys)
+    if not (root / "tokens").exists():
+        source = open_source(text)
+        prepare(source, open_tokenizer(text, source), root / "tokens", 1, lambda _: None)
+    return text, tokens
+
+
+def opened(cfg):
+    source = open_source(cfg)
+    return cfg, source, open_tokenizer(cfg, source)
+
+
+def unpacked(found):
+    return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The same batches
+
+ODD = [*NASTY, "", "a", "a\x00b", "one\r\ntwo\r\n", "<extra_id_3>", "👩‍🚀", "word " * 20_000, "x" * 100_000]
+TEXT = st.one_of(st.text(st.characters(codec=None), max_size=30), st.sampled_from(ODD), st.just("a word and more"))
+RAW = st.sampled_from([b'{"text": "caf\xe9 \xff"}\r\n', b'{"text": "\xc3\xa9\xed\xa0\x80"}\n', b"\r\n", b"\n"])
+LINE = st.one_of(TEXT.map(lambda text: json.dumps({"text": text}).encode() + b"\n"), RAW)
+SHARD = st.lists(LINE, min_size=1, max_size=20)
+SOME = b'{"text": "some text"}\n'
+LONG = json.dumps({"text": "word " * 2_000_000}).encode() + b"\n"
+
+
+def shards_of(folder: Path, lines: list[list[bytes]], streams: int) -> None:
+    """C4-layout shards, in which every stream has some text."""
+    write_shards(folder, [["validation text", "", "more"]], split="validation")
+    for i, own in enumerate(lines):
+        path = folder / f"c4-train.{i:05d}-of-{len(lines):05d}.json.gz"
+        path.write_bytes(gzip.compress(b"".join([*own, *[SOME] * streams]), 1))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example([[LONG, SOME], [SOME]], 2, 64, "packed", 3, 3, [1, 2], [2, 1]).via("a line of ten megabytes")
+@example([[b'{"text": ""}\n'] * 50], 4, 8, "pad", 8, 2, [4, 1], [1, 2]).via("almost nothing but empty documents")
+@given(
+    lines=st.lists(SHARD, min_size=1, max_size=5),
+    global_batch=st.sampled_from([1, 2, 4, 6, 12]),
+    seq_len=st.integers(2, 40),
+    packing=st.sampled_from(["packed", "pad"]),
+    block=st.integers(1, 8),
+    kill=st.integers(1, 7),
+    worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
+    others=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
+)
+def test_text_and_tokens_any_ranks_any_kills(model, lines, global_batch, seq_len, packing, block, kill, worlds, others):
+    """One undisturbed run of the text; the tokens, and the text, killed and resumed twice, each time as the other."""
+    streams = math.gcd(global_batch, 64)
+    worlds, others = ([math.gcd(w, streams) for w in some] for some in (worlds, others))
+    keys = {"train__global_batch": global_batch, "train__seq_len": seq_len, "data__packing": packing}
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BLOCK_DOCUMENTS", block)
+        patch.setattr(documents, "BLOCK_CHARACTERS", 5000)
+        shards_of(Path(folder), lines, streams)
+        text, tokens = map(opened, both(Path(folder), model, **keys))
+        undisturbed = global_batches(*text, 1, 10)
+        assert same(global_batches(*tokens, worlds[0], 10), undisturbed)
+        for first, second, third in ((tokens, text, tokens), (text, tokens, text)):
+            head = global_batches(*first, worlds[0], kill)
+            middle = global_batches(*second, worlds[1], 2, head[-1][3])
+            tail = global_batches(*third, others[0], 2, middle[0][3])
+            assert same(head + middle, undisturbed[: kill + 2]) and same(tail, undisturbed[kill + 1 : kill + 3])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(lines=st.lists(SHARD, min_size=1, max_size=4), streams=st.sampled_from([1, 2, 4]), block=st.integers(1, 9))
+def test_an_epoch_loses_and_repeats_no_document_and_epochs_reshuffle(model, lines, streams, block):
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "BLOCK_DOCUMENTS", block)
+        shards_of(Path(folder), lines, streams)
+        text, tokens = map(opened, both(Path(folder), model))
+        wanted = []
+        for shard in text[1].train_shards:
+            texts = [t.encode("utf-8", "replace").decode() for t in text[1].read(shard)]
+            wanted += [(*ids, 1) for ids in reference.encode(texts)]
+        orders = []
+        for _, source, tokenizer in (text, tokens):
+            epochs = [[], [], []]
+            for v in range(streams):
+                for chunk in DocumentStream(source, tokenizer, 42, v, streams).chunks(Place()):
+                    if chunk.place.epoch == 3:
+                        break
+                    cut = np.split(chunk.tokens, chunk.starts[1:])
+                    epochs[chunk.place.epoch] += [tuple(one.tolist()) for one in cut]
+            assert all(sorted(epoch) == sorted(wanted) for epoch in epochs)
+            orders.append(epochs)
+        assert orders[0] == orders[1]
+        if block >= 4 and len({*wanted}) > 20:
+            assert orders[0][0] != orders[0][1] != orders[0][2]
+
+
+def test_a_block_is_gathered_document_by_document(tmp_path, model, monkeypatch):
+    """Long documents, short ones and more than fit at once, against the tokens of each text."""
+    monkeypatch.setattr("dlr_pretrain.data.tokens.TAKEN_TOKENS", 50)
+    texts = [f"{'more words ' * (i * i % 23)}{i}" for i in range(200)]
+    write_shards(tmp_path, [texts])
+    write_shards(tmp_path, [["validation"]], split="validation")
+    _, tokens = both(tmp_path, model)
+    _, source, tokenizer = opened(tokens)
+    ids = [[*one, 1] for one in tokenizer.encode(texts)]
+    for first, step, longest in ((0, 1, documents.WHOLE), (3, 7, documents.WHOLE), (0, 1, 9), (199, 1, 1)):
+        (block,) = source.documents(tokenizer).blocks(source.train_shards[0], first, step)
+        order = np.random.default_rng(0).permutation(len(block))
+        found = []
+        for done, some in documents.in_order(block, order, longest, done=0):
+            assert done == len(found) and (len(some.tokens) <= 50 or len(some.starts) == 1)
+            found += [one.tolist() for one in np.split(some.tokens, some.starts[1:])]
+        assert found == [ids[first::step][i][:longest] for i in order]
+
+
+@pytest.mark.slow
+@needs_real_data
+@pytest.mark.parametrize(("folder", "prefix"), [("c4/en", "c4"), ("webmix", "webmix")])
+def test_every_path_counts_the_tokens_of_sentencepiece(folder, prefix, tmp_path):
+    """c4_local and tokens, packed and padded, and the validation set: one epoch's counts, and equal batches."""
+    keys = {"train__global_batch": 64, "train__seq_len": 256}
+    files = {"data__train_files": f"{prefix}-train.*", "data__validation_files": f"{prefix}-validation.*"}
+    text = opened(make_config(data__root=REAL / folder, tokenizer__path=T5, **keys, **files))
+    prepare(*text[1:], tmp_path / "tokens", 2, lambda _: None)
+    tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(T5))
+    counts = {}
+    for split in ("train", "validation"):
+        texts = (one for shard in getattr(text[1], f"{split}_shards") for one in text[1].read(shard))
+        lengths = np.array([len(ids) + 1 for some in documents.text_chunks(texts) for ids in reference.encode(some)])
+        counts[split] = (len(lengths), int(lengths.sum()), int(np.minimum(lengths, 256).sum()))
+    entries = [json.loads((tmp_path / "tokens" / MANIFEST).read_text())["shards"][s] for s in counts]
+    assert [(sum(e["documents"] for e in own), sum(e["tokens"] for e in own)) for own in entries] == [
+        count[:2] for count in counts.values()
+    ]
+    for cfg, source, tokenizer in (text, tokens):
+        seen = np.zeros(3, int)
+        for v in range(64):
+            for chunk in DocumentStream(source, tokenizer, 42, v, 64).chunks(Place()):
+                if chunk.place.epoch:
+                    break
+                lengths = np.diff(chunk.starts, append=len(chunk.tokens))
+                seen += [len(lengths), lengths.sum(), np.minimum(lengths, 256).sum()]
+        assert tuple(seen.tolist()) == counts["train"]
+        for packing, real in (("packed", counts["validation"][1]), ("pad", counts["validation"][2])):
+            cfg.eval.packing, cfg.eval.tokens = packing, 10**9
+            assert validation_set(cfg, source, tokenizer).real_tokens == real
+    for packing in ("packed", "pad"):
+        text[0].data.packing = tokens[0].data.packing = packing
+        assert same(global_batches(*text, 1, 30), global_batches(*tokens, 2, 30))
+
+
+@pytest.mark.parametrize("packing", ["pad", "packed"])
+def test_the_validation_set_is_that_of_the_text(tmp_path, model, packing):
+    write_shards(tmp_path, [["train"]])
+    write_shards(tmp_path, [["a word", "", "more of the text " * 9] * 90, ["one", "two"]], split="validation")
+    for budget in (1, 500, 10**6):
+        cfgs = both(tmp_path, model, eval__packing=packing, eval__tokens=budget, train__seq_len=16)
+        one, other = (validation_set(*opened(cfg)) for cfg in cfgs)
+        assert one.real_tokens == other.real_tokens
+        assert all(map(torch.equal, unpacked(one), unpacked(other)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# A run on them
+
+
+@pytest.fixture
+def made(corpus, tmp_path):
+    """Tokens of the corpus of all tests."""
+    cfg = make_config(data__root=corpus, tokenizer__path=corpus / MODEL)
+    source = open_source(cfg)
+    prepare(source, open_tokenizer(cfg, source), tmp_path / "tokens", 1, lambda _: None)
+    return tmp_path / "tokens"
+
+
+def test_a_run_on_text_goes_on_with_tokens_made_from_it(words, made, tmp_path, no_export):
+    from dlr_pretrain.analysis.history import read_metrics
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.train.run import run
+
+    def train(folder, *overrides):
+        given = words(f"run.dir={tmp_path / folder}", "train.steps=6", *overrides)
+        if "data=tokens" in overrides:
+            given = [word for word in given if not word.startswith("tokenizer.path")]
+        run(load(given))
+
+    def losses(folder):
+        return [r["train/loss"] for r in read_metrics(tmp_path / folder / "metrics.jsonl")]
+
+    train("whole")
+    with pytest.raises(Stopped):
+        train("parts", "train.stop_after=2")
+    with pytest.raises(Stopped):
+        train("parts", "data=tokens", f"data.root={made}", "train.stop_after=4")
+    train("parts")
+    assert losses("parts") == losses("whole")
+    write_shards(tmp_path / "other", [["another text"] * 40] * 2)
+    write_shards(tmp_path / "other", [["another"]], split="validation")
+    with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: \w+ there, \w+ here"):
+        train("parts", f"data.root={tmp_path / 'other'}")
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is refused
+
+
+def shard(folder: Path) -> Path:
+    return next(folder.glob("train-00001*"))
+
+
+def rewrite(path: Path, change) -> None:
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip(folder: Path) -> None:
+    content = bytearray(shard(folder).read_bytes())
+    content[len(content) // 3] ^= 1
+    shard(folder).write_bytes(content)
+
+
+def out_of_vocabulary(folder: Path) -> None:
+    """A foreign shard with a manifest of its own making."""
+    content = bytearray(shard(folder).read_bytes())
+    content[:2] = (60_000).to_bytes(2, "little")
+    shard(folder).write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    rewrite(folder / MANIFEST, lambda m: m["shards"]["train"][1].update(sha256=digest))
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (lambda f: shard(f).write_bytes(shard(f).read_bytes()[:-8]), r"train-00001-of-00002.*\d bytes, and .* were"),
+        (lambda f: shard(f).unlink(), "train-00001-of-00002.tokens: No such file"),
+        (flip, "train-00001-of-00002.tokens: damaged or foreign: its checksum"),
+        (out_of_vocabulary, "train-00001-of-00002.tokens: it holds ids outside the vocabulary of"),
+        (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no finished folder of tokens. Make it with scripts"),
+        (lambda f: (f / MANIFEST).write_text("{"), "manifest.json: damaged"),
+        (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
+        (lambda f: rewrite(f / MANIFEST, lambda m: m["shards"]["train"].clear()), "manifest.json: damaged"),
+        (lambda f: rewrite(f / MANIFEST, lambda m: m["shards"]["train"][0].update(tokens=7)), "manifest.json: damaged"),
+        (lambda f: rewrite(f / MANIFEST, lambda m: m.update(format=2)), "format 2, and this version reads format 1"),
+        (lambda f: (f / MODEL).unlink(), "spiece.model: No such file"),
+        (lambda f: (f / MODEL).write_bytes(b"another"), "spiece.model: not the tokenizer .*Put the original back"),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
+    damage(made)
+    with pytest.raises(UserError, match=rule):
+        open_source(make_config("tokens", data__root=made))
+
+
+def test_another_tokenizer_is_refused(made, model):
+    with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
+        open_source(make_config("tokens", data__root=made, tokenizer__path=model))
+    source = open_source(make_config("tokens", data__root=made, tokenizer__path=made / MODEL))
+    with pytest.raises(UserError, match="not the tokenizer"):
+        source.documents(open_tokenizer(make_config(tokenizer__path=model), source))
+
+
+def test_shards_are_read_through_once_and_again_when_anything_was_touched(made, tmp_path):
+    cfg = make_config("tokens", data__root=made)
+    said: list[str] = []
+    open_source(cfg, said.append)
+    assert said == []  # the preparation has read what it wrote
+    copy = shutil.copytree(made, tmp_path / "copy")  # with all times but the one that the kernel sets
+    copied = make_config("tokens", data__root=copy)
+    open_source(copied, said.append), open_source(copied, said.append)
+    assert len(said) == 1 and "checking" in said[0]
+    times = shard(copy).stat()
+    flip(copy)
+    os.utime(shard(copy), ns=(times.st_atime_ns, times.st_mtime_ns))
+    for _ in range(2):
+        with pytest.raises(UserError, match="checksum"):
+            open_source(copied, said.append)
+
+
+def test_the_other_ranks_of_a_machine_leave_the_reading_to_the_first(made, monkeypatch):
+    (made / CHECKED).unlink()
+    flip(made)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    open_source(make_config("tokens", data__root=made))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(UserError, match="checksum"):
+        open_source(make_config("tokens", data__root=made))
+
+
+def test_a_folder_that_cannot_be_written_is_read_through_at_every_start(made, monkeypatch):
+    (made / CHECKED).unlink()
+
+    def refuse(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("dlr_pretrain.data.tokens.write_durably", refuse)
+    said: list[str] = []
+    open_source(make_config("tokens", data__root=made), said.append)
+    assert "checking" in said[0] and "Read-only file system), so it is checked at every start" in said[1]
+
+
+def test_a_shard_that_changes_during_the_run_is_named(made):
+    cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=2))
+    shard(made).write_bytes(b"short")
+    with pytest.raises(UserError, match=r"train-00001-of-00002\.tokens: damaged or foreign: 5 bytes"):
+        global_batches(cfg, source, tokenizer, 1, 300)
