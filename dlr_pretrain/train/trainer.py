@@ -58,8 +58,9 @@ class Trainer:
         self.masked = torch.zeros((), device=runtime.device)  # 1 from the first update on that could not be applied
         self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
         self.pending, self.throughput = Pending(runtime.device), Throughput()
-        self.flops_per_token = flops_per_token(cfg, weights.model.lm_head.out_features, self.micro_batch)
         self.peak = peak_flops(runtime.device)
+        vocab_size = weights.model.lm_head.out_features
+        self.flops_per_token = flops_per_token(cfg, vocab_size, self.micro_batch) if self.peak else None
 
     # ------------------------------------------------------------------------------------------------
     # One step
