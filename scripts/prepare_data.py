@@ -20,7 +20,15 @@ from dlr_pretrain.errors import EXIT_FAILED, UserError
 EXIT_INTERRUPTED = 130
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
-USED = ("data.dataset", "data.root", "data.train_files", "data.validation_files", "data.text_key")
+USED = (
+    "data.dataset",
+    "data.revision",
+    "data.cache",
+    "data.root",
+    "data.train_files",
+    "data.validation_files",
+    "data.text_key",
+)
 USED += ("tokenizer.path", "tokenizer.hub", "--config-dir")
 
 
