@@ -20,16 +20,10 @@ from dlr_pretrain.errors import EXIT_FAILED, UserError
 EXIT_INTERRUPTED = 130
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
-USED = (
-    "data.dataset",
-    "data.revision",
-    "data.cache",
-    "data.root",
-    "data.train_files",
-    "data.validation_files",
-    "data.text_key",
-)
-USED += ("tokenizer.path", "tokenizer.hub", "--config-dir")
+USED = {
+    f"data.{name}" for name in ("dataset", "revision", "cache", "root", "train_files", "validation_files", "text_key")
+}
+USED |= {"data", "tokenizer.path", "tokenizer.hub"}
 
 
 def main() -> int:
@@ -68,8 +62,8 @@ def refuse_unused(words: list[str]) -> None:
     mend = "Leave it out, and give it to train.py"
     problems = [
         Problem(key, word.partition("=")[2], "says nothing about texts or tokens", mend)
-        for key, word in ((key_of(word), word) for word in words)
-        if key != "data" and key not in USED
+        for key, word in ((key_of(word), word) for word in words if "=" in word and not word.startswith("-"))
+        if key not in USED
     ]
     if problems:
         raise ConfigError(problems)
