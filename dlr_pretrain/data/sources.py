@@ -90,12 +90,12 @@ class LocalSource(TextSource):
         self.tokenizer_path = tokenizer_path
         self._root = root
         self._text_key = text_key
-        self._paths: dict[str, Path] = {}
+        self.paths: dict[str, Path] = {}
         self._kept: OrderedDict[str, list[bytes]] = OrderedDict()
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
         splits = (self.train_shards, self.validation_shards)
-        sizes = [{name: self._paths[name].stat().st_size for name in names} for names in splits]
+        sizes = [{name: self.paths[name].stat().st_size for name in names} for names in splits]
         self.fingerprint = fingerprint_of(text_key, sizes)
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
@@ -104,30 +104,30 @@ class LocalSource(TextSource):
         if not names:
             where = f"{key}={pattern}" + (f" below {self._root}" if self._root else "")
             raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-        self._paths |= {name: Path(self._root or "", name) for name in names}
+        self.paths |= {name: Path(self._root or "", name) for name in names}
         return tuple(names)
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
-        path = self._paths[shard]
+        path = self.paths[shard]
         lines = read_lines(path, start) if step == 1 else self._every(step, shard, start)
         for document, line in zip(count(start, step), lines, strict=False):
             yield parse_text(line, self._text_key, path, document)
 
     def _every(self, step: int, shard: str, start: int) -> Iterator[bytes]:
         """Every step-th line. Several streams read such a shard, so it stays in memory where it is small."""
-        path = self._paths[shard]
+        path = self.paths[shard]
         if shard in self._kept:
             self._kept.move_to_end(shard)
         elif path.is_file() and path.stat().st_size <= KEPT_BYTES // 4:
             self._kept[shard] = list(read_lines(path))
-            while sum(self._paths[name].stat().st_size for name in self._kept) > KEPT_BYTES:
+            while sum(self.paths[name].stat().st_size for name in self._kept) > KEPT_BYTES:
                 self._kept.popitem(last=False)
         else:
             return islice(read_lines(path, start), 0, None, step)
         return iter(self._kept[shard][start::step])
 
     def describe(self) -> str:
-        where = self._root or Path(next(iter(self._paths.values()))).parent
+        where = self._root or Path(next(iter(self.paths.values()))).parent
         return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
 
 

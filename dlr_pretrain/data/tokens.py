@@ -100,7 +100,7 @@ class TokenSource:
     """
 
     def __init__(self, root: Path, tokenizer_path: Path | None = None):
-        self._root = root
+        self.root = root
         self.tokenizer_path = root / MODEL
         try:
             content = (root / MANIFEST).read_bytes()
@@ -120,7 +120,7 @@ class TokenSource:
     def _read(self, manifest: dict) -> None:
         if (version := manifest["format"]) != FORMAT:
             rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
-            raise UserError(f"{self._root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
+            raise UserError(f"{self.root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
         self._pieces: str = manifest["tokenizer"]["sha256"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
         self.fingerprint: str = manifest["source"]["fingerprint"]
@@ -146,12 +146,12 @@ class TokenSource:
             except OSError as error:
                 raise UserError(f"{path}: {error.strerror}. {PREPARE} again") from error
             if digest != self._pieces:
-                rule = f"not the tokenizer (sha256 {self._pieces[:12]}...) that {self._root} was tokenised with"
+                rule = f"not the tokenizer (sha256 {self._pieces[:12]}...) that {self.root} was tokenised with"
                 mend = "Leave tokenizer.path out" if path == given else "Put the original back"
                 raise UserError(f"{path}: {rule}. {mend}, or prepare the tokens again")
 
     def _check_size(self, name: str, entry: Entry) -> None:
-        path = self._root / name
+        path = self.root / name
         try:
             size = path.stat().st_size
         except OSError as error:
@@ -166,10 +166,10 @@ class TokenSource:
         That time (ctime) is set by the kernel alone, so that a copy, a restored or an edited file is read again.
         """
         state = self._state()
-        if _remembered(self._root / CHECKED) == state:
+        if _remembered(self.root / CHECKED) == state:
             return
         size = sum(entry.bytes for entry in self.entries.values()) / 1e9
-        progress(f"{self._root}: checking {size:.1f} GB of tokens against their checksums (once for this copy)")
+        progress(f"{self.root}: checking {size:.1f} GB of tokens against their checksums (once for this copy)")
         pool = ThreadPoolExecutor(min(CHECK_THREADS, os.cpu_count() or 1))
         try:
             found = [f"{name}: {fault}" for name, fault in zip(self.entries, pool.map(self.fault, self.entries),
@@ -178,25 +178,25 @@ class TokenSource:
             pool.shutdown(cancel_futures=True)
         if found:
             shown = "; ".join(found[:5]) + ("; ..." if len(found) > 5 else "")
-            raise UserError(f"{self._root}: {shown}. {PREPARE} again: it keeps the sound shards")
+            raise UserError(f"{self.root}: {shown}. {PREPARE} again: it keeps the sound shards")
         try:
             self.remember(state)
         except OSError as error:
-            progress(f"{self._root}: cannot be written ({error.strerror}), so it is checked at every start")
+            progress(f"{self.root}: cannot be written ({error.strerror}), so it is checked at every start")
 
     def remember(self, state: dict | None = None) -> None:
         """Keep in the folder that its files were read through (default: as they are now)."""
-        write_durably(self._root / CHECKED, json.dumps(state or self._state()))
+        write_durably(self.root / CHECKED, json.dumps(state or self._state()))
 
     def _state(self) -> dict[str, object]:
-        stats = {name: (self._root / name).stat() for name in self.entries}
+        stats = {name: (self.root / name).stat() for name in self.entries}
         return {MANIFEST: self._manifest_digest} | {n: [s.st_size, s.st_ctime_ns] for n, s in stats.items()}
 
     def fault(self, name: str) -> str | None:
         """What is wrong with the content of a shard, or None."""
         entry, digest = self.entries[name], hashlib.sha256()
         try:
-            with (self._root / name).open("rb") as file:
+            with (self.root / name).open("rb") as file:
                 while block := file.read(READ_BYTES):
                     digest.update(block)
         except OSError as error:
@@ -218,7 +218,7 @@ class TokenSource:
 
     def documents(self, tokenizer: Tokenizer) -> TokenSource:
         if tokenizer.fingerprint != self._pieces:
-            raise UserError(f"{tokenizer.path}: not the tokenizer that {self._root} was tokenised with")
+            raise UserError(f"{tokenizer.path}: not the tokenizer that {self.root} was tokenised with")
         return self
 
     def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
@@ -237,7 +237,7 @@ class TokenSource:
 
         They are opened anew for each block: what stays mapped is counted as memory of this process.
         """
-        path, entry = self._root / name, self.entries[name]
+        path, entry = self.root / name, self.entries[name]
         self._check_size(name, entry)
         try:
             with path.open("rb") as file:
@@ -261,7 +261,7 @@ class TokenSource:
     def describe(self) -> str:
         total = sum(self.entries[name].tokens for name in self.train_shards)
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
-        return f"{self._root}: {shards} of tokens ({total:,} to train on), made from {self._made_from}"
+        return f"{self.root}: {shards} of tokens ({total:,} to train on), made from {self._made_from}"
 
 
 def _remembered(path: Path) -> object:

@@ -49,7 +49,7 @@ def test_small_shards_that_several_streams_read_are_kept_within_bounds(tmp_path,
     write_shards(tmp_path, [[f"{i} {text}" for text in TEXTS] for i in range(9)])
     write_shards(tmp_path, [TEXTS * 100], split="validation")
     source = open_root(tmp_path)
-    size = max(source._paths[shard].stat().st_size for shard in source.train_shards)
+    size = max(source.paths[shard].stat().st_size for shard in source.train_shards)
     monkeypatch.setattr(sources, "KEPT_BYTES", 5 * size)
     for shard in (*source.train_shards, *source.validation_shards, source.train_shards[6]):
         assert len(list(source.read(shard, 3, 2))) > 100

@@ -1,0 +1,160 @@
+"""How fast the data room is: what ``python scripts/benchmark.py data`` measures, on one core.
+
+Rates are given by the clock and by processor time: on a machine that others use as well, the second is the steadier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data.documents import text_chunks
+from dlr_pretrain.data.loader import BATCHES_AHEAD, Batch, TrainLoader
+from dlr_pretrain.data.prepare import prepare
+from dlr_pretrain.data.shards import read_lines
+from dlr_pretrain.data.sources import LocalSource, TextSource, open_source
+from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
+from dlr_pretrain.data.tokens import TokenSource
+
+RAW_CHARACTERS = 20_000_000  # of text for sentencepiece alone
+SEEK_FILES = 4
+STEADY_TOKENS = 100_000_000  # over which memory must not grow
+
+
+class Measure(NamedTuple):
+    """One quantity, a value a round: by the clock, and by processor time where that differs."""
+
+    name: str
+    unit: str
+    values: list[float]
+    processor: list[float] | None = None
+
+
+def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[Measure]:
+    """Everything, for the text source that ``cfg`` names; ``tokens`` are taken in each round of a loader."""
+    source = open_source(cfg, print)
+    tokenizer = open_tokenizer(cfg, source)
+    with tempfile.TemporaryDirectory() as scratch:
+        made, seconds, busy = timed(lambda: prepare(source, tokenizer, Path(scratch, "tokens"), 1, lambda _: None))
+        total = sum(entry.tokens for entry in made.entries.values())
+        yield rate("prepare_data, one worker", "M tokens/s", [(total / 1e6, seconds, busy)])
+        yield from streaming(cfg, source, tokenizer, tokens // 4, rounds)
+        for packing in ("packed", "pad"):
+            yield loading(packed(cfg, packing), made, tokenizer, tokens, rounds)
+        yield from seeking(cfg, source, made, tokenizer, rounds)
+        yield memory(packed(cfg, "packed"), made, tokenizer)
+
+
+def timed(act: Callable) -> tuple:
+    """What ``act`` returns, the seconds it took, and those of the processor."""
+    wall, busy = time.perf_counter(), time.process_time()
+    result = act()
+    return result, time.perf_counter() - wall, time.process_time() - busy
+
+
+def rate(name: str, unit: str, rounds: list[tuple[float, float, float]]) -> Measure:
+    """Amounts over the seconds of each round."""
+    return Measure(name, unit, [a / wall for a, wall, _ in rounds], [a / busy for a, _, busy in rounds])
+
+
+def packed(cfg: Config, packing: str) -> Config:
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packing=packing))
+
+
+def take(loader: TrainLoader, tokens: int) -> float:
+    """Take that many real tokens; returns how many millions they were."""
+    taken = 0
+    while taken < tokens:
+        taken += next(loader).real_tokens
+    return taken / 1e6
+
+
+def drained(loader: TrainLoader) -> Batch:
+    """Take what was read ahead, so that it does not count; returns the last batch."""
+    return [next(loader) for _ in range(BATCHES_AHEAD + 1)][-1]
+
+
+def streaming(cfg: Config, source: TextSource, tokenizer: Tokenizer, tokens: int, rounds: int) -> Iterator[Measure]:
+    """Batches from text beside sentencepiece alone on text of the same source, in turn."""
+    texts, size = [], 0
+    for some in text_chunks(text for shard in source.train_shards for text in source.read(shard)):
+        texts.append(some)
+        size += sum(map(len, some))
+        if size > RAW_CHARACTERS:
+            break
+
+    def alone() -> float:
+        return sum(len(ids) + 1 for some in texts for ids in tokenizer.encode(some)) / 1e6
+
+    raw, streamed, state = [], [], None
+    for _ in range(rounds):
+        raw.append(timed(alone))
+        with closing(TrainLoader(packed(cfg, "packed"), source, tokenizer, 0, 1, state)) as loader:
+            drained(loader)
+            streamed.append(timed(lambda loader=loader: take(loader, tokens)))
+            state = drained(loader).state
+    yield rate("sentencepiece alone", "M tokens/s", raw)
+    yield rate("batches from text, packed", "M tokens/s", streamed)
+    pairs = list(zip(raw, streamed, strict=True))
+    shares = [[100 * (s[0] / s[i]) / (r[0] / r[i]) for r, s in pairs] for i in (1, 2)]
+    yield Measure("batches from text", "% of sentencepiece", *shares)
+
+
+def loading(cfg: Config, made: TokenSource, tokenizer: Tokenizer, tokens: int, rounds: int) -> Measure:
+    taken = []
+    with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
+        for _ in range(rounds):
+            drained(loader)
+            taken.append(timed(lambda: take(loader, tokens)))
+    return rate(f"batches from tokens, {cfg.data.packing}", "M real tokens/s", taken)
+
+
+def seeking(cfg: Config, source: TextSource, made: TokenSource, tokenizer: Tokenizer, rounds: int) -> Iterator[Measure]:
+    """From a state deep in the data to the first batch, and through compressed shards to their last document."""
+    with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
+        state = next(islice(loader, 50, None)).state
+    first: list[float] = []
+    for _ in range(rounds):
+        _, seconds, _ = timed(lambda: _first(cfg, made, tokenizer, state))
+        first.append(seconds)
+    yield Measure("resume of tokens, to the first batch", "s", first)
+    if isinstance(source, LocalSource):
+        passed = []
+        for shard in islice(source.train_shards, SEEK_FILES):
+            path, end = source.paths[shard], made.entries[made.train_shards[source.train_shards.index(shard)]].documents
+            lines, seconds, busy = timed(lambda path=path, end=end: sum(1 for _ in read_lines(path, end - 1)))
+            assert lines == 1
+            passed.append((path.stat().st_size / 1e6, seconds, busy))
+        yield rate("resume of text, through a shard to its last document", "MB/s of its bytes", passed)
+
+
+def _first(cfg: Config, made: TokenSource, tokenizer: Tokenizer, state: dict[str, list[int]]) -> None:
+    with closing(TrainLoader(cfg, TokenSource(made.root), tokenizer, 0, 1, state)) as loader:
+        next(loader)
+
+
+def memory(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> Measure:
+    """Growth of the resident memory over ``STEADY_TOKENS``, after a tenth of them to warm up."""
+    with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
+        take(loader, STEADY_TOKENS // 10)
+        before = _resident()
+        take(loader, STEADY_TOKENS)
+        return Measure(
+            f"memory after {STEADY_TOKENS // 10**6}M tokens more", "MB grown", [(_resident() - before) / 1e6]
+        )
+
+
+def _resident() -> int:
+    """Bytes; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
