@@ -68,7 +68,7 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     if cfg.train.init_from is not None:
         idle["backbone.init"] = "the factors start from train.init_from"
     if source != "c4":
-        idle["data.dataset"] = f"data={source}"
+        idle |= dict.fromkeys(["data.dataset", "data.revision", "data.cache"], f"data={source}")
     if source == "c4":
         idle["data.root"] = "data=c4 streams from the hub; data=c4_local reads a folder"
     if source in ("sample", "tokens"):
@@ -153,8 +153,8 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
 
 
 def _packages(cfg: Config) -> Iterator[Problem]:
-    if cfg.data.source == "c4" and importlib.util.find_spec("datasets") is None:
-        rule = "needs the package datasets, which is not installed"
+    if cfg.data.source == "c4" and importlib.util.find_spec("huggingface_hub") is None:
+        rule = "needs the package huggingface_hub, which is not installed"
         yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
     if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         rule = "needs the package torchao, which is not installed"
@@ -207,6 +207,6 @@ def _files(cfg: Config) -> Iterator[Problem]:
     path = cfg.tokenizer.path
     if path is not None and not os.path.isfile(path):
         yield Problem("tokenizer.path", path, "no such file", "Name a sentencepiece model, such as spiece.model")
-    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
+    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir), ("data.cache", cfg.data.cache)):
         if folder is not None and os.path.isfile(folder):
             yield Problem(name, folder, "is a file, not a folder")

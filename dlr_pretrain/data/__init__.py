@@ -2,7 +2,7 @@
 
 from dlr_pretrain.data.loader import Batch, TrainLoader
 from dlr_pretrain.data.packing import IGNORE, inputs_and_targets
-from dlr_pretrain.data.sources import Source, open_source
+from dlr_pretrain.data.sources import Source, ask_hub, open_source
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.validation import ValidationSet, validation_set
 
@@ -13,6 +13,7 @@ __all__ = [
     "Tokenizer",
     "TrainLoader",
     "ValidationSet",
+    "ask_hub",
     "inputs_and_targets",
     "open_source",
     "open_tokenizer",

@@ -2,43 +2,57 @@
 
 ``huggingface_hub`` retries for 23 s where there is no network, and a look-up of a name has no time-out at all; so the
 first question is asked once, without retries, in a thread that is not waited for beyond its time. Once the hub has
-answered, the library's own retries with back-off are what is wanted.
+answered, what it fails to do is tried again.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import queue
+import random
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from dlr_pretrain.errors import UserError
 
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, the answer is there within 10 s
+PATIENCE_SECONDS = 600.0  # with a hub that has answered before; other ranks wait for 30 minutes in a collective
+LISTING_SECONDS = 120.0  # for a list of files, in which the library waits and tries again, but without a time-out
+STALL_SECONDS = 30.0  # without a byte: a try is given up
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
+PIECE_BYTES = 1 << 16  # received at once
 
 T = TypeVar("T")
+_jitter = random.Random()  # its own: a wait must not move a random state that a run is made of
 
 
-def list_files(dataset: str, patterns: list[str], mend: str) -> tuple[str, list[list[str]]]:
-    """The commit of a dataset, and for each glob the sorted files of that commit which match it."""
+def list_files(dataset: str, revision: str | None, patterns: list[str], mend: str) -> tuple[str, list[dict[str, int]]]:
+    """The commit of a dataset, and for each glob the files of that commit which match it: path to size, sorted."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     api = HfApi()
-    commit = first_contact(
-        dataset, lambda: api.dataset_info(dataset, expand=["sha"], timeout=FIRST_CONTACT_SECONDS).sha, mend
-    )
-    folders: dict[str, list[str]] = {}
+
+    def commit_of() -> str:
+        return api.dataset_info(dataset, revision=revision, expand=["sha"], timeout=FIRST_CONTACT_SECONDS).sha
+
+    commit = first_contact(dataset, commit_of, mend)
+    folders: dict[str, dict[str, int]] = {}
     for folder in {_folder(pattern) for pattern in patterns}:
+
+        def files(folder: str = folder) -> dict[str, int]:
+            tree = api.list_repo_tree(dataset, folder or None, recursive=True, revision=commit, repo_type="dataset")
+            return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+
         try:
-            tree = api.list_repo_tree(
-                dataset, path_in_repo=folder or None, recursive=True, revision=commit, repo_type="dataset"
-            )
-            folders[folder] = sorted(entry.path for entry in tree if isinstance(entry, RepoFile))
+            folders[folder] = _with_patience(files)
         except Exception as error:  # whatever the client raises: it differs between its versions
-            raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {_reason(error)}. {mend}") from error
-    return commit, [fnmatch.filter(folders[_folder(pattern)], pattern) for pattern in patterns]
+            raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {mend}") from error
+    found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
+    return commit, [{path: files[path] for path in sorted(fnmatch.filter(files, pattern))} for files, pattern in found]
 
 
 def _folder(pattern: str) -> str:
@@ -61,11 +75,19 @@ def download(repository: str, filename: str, mend: str) -> str:
     try:
         return hf_hub_download(repository, filename)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{repository}: {filename} cannot be fetched: {_reason(error)}. {mend}") from error
+        raise UserError(f"{repository}: {filename} cannot be fetched: {reason(error)}. {mend}") from error
 
 
 def first_contact(what: str, ask: Callable[[], T], mend: str, seconds: float = FIRST_CONTACT_SECONDS) -> T:
     """The answer of ``ask``, or a UserError once it has failed or ``seconds`` have passed."""
+    try:
+        return _within(seconds, ask)
+    except Exception as error:  # whatever the client raises: it differs between its versions
+        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {mend}") from error
+
+
+def _within(seconds: float, ask: Callable[[], T]) -> T:
+    """The answer of ``ask``, or its exception, or TimeoutError."""
     answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -74,15 +96,75 @@ def first_contact(what: str, ask: Callable[[], T], mend: str, seconds: float = F
         except Exception as error:
             answers.put((None, error))
 
-    threading.Thread(target=run, name="hub-first-contact", daemon=True).start()
+    threading.Thread(target=run, name="hub-question", daemon=True).start()
     try:
         answer, error = answers.get(timeout=seconds)
     except queue.Empty:
-        answer, error = None, TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no answer within {seconds:g} s") from None
     if error is not None:
-        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {_reason(error)}. {mend}") from error
+        raise error
     return answer
 
 
-def _reason(error: Exception) -> str:
+def _with_patience(ask: Callable[[], T]) -> T:
+    """The answer of ``ask``, asked again until it is refused or patience is at its end."""
+    end, tries = time.monotonic() + PATIENCE_SECONDS, 0
+    while True:
+        try:
+            return _within(LISTING_SECONDS, ask)
+        except Exception as error:
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if (status is not None and not is_passing(status)) or time.monotonic() > end:
+                raise
+        time.sleep(pause(tries))
+        tries += 1
+
+
+def pause(tries: int) -> float:
+    """Seconds to wait after ``tries`` tries in vain: twice as long each time, with jitter."""
+    return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** min(tries, 30)) * _jitter.uniform(0.5, 1)
+
+
+def is_passing(status: int) -> bool:
+    """Whether an HTTP status speaks of trouble that passes."""
+    return status in (408, 425, 429) or status >= 500
+
+
+def file_url(dataset: str, commit: str, path: str) -> str:
+    from huggingface_hub import hf_hub_url
+
+    return hf_hub_url(dataset, path, repo_type="dataset", revision=commit)
+
+
+class Answer(NamedTuple):
+    """What a server says to a request for bytes."""
+
+    status: int
+    headers: Mapping[str, str]  # of any case
+    pieces: Iterator[bytes]  # of the body, as they come
+    redirected: bool  # by the hub, to a store
+
+
+@contextmanager
+def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
+    """Ask for the bytes first..end of a file, redirects followed, with the user's token for the hub alone.
+
+    Errors are those of the HTTP client of ``huggingface_hub``: requests before version 1, httpx since.
+    """
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    # Compressed on its way, a file's bytes could not be counted.
+    headers = build_hf_headers() | {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+    session = get_session()
+    if hasattr(session, "stream"):
+        opened = session.stream("GET", url, headers=headers, timeout=STALL_SECONDS, follow_redirects=True)
+        with opened as answer:
+            yield Answer(answer.status_code, answer.headers, answer.iter_bytes(PIECE_BYTES), bool(answer.history))
+    else:
+        with session.get(url, headers=headers, timeout=STALL_SECONDS, stream=True) as answer:
+            yield Answer(answer.status_code, answer.headers, answer.iter_content(PIECE_BYTES), bool(answer.history))
+
+
+def reason(error: Exception) -> str:
+    """The first line that an error says, or its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import sample
@@ -24,6 +24,9 @@ from dlr_pretrain.data.shards import parse_text, read_lines
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.errors import UserError
+
+if TYPE_CHECKING:
+    from dlr_pretrain.data.remote import Listing
 
 KEPT_BYTES = 64 << 20  # compressed size of the shards that are kept decompressed (several times that in memory)
 
@@ -56,13 +59,26 @@ class TextSource:
         return TextDocuments(self, tokenizer)
 
 
-def open_source(cfg: Config, progress: Callable[[str], None] | None = None) -> Source:
-    """The source that ``data`` names. ``progress`` is told of work that takes a while (default: the module's log)."""
+def ask_hub(cfg: Config, progress: Callable[[str], None] | None = None) -> Listing | None:
+    """The shards of a dataset on the hub, for which one rank asks for all; None where ``data`` names another source."""
+    if cfg.data.source != "c4":
+        return None
+    from dlr_pretrain.data.remote import list_shards
+
+    return list_shards(cfg, progress or logging.getLogger(__name__).info)
+
+
+def open_source(cfg: Config, progress: Callable[[str], None] | None = None, listing: Listing | None = None) -> Source:
+    """The source that ``data`` names.
+
+    ``progress`` is told of work that takes a while (default: the module's log). ``listing`` is what ``ask_hub`` has
+    found; without one, the hub is asked here.
+    """
     data, progress = cfg.data, progress or logging.getLogger(__name__).info
     if data.source == "c4":
         from dlr_pretrain.data.remote import HubSource
 
-        return HubSource(data.dataset, data.train_files, data.validation_files, data.text_key)
+        return HubSource(listing or ask_hub(cfg, progress), data.text_key, data.cache)
     root = Path(data.root) if data.root is not None else None
     if data.source == "tokens":
         source = TokenSource(root, Path(cfg.tokenizer.path) if cfg.tokenizer.path is not None else None)

@@ -10,7 +10,16 @@ import torch
 
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config, identity
-from dlr_pretrain.data import Source, Tokenizer, TrainLoader, ValidationSet, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import (
+    Source,
+    Tokenizer,
+    TrainLoader,
+    ValidationSet,
+    ask_hub,
+    open_source,
+    open_tokenizer,
+    validation_set,
+)
 from dlr_pretrain.deploy.tokenizer import read_spiece
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
@@ -87,7 +96,8 @@ class Run:
     def open_data(self) -> None:
         """Source, tokenizer and validation set; refuses a tokenizer that the model or the export cannot hold."""
         cfg, main_first = self.cfg, self.runtime.main_first
-        source = self.source = main_first(lambda: open_source(cfg, self.console.say))
+        listing = self.runtime.on_main(lambda: ask_hub(cfg, self.console.say))
+        source = self.source = main_first(lambda: open_source(cfg, self.console.say, listing))
         tokenizer = self.tokenizer = main_first(lambda: open_tokenizer(cfg, source))
         if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
             raise UserError(

@@ -1,0 +1,85 @@
+"""Shards of the hub on the local disk: each is written as it is first read, and read from there ever after.
+
+Until a shard is whole it is ``<shard>.part``, which holds the beginning that has been read so far, so that a run that
+starts again fetches nothing twice. Any number of processes may share a cache: they write the same bytes to the same
+places, and none leaves a gap.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+from dlr_pretrain.errors import UserError
+
+
+class Stored:
+    """A range of bytes of an open file, which another process may rename meanwhile."""
+
+    def __init__(self, file: BinaryIO, first: int, end: int):
+        self._file, self._first, self._end = file, first, end
+
+    def result(self) -> bytes:
+        with self._file as file:
+            file.seek(self._first)
+            content = file.read(self._end - self._first)
+        if len(content) < self._end - self._first:
+            raise UserError(f"{file.name}: became shorter while it was read. Leave the files in data.cache alone")
+        return content
+
+    def abandon(self) -> None:
+        self._file.close()
+
+
+class ShardCache:
+    """The shards of one commit of a dataset, named below ``folder`` as on the hub, and of these ``sizes`` in bytes."""
+
+    def __init__(self, folder: Path, sizes: dict[str, int]):
+        self._folder, self._sizes = folder, sizes
+
+    def find(self, shard: str, first: int, end: int) -> Stored | None:
+        """A range of a shard, where it is there."""
+        path, part = self._paths(shard)
+        for place in (part, path):  # in the order in which they come to be
+            try:
+                file = place.open("rb")
+            except FileNotFoundError:
+                continue
+            size = os.fstat(file.fileno()).st_size
+            if place is path and size != self._sizes[shard]:
+                file.close()
+                rule = f"has {size:,} bytes, and {self._sizes[shard]:,} on the hub"
+                raise UserError(f"{path}: {rule}. Delete it, and it is fetched again")
+            if size >= end:
+                return Stored(file, first, end)
+            file.close()
+        return None
+
+    def add(self, shard: str, first: int, content: bytes) -> None:
+        """Write a range of a shard, unless it is there or what comes before it is not."""
+        path, part = self._paths(shard)
+        end = first + len(content)
+        if path.exists():
+            return
+        try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(part, os.O_RDWR | (os.O_CREAT if first == 0 else 0), 0o666)
+            with os.fdopen(handle, "r+b") as file:
+                there = os.fstat(handle).st_size
+                if first <= there < end:
+                    file.seek(first)
+                    file.write(content)
+                    file.flush()
+                if first <= there and end == self._sizes[shard]:
+                    os.fsync(handle)
+                    os.replace(part, path)
+        except FileNotFoundError:  # nothing to go on from; or another process has made it whole
+            return
+        except OSError as error:
+            mend = "Make room, or leave data.cache out"
+            raise UserError(f"data.cache: {part} cannot be written ({error.strerror}). {mend}") from error
+
+    def _paths(self, shard: str) -> tuple[Path, Path]:
+        """Of the whole shard, and of its beginning."""
+        return self._folder / shard, self._folder / f"{shard}.part"

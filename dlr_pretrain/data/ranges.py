@@ -1,0 +1,140 @@
+"""A range of bytes of a file on the hub, fetched ahead and whatever it takes.
+
+A try goes on where the one before broke off. Time-outs, stalls, truncated answers, 429 and 5xx are tried again, and so
+is whatever a store says to which the hub redirects: each try has the hub sign a new address.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from http.client import responses
+
+from dlr_pretrain.data import hub
+from dlr_pretrain.errors import UserError
+
+REMARK_SECONDS = 30.0  # of waiting, after which the user is told
+AGAIN = "The same command goes on from the last checkpoint"
+
+
+class _Refused(Exception):
+    """An answer that trying again would not change."""
+
+
+class _Busy(Exception):
+    """A server that asks to wait."""
+
+    def __init__(self, reason: str, seconds: float):
+        super().__init__(reason)
+        self.seconds = seconds
+
+
+class Range:
+    """The bytes first..end of a file of ``size`` bytes.
+
+    A thread fetches them until they are there, refused, or abandoned. Only ``result`` is ever impatient: an outage in
+    which nobody needs these bytes is no failure.
+    """
+
+    def __init__(self, name: str, url: str, size: int, first: int, end: int):
+        self._name, self._url, self._size, self._first, self._end = name, url, size, first, end
+        self._got = bytearray()
+        self._tries, self._reason = 0, "no answer yet"
+        self._refused = False
+        self._done, self._abandoned = threading.Event(), threading.Event()
+        # One thread each: it is a daemon, so that neither a stalled read nor a long wait holds a process that ends.
+        threading.Thread(target=self._fetch, name=f"range {first} of {name}", daemon=True).start()
+
+    def result(self) -> bytes:
+        """The bytes; a UserError after ``hub.PATIENCE_SECONDS``, or where they are refused."""
+        remark = min(REMARK_SECONDS, hub.PATIENCE_SECONDS)
+        if not self._done.wait(remark):
+            where = f"byte {self._first + len(self._got):,} of {self._size:,}"
+            logging.getLogger(__name__).warning("%s: waiting for %s (%s)", self._name, where, self._reason)
+            self._done.wait(hub.PATIENCE_SECONDS - remark)
+        self.abandon()
+        missing = self._end - self._first - len(self._got)
+        if self._refused or missing:
+            where = f"byte {self._first + len(self._got):,} of {self._size:,}"
+            how = "is refused" if self._refused else f"did not come within {hub.PATIENCE_SECONDS:g} s"
+            tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
+            raise UserError(f"{self._name}: {where} {how} ({tries}; {self._reason}). {AGAIN}")
+        content, self._got = bytes(self._got), bytearray()
+        return content
+
+    def abandon(self) -> None:
+        """Stop fetching."""
+        self._abandoned.set()
+
+    def _fetch(self) -> None:
+        in_vain = 0
+        while not self._abandoned.is_set():
+            before, asked = len(self._got), 0.0
+            try:
+                self._try()
+            except _Refused as refused:
+                self._reason, self._refused = str(refused), True
+            except Exception as error:  # whatever the client raises: it differs between its versions
+                self._reason = f"{type(error).__name__}: {hub.reason(error)}"
+                asked = getattr(error, "seconds", 0.0)
+            self._tries += 1
+            if self._refused or len(self._got) == self._end - self._first:
+                return self._done.set()
+            in_vain = 0 if len(self._got) > before else in_vain + 1
+            self._abandoned.wait(max(asked, hub.pause(in_vain)))
+
+    def _try(self) -> None:
+        """Get what is missing, or part of it."""
+        at, wanted = self._first + len(self._got), self._end - self._first
+        with hub.open_range(self._url, at, self._end) as answer:
+            self._check(answer, at)
+            for piece in answer.pieces:  # to its end, or the connection could not be used again
+                self._got += piece[: wanted - len(self._got)]
+                if self._abandoned.is_set() or (answer.status == 200 and len(self._got) == wanted):
+                    return
+        if len(self._got) < wanted:
+            raise EOFError("the answer broke off")
+
+    def _check(self, answer: hub.Answer, at: int) -> None:
+        """Raise what keeps the answer from being the bytes from ``at`` on."""
+        status = f"{answer.status} {responses.get(answer.status, '')}".strip()
+        if answer.status not in (200, 206):
+            message = answer.headers.get("x-error-message", "")
+            if 400 <= answer.status < 500 and not hub.is_passing(answer.status) and not answer.redirected:
+                access = ". Set HF_TOKEN to the token of an account with access" if answer.status in (401, 403) else ""
+                raise _Refused(f"{status} {message}".strip() + access)
+            raise _Busy(status, seconds_to_wait(answer.headers))
+        first, size = _extent(answer)
+        if size not in (None, self._size):
+            raise _Refused(f"the file has {size:,} bytes there, and {self._size:,} in the list of files")
+        if first != at:
+            raise _Refused(f"asked for bytes from {at:,} on, the server sends those from {first:,} on")
+
+
+def _extent(answer: hub.Answer) -> tuple[int, int | None]:
+    """The first byte that an answer brings, and the size of the whole file where it says so."""
+    if answer.status == 206:
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("content-range", ""))
+        if not found:
+            raise _Busy("an answer that does not say which bytes it brings", 0.0)
+        return int(found[1]), None if found[2] == "*" else int(found[2])
+    length = answer.headers.get("content-length")
+    return 0, None if length is None else int(length)
+
+
+def seconds_to_wait(headers: Mapping[str, str]) -> float:
+    """What a server asks for by Retry-After (seconds, or a date), or by the hub's RateLimit when nothing is left."""
+    wanted = headers.get("retry-after", "").strip()
+    if wanted.isdigit():
+        return float(wanted)
+    if wanted:
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(wanted).timestamp() - time.time())
+        except ValueError:
+            return 0.0
+    limit = re.search(r"\br=0\b.*\bt=(\d+)", headers.get("ratelimit", ""))
+    return float(limit[1]) if limit else 0.0
