@@ -46,6 +46,8 @@ class ShardCache:
                 file = place.open("rb")
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                raise _failed(place, error) from error
             size = os.fstat(file.fileno()).st_size
             if place is path and size != self._sizes[shard]:
                 file.close()
@@ -77,9 +79,12 @@ class ShardCache:
         except FileNotFoundError:  # nothing to go on from; or another process has made it whole
             return
         except OSError as error:
-            mend = "Make room, or leave data.cache out"
-            raise UserError(f"data.cache: {part} cannot be written ({error.strerror}). {mend}") from error
+            raise _failed(part, error) from error
 
     def _paths(self, shard: str) -> tuple[Path, Path]:
         """Of the whole shard, and of its beginning."""
         return self._folder / shard, self._folder / f"{shard}.part"
+
+
+def _failed(path: Path, error: OSError) -> UserError:
+    return UserError(f"data.cache: {path}: {error.strerror}. Mend this, or leave data.cache out")

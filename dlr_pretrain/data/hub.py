@@ -23,7 +23,6 @@ PATIENCE_SECONDS = 600.0  # with a hub that has answered before; other ranks wai
 LISTING_SECONDS = 120.0  # for a list of files, in which the library waits and tries again, but without a time-out
 STALL_SECONDS = 30.0  # without a byte: a try is given up
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
-PIECE_BYTES = 1 << 16  # received at once
 
 T = TypeVar("T")
 _jitter = random.Random()  # its own: a wait must not move a random state that a run is made of
@@ -159,10 +158,11 @@ def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
     if hasattr(session, "stream"):
         opened = session.stream("GET", url, headers=headers, timeout=STALL_SECONDS, follow_redirects=True)
         with opened as answer:
-            yield Answer(answer.status_code, answer.headers, answer.iter_bytes(PIECE_BYTES), bool(answer.history))
+            # In pieces of a given size it would keep back, and lose, what came before a connection broke.
+            yield Answer(answer.status_code, answer.headers, answer.iter_bytes(), bool(answer.history))
     else:
         with session.get(url, headers=headers, timeout=STALL_SECONDS, stream=True) as answer:
-            yield Answer(answer.status_code, answer.headers, answer.iter_content(PIECE_BYTES), bool(answer.history))
+            yield Answer(answer.status_code, answer.headers, answer.iter_content(1 << 16), bool(answer.history))
 
 
 def reason(error: Exception) -> str:

@@ -78,9 +78,10 @@ class Range:
                 self._try()
             except _Refused as refused:
                 self._reason, self._refused = str(refused), True
+            except _Busy as busy:
+                self._reason, asked = str(busy), busy.seconds
             except Exception as error:  # whatever the client raises: it differs between its versions
                 self._reason = f"{type(error).__name__}: {hub.reason(error)}"
-                asked = getattr(error, "seconds", 0.0)
             self._tries += 1
             if self._refused or len(self._got) == self._end - self._first:
                 return self._done.set()

@@ -85,8 +85,9 @@ class HubSource(TextSource):
             address = f"hf://datasets/{listing.dataset}@{listing.commit}/{shard}"
             yield from islice(read_with_datasets(address, self._text_key, start), 0, None, step)
             return
-        name = f"{listing.dataset}: {shard}"
-        mend = AGAIN if self._cache is None else f"Delete it below {self._folder}"
+        name, mend = f"{listing.dataset}: {shard}", AGAIN
+        if self._cache is not None:
+            name, mend = f"{name} (kept in {self._folder})", "Delete it there, and it is fetched again"
         parts = _Parts(listing, shard, self._sizes[shard], self._cache)
         parts.look_ahead(AHEAD_SKIPPING if start else AHEAD)
         wanted = islice(lines(parts, start, name, mend), 0, None, step)

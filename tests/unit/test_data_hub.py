@@ -1,14 +1,12 @@
 """The hub: its shards and its tokenizer through the real clients, and a hub that gives no answer."""
 
-import http.server
-import json
 import pickle
 import socket
-import threading
 import time
 
 import pytest
 from data_corpus import LetterTokenizer, global_batches, make_config, run_python, same, write_shards
+from loopback_hub import Hub, serving
 
 from dlr_pretrain.data import hub, open_source, sample
 from dlr_pretrain.data.remote import read_with_datasets
@@ -17,57 +15,12 @@ from dlr_pretrain.errors import UserError
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """A server on the loopback that speaks as much of the hub's protocol as its clients use."""
-
-    files: dict[str, bytes] = {}  # noqa: RUF012
-    commit = "a" * 40
-
-    def do_GET(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = self.path.split("?")[0]
-        about = {"X-Repo-Commit": self.commit, "ETag": f'"{"b" * 40}"', "Accept-Ranges": "bytes"}
-        if "/tree/" in path:
-            tree = [
-                {"type": "file", "path": name, "size": len(content), "oid": "b" * 40}
-                for name, content in self.files.items()
-            ]
-            self.reply(json.dumps(tree).encode())
-        elif "/resolve/" in path:
-            content = self.files.get(path.split("/resolve/")[1].split("/", 1)[1])
-            self.reply(content or b"", 200 if content else 404, about)
-        elif path.startswith(("/api/datasets/allenai/c4", "/api/models/google-t5/t5-base")):
-            self.reply(json.dumps({"id": "x/y", "sha": self.commit, "tags": [], "siblings": []}).encode())
-        else:
-            self.reply(b"{}", 404)
-
-    do_HEAD = do_POST = do_GET
-
-    def reply(self, body, code=200, headers=None):
-        first = 0
-        if code == 200 and (span := self.headers.get("Range")):
-            first, last = (int(n) if n else len(body) - 1 for n in span.removeprefix("bytes=").split("-"))
-            headers = {**(headers or {}), "Content-Range": f"bytes {first}-{last}/{len(body)}"}
-            code, body = 206, body[first : last + 1]
-        self.send_response(code)
-        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def served():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    """A hub without files, and its address."""
+    hub = Hub({})
+    with serving(hub) as address:
+        yield hub, address
 
 
 OPEN = """
@@ -122,39 +75,43 @@ def test_first_contact_does_not_wait_beyond_its_time():
     assert time.monotonic() - begin < 2
 
 
-def test_the_hub_gives_the_batches_of_the_same_shards_on_disk(tmp_path, served, monkeypatch):
+def test_the_hub_gives_the_batches_of_the_same_shards_on_disk(tmp_path, served):
+    loopback, address = served
     paths = write_shards(tmp_path / "en", [TEXTS[:100], TEXTS[100:]])
     paths += write_shards(tmp_path / "en", [["validation"]], split="validation")
-    monkeypatch.setattr(Hub, "files", {f"en/{p.name}": p.read_bytes() for p in paths} | {"en/other.txt": b"x"})
+    loopback.files |= {f"en/{path.name}": path.read_bytes() for path in paths} | {"en/other.txt": b"x"}
     program = """
-        import pickle
+        import pickle, sys
         from data_corpus import LetterTokenizer, global_batches, make_config
         from dlr_pretrain.data import open_source
         cfg = make_config("c4", train__global_batch=4, train__seq_len=16)
         source = open_source(cfg)
-        print(source.describe())
+        print(source.describe(), "datasets" in sys.modules)
         first = global_batches(cfg, source, LetterTokenizer(), 1, 6)
         again = global_batches(cfg, source, LetterTokenizer(), 2, 3, first[2][3])
         with open(OUT, "wb") as file:
             pickle.dump((first, again), file)
     """.replace("OUT", repr(str(tmp_path / "out")))
-    output, errors = run_python(program, tmp_path, HF_ENDPOINT=served)
-    assert output == f"allenai/c4@{Hub.commit} on the hub: 2 train and 1 validation shards\n" and not errors
+    output, errors = run_python(program, tmp_path, HF_ENDPOINT=address)
+    about = f"allenai/c4@{loopback.commit} on the hub: 2 train and 1 validation shards"
+    assert output == f"{about} False\n" and not errors
     first, again = pickle.loads((tmp_path / "out").read_bytes())
     cfg = make_config(data__root=tmp_path / "en", train__global_batch=4, train__seq_len=16)
     assert same(first, global_batches(cfg, open_source(cfg), LetterTokenizer(), 1, 6)) and same(again, first[3:])
 
 
-def test_the_tokenizer_is_fetched_from_the_hub_once(tmp_path, served, monkeypatch):
+def test_the_tokenizer_is_fetched_from_the_hub_once(tmp_path, served):
+    loopback, address = served
+    loopback.redirects = False
     sample.train_tokenizer(tmp_path / "small.model", ["Some text for a small model of few pieces."], pieces=40)
-    monkeypatch.setattr(Hub, "files", {"spiece.model": (tmp_path / "small.model").read_bytes()})
+    loopback.files["spiece.model"] = (tmp_path / "small.model").read_bytes()
     program = """
         from data_corpus import make_config
         from dlr_pretrain.data import open_tokenizer
         class NoTokenizer: tokenizer_path = None
         print(open_tokenizer(make_config("c4"), NoTokenizer).vocab_size)
     """
-    output, _ = run_python(program, tmp_path, HF_ENDPOINT=served)
+    output, _ = run_python(program, tmp_path, HF_ENDPOINT=address)
     assert output == run_python(program, tmp_path, HF_HUB_OFFLINE="1")[0]
 
 

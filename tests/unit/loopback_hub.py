@@ -1,0 +1,212 @@
+"""A hub on the loopback: as much of the Hugging Face hub's protocol as its clients use, with trouble on demand."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from data_corpus import make_config
+
+from dlr_pretrain.data import Source, open_source
+
+_LETTERS = random.Random(0)
+TEXTS = [f"document {i} " + "".join(_LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=i % 90)) for i in range(400)]
+KEYS = {"train__global_batch": 4, "train__seq_len": 16}
+TROUBLE = ("429", "503", "403 of the store", "stall", "truncate", "reset", "no bytes")
+STALL_SECONDS = 0.15  # what the client under test waits; a stall lasts longer
+
+
+class Hub:
+    """Files of one dataset and of any model, and what was asked for.
+
+    ``trouble(path)`` names what goes wrong with a request for a file's bytes, or None.
+    """
+
+    def __init__(self, files: dict[str, bytes]):
+        self.files = files
+        self.commit = "a" * 40
+        self.trouble: Callable[[str], str | None] = lambda path: None
+        self.token: str | None = None  # that files ask for
+        self.redirects = True  # files are in a store at another address
+        self.listing_trouble: list[str] = []  # of the next requests for a list of files
+        self.retry_after = "0"
+        self.asked = Counter()  # requests by kind
+        self.ranges: list[tuple[str, int, int]] = []  # what was sent: path, first byte, bytes
+        self.times: list[float] = []  # of requests for files
+        self.told: list[str] = []  # trouble that was made
+
+    def random_trouble(self, seed: int, share: float) -> None:
+        """Trouble for ``share`` of the requests, of every kind in turn, in a random order."""
+        rng, lock, deck = random.Random(seed), threading.Lock(), []
+
+        def trouble(path: str) -> str | None:
+            with lock:
+                if rng.random() >= share:
+                    return None
+                deck.extend(() if deck else rng.sample(TROUBLE, len(TROUBLE)))
+                return deck.pop()
+
+        self.trouble = trouble
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+    store: str
+
+    def do_GET(self):
+        hub, path = self.hub, self.path.split("?")[0]
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            if "/resolve/" in path:
+                self.resolve(path)
+            elif "/tree/" in path:
+                hub.asked["list"] += 1
+                self.tree(path.split("/tree/")[1].partition("/")[2])
+            elif "/paths-info/" in path:
+                self.reply(json.dumps([self.entry(name) for name in hub.files]).encode())
+            elif path.startswith(("/api/datasets/", "/api/models/")):
+                hub.asked["info" if "/revision/" not in path else path.split("/revision/")[1]] += 1
+                self.reply(json.dumps({"id": "x/y", "sha": hub.commit, "tags": [], "siblings": []}).encode())
+            else:
+                self.reply(b"{}", 404)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    do_HEAD = do_POST = do_GET
+
+    def tree(self, folder: str) -> None:
+        trouble = self.hub.listing_trouble.pop(0) if self.hub.listing_trouble else None
+        if trouble == "stall":
+            time.sleep(1)
+        elif trouble:
+            self.reply(b"", int(trouble))
+        else:
+            self.reply(json.dumps([self.entry(n) for n in self.hub.files if n.startswith(folder)]).encode())
+
+    def entry(self, name: str) -> dict:
+        return {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": "b" * 40}
+
+    def resolve(self, path: str) -> None:
+        """The hub's answer to a request for a file: itself, or the address of the store."""
+        hub, (commit, _, name) = self.hub, path.split("/resolve/")[1].partition("/")
+        about = {"X-Repo-Commit": hub.commit, "ETag": f'"{"b" * 40}"', "Accept-Ranges": "bytes"}
+        in_store = self.server.server_address[1] == int(self.store.rsplit(":", 1)[1])
+        if not in_store and hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self.reply(b"", 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+        if in_store and self.headers.get("Authorization"):
+            return self.reply(b"", 400)
+        if commit not in (hub.commit, "main") or name not in hub.files:
+            return self.reply(b"", 404)
+        if not in_store and hub.redirects:
+            return self.reply(b"", 302, about | {"Location": self.store + self.path})
+        if self.command == "HEAD":
+            return self.reply(hub.files[name], 200, about)
+        hub.asked["range"] += 1
+        hub.times.append(time.monotonic())
+        trouble = hub.trouble(name)
+        if trouble:
+            hub.told.append(trouble)
+        if trouble and trouble[:3].isdigit():
+            return self.reply(b"", int(trouble[:3]), {"Retry-After": hub.retry_after})
+        self.send_file(name, about, trouble)
+
+    def send_file(self, name: str, about: dict, trouble: str | None) -> None:
+        body, code, first = self.hub.files[name], 200, 0
+        if span := self.headers.get("Range"):
+            first, last = (int(n) if n else len(body) - 1 for n in span.removeprefix("bytes=").split("-"))
+            last = min(last, len(body) - 1)
+            about, code = about | {"Content-Range": f"bytes {first}-{last}/{len(body)}"}, 206
+            body = body[first : last + 1]
+        sent = {None: len(body), "no bytes": 0}.get(trouble, len(body) // 2)
+        self.hub.ranges.append((name, first, sent))
+        self.reply(body, code, about, sent)
+        if trouble == "stall":
+            self.wfile.flush()
+            time.sleep(3 * STALL_SECONDS)
+        if trouble == "reset":
+            self.wfile.flush()
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if trouble:
+            self.close_connection = True
+
+    def reply(self, body: bytes, code: int = 200, headers: dict | None = None, sent: int | None = None) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:sent])
+
+    def log_message(self, *_):
+        pass
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def handle_error(self, *_):
+        pass  # a connection that trouble has broken
+
+
+@contextmanager
+def serving(hub: Hub) -> Iterator[str]:
+    """The hub's address; its store listens beside it."""
+    servers = [_Server(("127.0.0.1", 0), None) for _ in range(2)]
+    addresses = [f"http://127.0.0.1:{server.server_port}" for server in servers]
+    for server in servers:
+        server.RequestHandlerClass = type("Handler", (_Handler,), {"hub": hub, "store": addresses[1]})
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield addresses[0]
+    finally:
+        for server in servers:
+            server.shutdown()
+            server.server_close()
+
+
+@contextmanager
+def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
+    """The hub is the one that this process knows, with seconds where there are minutes."""
+    from huggingface_hub import constants
+
+    from dlr_pretrain.data import hub as client
+
+    with serving(hub) as address:
+        files = address + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": files}.items():
+            monkeypatch.setattr(constants, name, value)
+        for name, seconds in {
+            "STALL": STALL_SECONDS,
+            "FIRST_WAIT": 0.005,
+            "LONGEST_WAIT": 0.05,
+            "PATIENCE": 20.0,
+        }.items():
+            monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        yield hub
+
+
+def open_hub(**keys) -> Source:
+    """The hub's shards, as ``data=c4`` finds them by default."""
+    return open_source(make_config("c4", **(KEYS | keys)))
+
+
+def open_local(root, **keys) -> Source:
+    """Shards on disk."""
+    return open_source(make_config(data__root=root, **(KEYS | keys)))
+
+
+def bytes_sent(hub: Hub, name: str) -> list[tuple[int, int]]:
+    """The answers that brought a file: first byte, and how many were sent."""
+    return [(first, count) for path, first, count in hub.ranges if path == name]

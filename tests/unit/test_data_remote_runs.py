@@ -1,0 +1,76 @@
+"""Whole runs that stream from a hub: through trouble, to an end in good order without it, and on several ranks."""
+
+import pytest
+from loopback_hub import Hub, serving_here
+from safetensors.torch import load_file
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.data import documents, hub, remote
+from dlr_pretrain.errors import UserError
+from tests.conftest import forked
+
+pytestmark = pytest.mark.usefixtures("no_export")
+
+
+@pytest.fixture
+def streamed(words, corpus, monkeypatch):
+    """A hub with the shards of the corpus, and the words of a run that streams them in small pieces."""
+    files = {f"en/{path.name}": path.read_bytes() for path in corpus.glob("c4-*.json.gz")}
+    monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", 4)  # or all would be read before the first step
+    monkeypatch.setattr(remote, "RANGE_BYTES", 700)
+
+    def run_of(*overrides: str) -> list[str]:
+        local = ("data=", "data.root=")
+        return ["data=c4", *(word for word in words(*overrides) if not word.startswith(local))]
+
+    with serving_here(Hub(files), monkeypatch) as served:
+        yield served, run_of
+
+
+def start(given: list[str]) -> None:
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.train.run import run
+
+    run(load(given))
+
+
+def record(folder):
+    """What a run has computed, and the newest checkpoint."""
+    rows = [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in read_metrics(folder / "metrics.jsonl")]
+    return rows, max((folder / "checkpoints").iterdir())
+
+
+def test_a_run_ends_in_good_order_when_the_hub_does_not_come_back_and_goes_on_when_it_does(
+    streamed, train, tmp_path, monkeypatch
+):
+    served, run_of = streamed
+    whole = train(tmp_path / "local", "dlr=on")
+    given = run_of("dlr=on", f"run.dir={tmp_path}/run")
+    served.random_trouble(0, 0.2)
+    inner = served.trouble
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 3.0)
+    served.trouble = lambda path: inner(path) if len(served.times) < 60 else "503"
+    with pytest.raises(UserError) as caught:
+        start(given)
+    rows, newest = record(tmp_path / "run")
+    done, message = rows[-1][0], str(caught.value)
+    assert 0 < done < 20 and newest.name == f"step_{done:08d}"
+    assert message.startswith(
+        f"no data for step {done + 1}. The {done} steps before it are saved. rank 0: allenai/c4: en/"
+    )
+    assert "did not come within 3 s" in message and "503 Service Unavailable" in message
+    served.trouble = inner
+    start(given)
+    assert record(tmp_path / "run")[0] == record(whole)[0]
+    a, b = (load_file(folder / "folded" / "model.safetensors") for folder in (tmp_path / "run", whole))
+    assert all((a[name] == b[name]).all() for name in b)
+
+
+@pytest.mark.slow
+def test_ranks_share_one_listing(streamed, train, tmp_path):
+    served, run_of = streamed
+    forked(run_of(f"run.dir={tmp_path}/run"), ranks=2)
+    assert served.asked["info"] == served.asked["list"] == 1
+    ours, theirs = record(tmp_path / "run")[0], record(train(tmp_path / "local"))[0]
+    assert [step for step, *_ in ours] == list(range(1, 21))
+    assert [loss for _, loss, _ in ours] == pytest.approx([loss for _, loss, _ in theirs], rel=2e-5)
