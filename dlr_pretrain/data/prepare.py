@@ -134,7 +134,7 @@ def _finished(events: Iterable[Event], shards: int, noted: dict[str, dict], repo
 
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """The folder, made where it is not there, for this process alone and without what a kill left aside."""
+    """The folder, made where it is not there, for this process alone; without files aside, before and after."""
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as lock:
         try:
@@ -222,8 +222,6 @@ def _write(source: TextSource, tokenizer: Tokenizer, job: Job, path: Path) -> It
         os.replace(aside, path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}). {AGAIN}") from error
-    finally:
-        aside.unlink(missing_ok=True)
     entry = Entry(job.shard, count, total, file.size, file.digest.hexdigest())
     yield Event(job, count - told, total - told_tokens, entry)
 

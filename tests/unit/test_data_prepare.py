@@ -265,7 +265,11 @@ def test_a_damaged_journal_is_named(root, model, tmp_path, text):
 
 
 def test_one_preparation_at_a_time(root, model, tmp_path):
+    left = tmp_path / "tokens" / ".train-00000-of-00006.tokens.77"
+    left.parent.mkdir()
+    left.touch()
     with module._alone(tmp_path / "tokens"), pytest.raises(UserError, match="another command is preparing it"):
+        assert not left.exists()
         make(root, model, tmp_path / "tokens")
     assert len(make(root, model, tmp_path / "tokens")) > 1
 

@@ -74,14 +74,14 @@ def shards_of(folder: Path, lines: list[list[bytes]], streams: int) -> None:
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example([[LONG, SOME], [SOME]], 2, 64, "packed", 3, 3, [1, 2], [2, 1]).via("a line of ten megabytes")
-@example([[b'{"text": ""}\n'] * 50], 4, 8, "pad", 8, 2, [4, 1], [1, 2]).via("almost nothing but empty documents")
+@example([[LONG, SOME], [SOME]], 2, 64, "packed", (3, 5000), 3, [1, 2], [2, 1]).via("a line of ten megabytes")
+@example([[b'{"text": ""}\n'] * 50], 4, 8, "pad", (8, 9), 2, [4, 1], [1, 2]).via("almost nothing but empty documents")
 @given(
     lines=st.lists(SHARD, min_size=1, max_size=5),
     global_batch=st.sampled_from([1, 2, 4, 6, 12]),
     seq_len=st.integers(2, 40),
     packing=st.sampled_from(["packed", "pad"]),
-    block=st.integers(1, 8),
+    block=st.tuples(st.integers(1, 8), st.sampled_from([1, 9, 30, 5000])),
     kill=st.integers(1, 7),
     worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
     others=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
@@ -92,8 +92,8 @@ def test_text_and_tokens_any_ranks_any_kills(model, lines, global_batch, seq_len
     worlds, others = ([math.gcd(w, streams) for w in some] for some in (worlds, others))
     keys = {"train__global_batch": global_batch, "train__seq_len": seq_len, "data__packing": packing}
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_DOCUMENTS", block)
-        patch.setattr(documents, "BLOCK_CHARACTERS", 5000)
+        patch.setattr(documents, "BLOCK_DOCUMENTS", block[0])
+        patch.setattr(documents, "BLOCK_CHARACTERS", block[1])
         shards_of(Path(folder), lines, streams)
         text, tokens = map(opened, both(Path(folder), model, **keys))
         undisturbed = global_batches(*text, 1, 10)
