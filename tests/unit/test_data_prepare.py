@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -18,9 +19,10 @@ from pathlib import Path
 import pytest
 from data_corpus import REPO, make_config, run_python, write_shards
 
-from dlr_pretrain.data import open_source, open_tokenizer, sample
+from dlr_pretrain.data import Tokenizer, open_source, open_tokenizer, sample
 from dlr_pretrain.data import prepare as module
 from dlr_pretrain.data.prepare import JOURNAL, Progress, prepare
+from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.data.tokens import MANIFEST, TokenSource
 from dlr_pretrain.data.workers import in_processes
 from dlr_pretrain.errors import EXIT_CONFIG, UserError
@@ -93,6 +95,16 @@ def test_a_shard_without_documents_and_a_large_vocabulary(tmp_path, model):
     assert block.take([0], 10**6).tokens.tolist() == [*tokenizer.encode(["some words"])[0], 1]
     assert list(made.blocks(made.train_shards[1])) == []
     assert all(made.fault(name) is None for name in made.entries)
+
+
+def test_a_source_on_the_hub_and_its_tokenizer_can_be_sent_to_a_process(model):
+    listing = Listing("allenai/c4", "a" * 40, {"en/c4-train.json.gz": 7}, {"en/c4-validation.json.gz": 3})
+    for cache in (None, "/cache"):
+        source = HubSource(listing, "text", cache)
+        sent = pickle.loads(pickle.dumps(source))
+        assert (sent.describe(), sent.fingerprint) == (source.describe(), source.fingerprint)
+    tokenizer = pickle.loads(pickle.dumps(Tokenizer(model)))
+    assert tokenizer.encode(["more words"]) == Tokenizer(model).encode(["more words"])
 
 
 # ----------------------------------------------------------------------------------------------------

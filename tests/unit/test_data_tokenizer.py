@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import time
 
 import pytest
@@ -54,6 +55,16 @@ def test_a_document_of_ten_megabytes(word):
     (ids,) = tokenizer.encode([word * (10_000_000 // len(word))])
     assert len(ids) > 1_000_000 and min(ids) >= 2 and max(ids) < 32_000
     assert time.monotonic() - begin < 20
+
+
+def test_a_forked_process_encodes_as_its_parent_does(tokenizer):
+    expected, (reading, writing) = tokenizer.encode([*NASTY, *PROSE]), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, b"same" if tokenizer.encode([*NASTY, *PROSE]) == expected else b"other")
+        os._exit(0)
+    assert os.read(reading, 8) == b"same" and os.waitpid(child, 0)[1] == 0
+    os.close(reading), os.close(writing)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"not a model", bytes(1000)])

@@ -16,6 +16,7 @@ import torch
 from data_corpus import NASTY, REAL, global_batches, make_config, needs_real_data, same, write_shards
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from loopback_hub import Hub, serving_here
 
 from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, sample, validation_set
 from dlr_pretrain.data.prepare import prepare
@@ -155,38 +156,52 @@ def test_a_block_is_gathered_document_by_document(tmp_path, model, monkeypatch):
 @pytest.mark.slow
 @needs_real_data
 @pytest.mark.parametrize(("folder", "prefix"), [("c4/en", "c4"), ("webmix", "webmix")])
-def test_every_path_counts_the_tokens_of_sentencepiece(folder, prefix, tmp_path):
-    """c4_local and tokens, packed and padded, and the validation set: one epoch's counts, and equal batches."""
-    keys = {"train__global_batch": 64, "train__seq_len": 256}
-    files = {"data__train_files": f"{prefix}-train.*", "data__validation_files": f"{prefix}-validation.*"}
-    text = opened(make_config(data__root=REAL / folder, tokenizer__path=T5, **keys, **files))
-    prepare(*text[1:], tmp_path / "tokens", 2, lambda _: None)
+def test_every_path_counts_the_tokens_of_sentencepiece(folder, prefix, tmp_path, monkeypatch):
+    """Streamed, local and tokens: one epoch's counts, those of validation, and the batches, packed and padded."""
+    keys = {"train__global_batch": 64, "train__seq_len": 256, "eval__tokens": 10**9}
+    names = (("data__train_files", f"{prefix}-train.*"), ("data__validation_files", f"{prefix}-validation.*"))
+    local = opened(make_config(data__root=REAL / folder, tokenizer__path=T5, **keys, **dict(names)))
+    counts = counts_of_sentencepiece(local[1])
+    prepare(*local[1:], tmp_path / "tokens", 2, lambda _: None)
     tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(T5))
-    counts = {}
+    entries = [json.loads((tmp_path / "tokens" / MANIFEST).read_text())["shards"][split] for split in counts]
+    found = [(sum(e["documents"] for e in own), sum(e["tokens"] for e in own)) for own in entries]
+    assert found == [count[:2] for count in counts.values()]
+    hub = Hub({f"en/{path.name}": path.read_bytes() for path in (REAL / folder).iterdir()})
+    with serving_here(hub, monkeypatch):
+        globs = {key: f"en/{glob}" for key, glob in names}
+        streamed = opened(make_config("c4", tokenizer__path=T5, **keys, **globs))
+        assert streamed[1].fingerprint == local[1].fingerprint == tokens[1].fingerprint
+        wanted = {}
+        for arm in (local, streamed, tokens):
+            assert counts_of_an_epoch(*arm[1:]) == counts["train"]
+            for at, packing in ((1, "packed"), (2, "pad")):
+                arm[0].eval.packing = arm[0].data.packing = packing
+                assert validation_set(*arm).real_tokens == counts["validation"][at]
+                batches = global_batches(*arm, 2, 30)
+                assert same(wanted.setdefault(packing, batches), batches)
+
+
+def counts_of_sentencepiece(source) -> dict[str, tuple[int, int, int]]:
+    """Documents, tokens, and tokens where each document is cut to 256, of both splits; each with its </s>."""
+    reference, counts = sentencepiece.SentencePieceProcessor(model_file=str(T5)), {}
     for split in ("train", "validation"):
-        texts = (one for shard in getattr(text[1], f"{split}_shards") for one in text[1].read(shard))
-        lengths = np.array([len(ids) + 1 for some in documents.text_chunks(texts) for ids in reference.encode(some)])
-        counts[split] = (len(lengths), int(lengths.sum()), int(np.minimum(lengths, 256).sum()))
-    entries = [json.loads((tmp_path / "tokens" / MANIFEST).read_text())["shards"][s] for s in counts]
-    assert [(sum(e["documents"] for e in own), sum(e["tokens"] for e in own)) for own in entries] == [
-        count[:2] for count in counts.values()
-    ]
-    for cfg, source, tokenizer in (text, tokens):
-        seen = np.zeros(3, int)
-        for v in range(64):
-            for chunk in DocumentStream(source, tokenizer, 42, v, 64).chunks(Place()):
-                if chunk.place.epoch:
-                    break
-                lengths = np.diff(chunk.starts, append=len(chunk.tokens))
-                seen += [len(lengths), lengths.sum(), np.minimum(lengths, 256).sum()]
-        assert tuple(seen.tolist()) == counts["train"]
-        for packing, real in (("packed", counts["validation"][1]), ("pad", counts["validation"][2])):
-            cfg.eval.packing, cfg.eval.tokens = packing, 10**9
-            assert validation_set(cfg, source, tokenizer).real_tokens == real
-    for packing in ("packed", "pad"):
-        text[0].data.packing = tokens[0].data.packing = packing
-        assert same(global_batches(*text, 1, 30), global_batches(*tokens, 2, 30))
+        texts = (text for shard in getattr(source, f"{split}_shards") for text in source.read(shard))
+        lengths = [len(ids) + 1 for some in documents.text_chunks(texts) for ids in reference.encode(some)]
+        counts[split] = (len(lengths), sum(lengths), sum(min(length, 256) for length in lengths))
+    return counts
+
+
+def counts_of_an_epoch(source, tokenizer) -> tuple[int, int, int]:
+    """The same of what 64 streams yield before their second epoch."""
+    counts = np.zeros(3, int)
+    for v in range(64):
+        for chunk in DocumentStream(source, tokenizer, 42, v, 64).chunks(Place()):
+            if chunk.place.epoch:
+                break
+            lengths = np.diff(chunk.starts, append=len(chunk.tokens))
+            counts += [len(lengths), lengths.sum(), np.minimum(lengths, 256).sum()]
+    return tuple(counts.tolist())
 
 
 @pytest.mark.parametrize("packing", ["pad", "packed"])
