@@ -2,14 +2,17 @@
 
 ``huggingface_hub`` retries for 23 s where there is no network, and a look-up of a name has no time-out at all; so the
 first question is asked once, without retries, in a thread that is not waited for beyond its time. Once the hub has
-answered, what it fails to do is tried again.
+answered, if only that it is busy, what it fails to do is tried again.
 """
 
 from __future__ import annotations
 
+import email.utils
 import fnmatch
+import logging
 import queue
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +28,7 @@ STALL_SECONDS = 30.0  # without a byte: a try is given up
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 _jitter = random.Random()  # its own: a wait must not move a random state that a run is made of
 
 
@@ -47,7 +51,7 @@ def list_files(dataset: str, revision: str | None, patterns: list[str], mend: st
             return {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
 
         try:
-            folders[folder] = _with_patience(files)
+            folders[folder] = _insist(dataset, files, LISTING_SECONDS, silence_passes=True)
         except Exception as error:  # whatever the client raises: it differs between its versions
             raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {mend}") from error
     found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
@@ -78,9 +82,12 @@ def download(repository: str, filename: str, mend: str) -> str:
 
 
 def first_contact(what: str, ask: Callable[[], T], mend: str, seconds: float = FIRST_CONTACT_SECONDS) -> T:
-    """The answer of ``ask``, or a UserError once it has failed or ``seconds`` have passed."""
+    """The answer of ``ask``, or a UserError: at once where it is refused, or when no answer has come in ``seconds``.
+
+    A hub that is merely busy is asked again: many jobs that start together are too many for it.
+    """
     try:
-        return _within(seconds, ask)
+        return _insist(what, ask, seconds, silence_passes=False)
     except Exception as error:  # whatever the client raises: it differs between its versions
         raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {mend}") from error
 
@@ -105,17 +112,24 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
     return answer
 
 
-def _with_patience(ask: Callable[[], T]) -> T:
-    """The answer of ``ask``, asked again until it is refused or patience is at its end."""
+def _insist(what: str, ask: Callable[[], T], seconds: float, silence_passes: bool) -> T:
+    """The answer of ``ask``, asked again until patience is at its end, or the trouble is of a kind that stays.
+
+    A try gets ``seconds``; ``silence_passes`` says whether a try without any answer is worth another.
+    """
     end, tries = time.monotonic() + PATIENCE_SECONDS, 0
     while True:
         try:
-            return _within(LISTING_SECONDS, ask)
+            return _within(seconds, ask)
         except Exception as error:
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            if (status is not None and not is_passing(status)) or time.monotonic() > end:
+            response = getattr(error, "response", None)
+            passes = silence_passes if response is None else is_passing(response.status_code)
+            asked = 0.0 if response is None else seconds_to_wait(response.headers)
+            wait = max(asked, pause(tries))
+            if not passes or time.monotonic() + wait > end:
                 raise
-        time.sleep(pause(tries))
+            log.warning("%s: %s; asking again in %.0f s", what, reason(error), wait)
+        time.sleep(wait)
         tries += 1
 
 
@@ -127,6 +141,20 @@ def pause(tries: int) -> float:
 def is_passing(status: int) -> bool:
     """Whether an HTTP status speaks of trouble that passes."""
     return status in (408, 425, 429) or status >= 500
+
+
+def seconds_to_wait(headers: Mapping[str, str]) -> float:
+    """What a server asks for by Retry-After (seconds, or a date), or by the hub's RateLimit when nothing is left."""
+    wanted = headers.get("retry-after", "").strip()
+    if wanted.isdigit():
+        return float(wanted)
+    if wanted:
+        try:
+            return max(0.0, email.utils.parsedate_to_datetime(wanted).timestamp() - time.time())
+        except ValueError:
+            return 0.0
+    limit = re.search(r"\br=0\b.*\bt=(\d+)", headers.get("ratelimit", ""))
+    return float(limit[1]) if limit else 0.0
 
 
 def file_url(dataset: str, commit: str, path: str) -> str:
@@ -159,10 +187,11 @@ def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
         opened = session.stream("GET", url, headers=headers, timeout=STALL_SECONDS, follow_redirects=True)
         with opened as answer:
             # In pieces of a given size it would keep back, and lose, what came before a connection broke.
-            yield Answer(answer.status_code, answer.headers, answer.iter_bytes(), bool(answer.history))
+            yield Answer(answer.status_code, answer.headers, answer.iter_raw(), bool(answer.history))
     else:
         with session.get(url, headers=headers, timeout=STALL_SECONDS, stream=True) as answer:
-            yield Answer(answer.status_code, answer.headers, answer.iter_content(1 << 16), bool(answer.history))
+            pieces = answer.raw.stream(1 << 16, decode_content=False)
+            yield Answer(answer.status_code, answer.headers, pieces, bool(answer.history))
 
 
 def reason(error: Exception) -> str:

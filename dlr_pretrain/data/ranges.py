@@ -6,12 +6,9 @@ is whatever a store says to which the hub redirects: each try has the hub sign a
 
 from __future__ import annotations
 
-import email.utils
 import logging
 import re
 import threading
-import time
-from collections.abc import Mapping
 from http.client import responses
 
 from dlr_pretrain.data import hub
@@ -108,7 +105,7 @@ class Range:
             if 400 <= answer.status < 500 and not hub.is_passing(answer.status) and not answer.redirected:
                 access = ". Set HF_TOKEN to the token of an account with access" if answer.status in (401, 403) else ""
                 raise _Refused(f"{status} {message}".strip() + access)
-            raise _Busy(status, seconds_to_wait(answer.headers))
+            raise _Busy(status, hub.seconds_to_wait(answer.headers))
         first, size = _extent(answer)
         if size not in (None, self._size):
             raise _Refused(f"the file has {size:,} bytes there, and {self._size:,} in the list of files")
@@ -125,17 +122,3 @@ def _extent(answer: hub.Answer) -> tuple[int, int | None]:
         return int(found[1]), None if found[2] == "*" else int(found[2])
     length = answer.headers.get("content-length")
     return 0, None if length is None else int(length)
-
-
-def seconds_to_wait(headers: Mapping[str, str]) -> float:
-    """What a server asks for by Retry-After (seconds, or a date), or by the hub's RateLimit when nothing is left."""
-    wanted = headers.get("retry-after", "").strip()
-    if wanted.isdigit():
-        return float(wanted)
-    if wanted:
-        try:
-            return max(0.0, email.utils.parsedate_to_datetime(wanted).timestamp() - time.time())
-        except ValueError:
-            return 0.0
-    limit = re.search(r"\br=0\b.*\bt=(\d+)", headers.get("ratelimit", ""))
-    return float(limit[1]) if limit else 0.0

@@ -36,7 +36,8 @@ class Hub:
         self.trouble: Callable[[str], str | None] = lambda path: None
         self.token: str | None = None  # that files ask for
         self.redirects = True  # files are in a store at another address
-        self.listing_trouble: list[str] = []  # of the next requests for a list of files
+        self.info_trouble: list[str] = []  # of the next questions for the dataset's commit
+        self.listing_trouble: list[str] = []  # and for a list of files
         self.retry_after = "0"
         self.asked = Counter()  # requests by kind
         self.ranges: list[tuple[str, int, int]] = []  # what was sent: path, first byte, bytes
@@ -70,12 +71,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.resolve(path)
             elif "/tree/" in path:
                 hub.asked["list"] += 1
-                self.tree(path.split("/tree/")[1].partition("/")[2])
+                folder = path.split("/tree/")[1].partition("/")[2]
+                entries = [self.entry(name) for name in hub.files if name.startswith(folder)]
+                self.describe(entries, hub.listing_trouble)
             elif "/paths-info/" in path:
-                self.reply(json.dumps([self.entry(name) for name in hub.files]).encode())
+                self.describe([self.entry(name) for name in hub.files], [])
             elif path.startswith(("/api/datasets/", "/api/models/")):
                 hub.asked["info" if "/revision/" not in path else path.split("/revision/")[1]] += 1
-                self.reply(json.dumps({"id": "x/y", "sha": hub.commit, "tags": [], "siblings": []}).encode())
+                self.describe({"id": "x/y", "sha": hub.commit, "tags": [], "siblings": []}, hub.info_trouble)
             else:
                 self.reply(b"{}", 404)
         except (BrokenPipeError, ConnectionResetError):
@@ -83,14 +86,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_GET
 
-    def tree(self, folder: str) -> None:
-        trouble = self.hub.listing_trouble.pop(0) if self.hub.listing_trouble else None
-        if trouble == "stall":
+    def describe(self, what: object, trouble: list[str]) -> None:
+        told = trouble.pop(0) if trouble else None
+        if told == "stall":
             time.sleep(1)
-        elif trouble:
-            self.reply(b"", int(trouble))
+        elif told:
+            self.reply(b"", int(told))
         else:
-            self.reply(json.dumps([self.entry(n) for n in self.hub.files if n.startswith(folder)]).encode())
+            self.reply(json.dumps(what).encode())
 
     def entry(self, name: str) -> dict:
         return {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": "b" * 40}

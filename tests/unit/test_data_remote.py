@@ -15,7 +15,8 @@ from data_corpus import LetterTokenizer, global_batches, make_config, run_python
 from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, bytes_sent, open_hub, open_local, serving
 
 from dlr_pretrain.data import ask_hub, documents, hub, open_source, ranges, remote
-from dlr_pretrain.data.ranges import Range, seconds_to_wait
+from dlr_pretrain.data.hub import seconds_to_wait
+from dlr_pretrain.data.ranges import Range
 from dlr_pretrain.data.remote import Listing
 from dlr_pretrain.errors import UserError
 
@@ -238,6 +239,23 @@ def test_the_list_of_files_is_asked_for_again(hub_at, shards, monkeypatch):
     source = open_hub()
     assert [*source.train_shards, *source.validation_shards] == sorted(shards)
     assert served.asked["info"] == 1 and served.asked["list"] > 8
+
+
+def test_a_busy_hub_is_asked_again_and_a_silent_one_is_not(hub_at, shards, monkeypatch):
+    served = hub_at(shards)
+    served.info_trouble = ["429", "503"]
+    assert open_hub().train_shards and served.asked["info"] == 3
+    monkeypatch.setattr(hub, "FIRST_CONTACT_SECONDS", 0.2)
+    served.info_trouble = ["stall"]
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"allenai/c4: the Hugging Face hub gives no access to it: .*Offline, use"):
+        open_hub()
+    assert time.monotonic() - begin < 2 and served.asked["info"] == 4
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.3)
+    served.info_trouble = ["503"] * 1000
+    with pytest.raises(UserError, match=r"allenai/c4: the Hugging Face hub gives no access to it: .*503"):
+        open_hub()
+    assert served.asked["info"] > 6
 
 
 def test_a_folder_that_is_not_there_is_named_at_once(hub_at, shards):
