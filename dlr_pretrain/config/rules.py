@@ -117,6 +117,9 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
                 yield Problem(f"dlr.{name}", value, rule, "Use dlr.mode=residual")
     if dlr.learn_alpha and not dlr.train_b:
         yield Problem("dlr.learn_alpha", True, "alpha's gradient is taken from B's, which dlr.train_b=false leaves out")
+    if dlr.mode == "decayed_offset" and cfg.precision.name == "bf16":
+        rule = "pulls by less than the rounding of an offset in pure bf16, and would be dlr.mode=offset"
+        yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
     if dlr.mode == "decayed_offset" and "weight_decay" not in cfg.optimizer.knobs:
         rule = f"optimizer={cfg.optimizer.name} has no weight decay to pull to the offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use dlr.mode=offset")
@@ -198,6 +201,9 @@ def _start(cfg: Config) -> Iterator[Problem]:
     if cfg.backbone.name == "sltrain":
         rule = "backbone=sltrain starts with B = 0 and a random support, which hold no dense weight"
         yield Problem("train.init_from", folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
+    if cfg.dlr.enabled and cfg.dlr.mode == "offset":
+        rule = f"gives B its start, so that the offset of dlr={cfg.dlr.name} would be lost"
+        yield Problem("train.init_from", folder, rule, "Use dlr=on, dlr=off, or leave it out")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
         rule = f"a B that dlr={cfg.dlr.name} holds at zero takes no start"
         yield Problem("train.init_from", folder, rule, "Use dlr.train_b=true, or leave it out")

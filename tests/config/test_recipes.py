@@ -162,7 +162,9 @@ def test_a_recipe_composes_at_every_scale_that_it_is_for(recipe):
         cfg = compose(recipe, scale, *words)
         assert validate(cfg, world_size=8) == []
         assert cfg.scale.name == scale
-        assert (cfg.precision.name, cfg.eval.packing, cfg.train.seq_len) == ("bf16", "pad", 256)
+        precision = "bf16_mixed" if recipe in WITH_MASTERS else "bf16"
+        assert (cfg.precision.name, cfg.eval.packing, cfg.train.seq_len) == (precision, "pad", 256)
+        assert cfg.optimizer.name != "adamw" or cfg.optimizer.fused == (precision == "bf16_mixed")
         assert cfg.train.global_batch == 512
         assert cfg.data.packing == ("packed" if recipe.endswith("_packed") else "pad")
 
@@ -206,18 +208,20 @@ def test_an_unpublished_learning_rate_is_asked_for():
     assert "no value for scale=1b" in str(problems[0])
 
 
+MASTERS = {"precision.name": "bf16_mixed", "optimizer.fused": True}  # where pure bf16 would round the ablation away
+WITH_MASTERS = ("ablation/init_offset_decay", "ablation/learnable_alpha", "ablation/learnable_s")
 ABLATIONS = {  # what each changes of ablation/dlr
     "uncorrected": {"dlr.variance_correction": False},
     "init_offset": {"dlr.mode": "offset"},
-    "init_offset_decay": {"dlr.mode": "decayed_offset"},
+    "init_offset_decay": {"dlr.mode": "decayed_offset"} | MASTERS,
     "random": {"dlr.grouping": "random"},
     "no_b": {"dlr.train_b": False},
     "balanced": {"dlr.grouping": "balanced"},
-    "learnable_alpha": {"dlr.learn_alpha": True},
+    "learnable_alpha": {"dlr.learn_alpha": True} | MASTERS,
     "attention": {"dlr.scope": "attention"},
     "mlp": {"dlr.scope": "mlp"},
     "plain": {"dlr.enabled": False},
-    "learnable_s": {"backbone.learn_latent_scale": True},
+    "learnable_s": {"backbone.learn_latent_scale": True} | MASTERS,
     "rank_050": {"backbone.rank": 256},
     "rank_075": {"backbone.rank": 384},
     "rank_100": {},

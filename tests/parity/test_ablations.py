@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from dlr_pretrain.config import ConfigError
 from dlr_pretrain.errors import Stopped
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import residuals
@@ -138,9 +139,10 @@ def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
         assert torch.equal(whole[name], parts[name]), name
 
 
+@pytest.mark.parametrize(("precision", "rounding"), [("fp32", 1e-5), ("bf16_mixed", 2e-3)])
 @pytest.mark.usefixtures("no_export")
-def test_in_the_trainer_dlr_is_an_offset_that_decay_pulls_to(train, tmp_path):
-    given = ("backbone=cola", "train.lr=1e-3", "optimizer.weight_decay=10", "train.steps=12")
+def test_in_the_trainer_dlr_is_an_offset_that_decay_pulls_to(train, tmp_path, precision, rounding):
+    given = ("backbone=cola", f"precision={precision}", "train.lr=1e-3", "optimizer.weight_decay=10", "train.steps=12")
     folded = {
         option: load_file(train(tmp_path / option, *given, f"dlr={option}") / "folded" / "model.safetensors")
         for option in ("on", "init_offset", "init_offset_decay")
@@ -149,4 +151,21 @@ def test_in_the_trainer_dlr_is_an_offset_that_decay_pulls_to(train, tmp_path):
     def distance(option):
         return max((folded["on"][n] - folded[option][n]).abs().max().item() for n in folded["on"])
 
-    assert distance("init_offset_decay") < 1e-5 < 1e-2 < distance("init_offset")
+    assert distance("init_offset_decay") < rounding < 1e-2 < distance("init_offset")
+
+
+@pytest.mark.usefixtures("no_export")
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
+    """At a decay of a tenth an update, which would leave 0.43 of them."""
+    given = ("dlr=learnable_alpha", "backbone=cola", "backbone.learn_latent_scale=true", f"precision={precision}")
+    folder = train(tmp_path / "run", *given, "train.steps=8", "train.lr=1e-3", "optimizer.weight_decay=100")
+    state = load_file(folder / "checkpoints" / "step_00000008" / "model.safetensors")
+    scalars = {name: value.item() for name, value in state.items() if value.dim() == 0}
+    assert len(scalars) == 28 and all(0 < abs(value - 1) < 0.01 for value in scalars.values())
+    assert state["model.norm.weight"].max() < 0.7
+
+
+def test_pulls_that_pure_bf16_cannot_make_are_refused():
+    with pytest.raises(ConfigError, match=r"dlr.mode=decayed_offset: pulls by less than the rounding.*bf16_mixed"):
+        small("cola", "dlr=init_offset_decay", "precision=bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -54,6 +55,22 @@ def test_factors_start_with_the_variance_of_cola(backbone):
             assert weight.std().item() == pytest.approx(sigma, rel=0.02)
             assert abs(weight.mean().item()) < 0.02 * sigma
     assert model.lm_head.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+@pytest.mark.parametrize("init", ["xavier", "kaiming"])
+def test_factors_start_as_other_methods_have_them(init):
+    """LORO: normal, variance 2 / (fan_in + fan_out); Glentis et al.: uniform, bound 1 / sqrt(fan_in)."""
+    cfg = load(["scale=60m", "backbone=lowrank", f"backbone.init={init}", "data=sample", "scale.num_layers=1"])
+    model = build(cfg, 1000, torch.device("cpu"))
+    for factor in ("a", "b"):
+        weight = model.get_parameter(f"model.layers.0.mlp.gate_proj.{factor}.weight")
+        if init == "xavier":
+            assert weight.std().item() == pytest.approx(math.sqrt(2 / sum(weight.shape)), rel=0.02)
+            assert weight.abs().max() > 4 * weight.std()
+        else:
+            bound = 1 / math.sqrt(weight.shape[1])
+            assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+            assert 0.999 * bound < weight.abs().max().item() <= bound
 
 
 def test_common_storage_survives_casts_copies_and_loading():

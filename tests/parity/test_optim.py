@@ -24,6 +24,7 @@ CHOICES = {
     "muon": ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5},
 }
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
+FOREACH = ADAM | {"fused": False}
 LAYER = "model.layers.0."
 
 
@@ -280,3 +281,54 @@ def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
         elif not full.endswith((".scale", ".map")):
             out[full] = value.clone()
     return out
+
+
+# ----------------------------------------------------------------------------------------------------
+# What pure bf16 does to AdamW (the papers of this family run it on kernels that round after each operation)
+
+
+def run_in(dtype: torch.dtype, knobs: dict, lr: float, gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Where 4,096 weights of N(0, 0.02^2) start and end, and their second moments, in fp32."""
+    start = (0.02 * torch.randn(4096, generator=torch.Generator().manual_seed(1))).to(dtype)
+    p = start.clone().requires_grad_()
+    optimizer = optim.build(Choice("adamw", knobs), {"p": p})
+    for gradient in gradients:
+        p.grad = gradient.to(dtype)
+        optimizer.update(lr, skip=GO)
+    return start.float(), p.detach().float(), optimizer.state_tensors()["p/exp_avg_sq"].float()
+
+
+def noise(count: int, scale: float = 1.0, seed: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [scale * torch.randn(4096, generator=generator) for _ in range(count)]
+
+
+def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_rounds_once():
+    """Share of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic."""
+    gradients = noise(200)
+
+    def left(dtype: torch.dtype, knobs: dict) -> float:
+        start, decayed, _ = run_in(dtype, knobs, 0.01, gradients)
+        _, plain, _ = run_in(dtype, knobs | {"weight_decay": 0.0}, 0.01, gradients)
+        return 1 + ((decayed - plain) @ start / (start @ start)).item()
+
+    assert left(torch.bfloat16, FOREACH) == 1.0
+    assert left(torch.bfloat16, ADAM) == pytest.approx(0.82, abs=0.06)
+    for knobs in (ADAM, FOREACH):
+        assert left(torch.float32, knobs) == pytest.approx(0.82, abs=0.01)
+
+
+def test_second_moments_in_bf16_hardly_fall():
+    """After 200 updates with gradients of 1 and 800 of 0.2: exactly, sqrt(v) falls to 0.755 of itself."""
+    gradients = noise(200) + noise(800, 0.2, seed=3)
+
+    def size(dtype: torch.dtype, fused: bool) -> float:
+        knobs = ADAM | {"beta2": 0.999, "fused": fused}
+        early = run_in(dtype, knobs, 1e-4, gradients[:200])[2]
+        return (run_in(dtype, knobs, 1e-4, gradients)[2] / early).sqrt().mean().item()
+
+    exact = size(torch.float32, fused=True)
+    assert exact == pytest.approx(0.755, abs=0.01)
+    assert size(torch.float32, fused=False) == pytest.approx(exact, rel=1e-4)
+    assert size(torch.bfloat16, fused=False) > 0.95
+    assert exact + 0.1 < size(torch.bfloat16, fused=True)
