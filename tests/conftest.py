@@ -86,6 +86,24 @@ def no_export(monkeypatch):
 
 
 @pytest.fixture
+def in_this_process(monkeypatch):
+    """Exports are read by transformers here rather than in a process each, and no report is drawn."""
+    import torch
+
+    from dlr_pretrain.deploy import foreign_reader, verify
+
+    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
+
+    def read(folder, ids, dtype, scratch):
+        question, answer = scratch / "question.pt", scratch / "answer.pt"
+        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype or "auto"}, question)
+        foreign_reader.main(str(folder), str(question), str(answer))
+        return torch.load(answer)
+
+    monkeypatch.setattr(verify, "_read_elsewhere", read)
+
+
+@pytest.fixture
 def train(words):
     """Runs ``words(...)`` in ``folder``: in this process, or under torchrun where ``ranks`` is more than one."""
 

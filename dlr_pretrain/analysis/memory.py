@@ -20,14 +20,10 @@ from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 
 META = torch.device("meta")
-DTYPES = {  # precision -> of the working weights, and of what the optimizer updates
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "bf16_mixed": (torch.bfloat16, torch.float32),
-    "fp32": (torch.float32, torch.float32),
-}
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """The memory of a replicated model (``parallel=ddp``) on one of ``ranks`` GPUs."""
-    working, state = DTYPES[cfg.precision.name]
+    working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     entries, everything = (sum(p.numel() for p in of) for of in (trained.values(), model.parameters()))

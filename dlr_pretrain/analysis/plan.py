@@ -26,8 +26,9 @@ from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.show import fill
 from dlr_pretrain.analysis.table1 import VOCABULARY, counts, token_budget
-from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
+from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.optim.schedule import rate
 
@@ -65,7 +66,7 @@ def plan(cfg: Config, ranks: int) -> dict:
 def folded_parameters(cfg: Config, vocab_size: int) -> int:
     """Parameters of the deployed model: learned strengths of residuals are gone, and layers that are dense are one."""
     if backbone(cfg).deployed_dense:
-        cfg = replace(cfg, backbone=Choice("full", {"factorized": False}), dlr=replace(cfg.dlr, enabled=False))
+        cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
     model = build(cfg, vocab_size, torch.device("meta"))
     return sum(p.numel() for p in model.parameters()) - len(learned_strengths(model))
 

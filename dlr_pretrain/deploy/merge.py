@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.config import Config
+from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import Llama, backbone
-
-DENSE = Choice("full", {"factorized": False})
 
 
 def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tuple[Config, dict[str, Tensor]]:

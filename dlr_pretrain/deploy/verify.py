@@ -33,12 +33,14 @@ def verify(
     reference: Callable[[torch.Tensor], torch.Tensor],
     ids: torch.Tensor,
     dtype: torch.dtype | None = None,
+    bound: float | None = None,
 ) -> float | None:
     """Load ``folder`` through transformers and compare its logits with ``reference(ids)``.
 
     ``ids`` [B, T] are token ids on the CPU, ``reference`` gives the trained model's logits [B, T, vocabulary] for them.
     ``dtype`` is what both compute in; None: that of the stored weights. With bf16 weights the sharper test is fp32 and
-    a reference whose weights were cast to fp32: only the order of the sums is left to differ.
+    a reference whose weights were cast to fp32: only the order of the sums is left to differ. ``bound`` is that of the
+    dtype unless given.
 
     Returns the largest difference in units of the logits' standard deviation, or None where transformers 4.57 or newer
     cannot be imported: then nothing is known. Raises UserError beyond the bound, or where the folder does not load
@@ -49,7 +51,7 @@ def verify(
         answer = _read_elsewhere(folder.resolve(), ids, dtype, Path(scratch))
     if answer is None:
         return None
-    bound = BOUNDS[answer["dtype"]]
+    bound = bound or BOUNDS[answer["dtype"]]
     difference = ((answer["logits"] - ours).abs().max() / ours.std()).item()
     if not difference <= bound:  # NaN is beyond it too
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.config import Choice
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 
 
@@ -37,3 +38,4 @@ class Full(Group):
 
 
 BACKBONE = Full
+DENSE = Choice("full", {"factorized": False})

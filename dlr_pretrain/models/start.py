@@ -10,9 +10,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 
@@ -76,7 +77,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _wrong_shapes(files: dict[str, Path], cfg: Config, vocab_size: int) -> list[str]:
     with torch.device("meta"):
-        dense = Llama(replace(cfg, backbone=Choice("full", {})), vocab_size, grouped=False).state_dict()
+        dense = Llama(replace(cfg, backbone=DENSE), vocab_size, grouped=False).state_dict()
     expected = {name: list(tensor.shape) for name, tensor in dense.items()}
     shapes: dict[str, list[int]] = {}
     for path in sorted(set(files.values())):

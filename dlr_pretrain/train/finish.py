@@ -14,7 +14,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Tokenizer, ValidationSet
 from dlr_pretrain.deploy.export import export, loadable
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
-from dlr_pretrain.deploy.verify import verify
+from dlr_pretrain.deploy.verify import BOUNDS, verify
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
@@ -32,12 +32,13 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
     own, tensors = deployed(cfg, folded)
     rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
     ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
+    bound = BOUNDS[folded["lm_head.weight"].dtype if own is not cfg else torch.float32]  # a merge rounds once more
     checked = f"transformers cannot load backbone={cfg.backbone.name} yet: deploy/ has no layer for it"
 
     def check(folder: Path) -> None:
         nonlocal checked
         if loadable(own):
-            difference = verify(folder, plain_logits(own, rows, tensors, device), ids, torch.float32)
+            difference = verify(folder, plain_logits(cfg, rows, folded, device), ids, torch.float32, bound)
             checked = "not verified: transformers 4.57 or newer is not installed"
             if difference is not None:
                 checked = f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"

@@ -29,7 +29,7 @@ class Gradients:
             self.buffer = torch.zeros(sum(p.numel() for p in working), device=working[0].device)
             self.sums = _views(self.buffer, working)
         elif world_size > 1:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, weights.undecayed)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, weights.strengths)
             self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True, broadcast_buffers=False)
             self.forward.register_comm_hook(None, _summed)
 

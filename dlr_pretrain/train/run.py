@@ -25,6 +25,7 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
+from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
@@ -37,7 +38,7 @@ from dlr_pretrain.train.record import describe_device, open_record, record_start
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
-from dlr_pretrain.train.weights import STATE_DTYPE, Weights
+from dlr_pretrain.train.weights import Weights
 
 
 def run(cfg: Config) -> None:

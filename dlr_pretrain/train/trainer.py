@@ -214,7 +214,8 @@ class Trainer:
     # State
 
     def checkpoint(self) -> None:
-        """Save everything that the next step depends on."""
+        """Save everything that the next step depends on; raises UserError where the ranks have drifted apart."""
+        self.require_replicas()
         streams = {}
         for part in self.runtime.gather(self.streams[self.step]):
             streams |= part
@@ -227,6 +228,19 @@ class Trainer:
         )
         self.runtime.on_main(lambda: self.save(self.step, snapshot))
         self.saved = self.step
+
+    def require_replicas(self) -> None:
+        """Refuse to save weights that are not every rank's: equal gradients may give unequal SVDs on unequal GPUs."""
+        if self.runtime.world_size == 1:
+            return
+        sums = self.runtime.gather(self.weights.checksums())
+        differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
+        if differ:
+            saved = f"Step {self.saved}, the last that was saved, is whole" if self.saved else "Nothing was saved"
+            raise UserError(
+                f"step {self.step}: the ranks hold different weights, {len(differ)} of them from {differ[0]} on. "
+                f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
+            )
 
     def resume(self, snapshot: Snapshot) -> None:
         """Go on from ``snapshot``, saved on any number of ranks; its tensors are let go of."""

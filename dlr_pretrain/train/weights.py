@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.models import dlr
-
-STATE_DTYPE = {"bf16": torch.bfloat16, "bf16_mixed": torch.float32, "fp32": torch.float32}
+from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 
 
 class Weights:
@@ -28,12 +27,12 @@ class Weights:
     def __init__(self, model: nn.Module, precision: str):
         self.model = model
         self.masters: dict[str, Tensor] | None = None
-        if precision == "bf16_mixed":
+        if STATE_DTYPE[precision] != WORKING_DTYPE[precision]:
             self.masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-            model.to(torch.bfloat16)
+            model.to(WORKING_DTYPE[precision])
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        learned = dlr.learned_strengths(model)  # their gradients follow from those of the weights
-        self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in learned}
+        self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
+        self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -49,8 +48,8 @@ class Weights:
 
     @property
     def undecayed(self) -> list[str]:
-        """What has no weight decay: the learned strengths of residuals."""
-        return list(dlr.learned_strengths(self.model))
+        """What has no weight decay: learned scalars (alpha, theta), for which zero means that there is no branch."""
+        return [name for name in self.trained if self.model.get_parameter(name).dim() == 0]
 
     @contextmanager
     def published(self) -> Iterator[None]:
@@ -61,6 +60,14 @@ class Weights:
         else:
             with dlr.active(self.model):
                 yield
+
+    @torch.no_grad()
+    def checksums(self) -> dict[str, int]:
+        """A sum over the bits of each tensor of the state: equal states have equal sums."""
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        state = self.state
+        sums = [t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64) for t in state.values()]
+        return dict(zip(state, torch.stack(sums).tolist(), strict=True))
 
     @torch.no_grad()
     def load(self, tensors: dict[str, Tensor]) -> None:

@@ -18,10 +18,11 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import build
+from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.weights import STATE_DTYPE, Weights
+from dlr_pretrain.train.weights import Weights
 from tests.conftest import SMALL
 
 CURVES = Path(__file__).with_name("curves.json")

@@ -16,13 +16,14 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, build, fold_
+from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.weights import STATE_DTYPE, Weights
+from dlr_pretrain.train.weights import Weights
 from tests.golden.regenerate import VOCAB, batches
 
 pytestmark = [

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.deploy import foreign_reader, verify
 from dlr_pretrain.errors import Stopped
 from tests.conftest import forked
 
@@ -33,6 +32,7 @@ METHODS = {
     "cola+dlr+latent": ("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"),
     "cola+learnable_alpha": ("backbone=cola", "dlr=learnable_alpha"),
     "cola+init_offset_decay": ("backbone=cola", "dlr=init_offset_decay"),
+    "cola+dlr+adamw_foreach": ("backbone=cola", "dlr=on", "optimizer=adamw_foreach"),
     "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
     "lost": ("backbone=lost",),
     "lost+dlr": ("backbone=lost", "dlr=on"),
@@ -46,20 +46,6 @@ METHODS = {
 }
 INDUCTOR = ("cola+dlr", "lax")
 TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Exports are read by transformers here rather than in a process each, and no report is drawn."""
-    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
-
-    def read(folder, ids, dtype, scratch):
-        question, answer = scratch / "question.pt", scratch / "answer.pt"
-        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype or "auto"}, question)
-        foreign_reader.main(str(folder), str(question), str(answer))
-        return torch.load(answer)
-
-    monkeypatch.setattr(verify, "_read_elsewhere", read)
 
 
 def losses(folder) -> list[float]:

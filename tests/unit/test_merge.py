@@ -1,0 +1,22 @@
+"""Factors that are merged into dense weights at the end of a run are held against the model that trained."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from dlr_pretrain.errors import UserError
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize(("backbone", "precision"), [("lora", "fp32"), ("lora", "bf16"), ("sltrain", "bf16")])
+def test_a_merge_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone, precision):
+    given = (f"backbone={backbone}", f"precision={precision}", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
+    train(tmp_path / "right", *given)
+    layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").BACKBONE
+    dense = layer.dense
+    monkeypatch.setattr(layer, "dense", classmethod(lambda cls, *own: 2 * dense(*own)))
+    with pytest.raises(UserError, match="differ from the trained model's"):
+        train(tmp_path / "wrong", *given)
+    assert not (tmp_path / "wrong" / "folded").exists()
