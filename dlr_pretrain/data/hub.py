@@ -183,7 +183,7 @@ def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
     # Compressed on its way, a file's bytes could not be counted.
     headers = build_hf_headers() | {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
     session = get_session()
-    if hasattr(session, "stream"):
+    if callable(session.stream):  # httpx; to requests it is an option
         opened = session.stream("GET", url, headers=headers, timeout=STALL_SECONDS, follow_redirects=True)
         with opened as answer:
             # In pieces of a given size it would keep back, and lose, what came before a connection broke.
