@@ -15,7 +15,7 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.errors import UserError
 
 REMARK_SECONDS = 30.0  # of waiting, after which the user is told
-AGAIN = "The same command goes on from the last checkpoint"
+AGAIN = "The same command goes on from what is saved"
 
 
 class _Refused(Exception):

@@ -4,8 +4,10 @@ import threading
 import time
 
 import pytest
+from data_corpus import make_config
 from loopback_hub import TEXTS, bytes_sent, open_hub, open_local
 
+from dlr_pretrain.config.rules import unused
 from dlr_pretrain.errors import UserError
 
 
@@ -87,3 +89,9 @@ def test_what_is_wrong_with_a_cache_is_named(hub_at, shards, small_ranges, tmp_p
     served.files["en/x.parquet"] = b"x"
     with pytest.raises(UserError, match=r"data\.cache=x: holds JSON lines .* data\.train_files matches en/x\.parquet"):
         open_hub(data__cache="x", data__train_files="en/*")
+
+
+def test_only_shards_of_the_hub_are_kept():
+    given = {"data.cache", "data.revision"}
+    assert [str(p.key) for p in unused(make_config("c4"), given)] == []
+    assert {p.key for p in unused(make_config(data__root="x"), given)} == given

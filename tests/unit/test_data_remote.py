@@ -24,8 +24,7 @@ from dlr_pretrain.errors import UserError
 # Trouble that passes
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("redirects", [True, False])
+@pytest.mark.parametrize(("seed", "redirects"), [(0, True), (1, True), (2, False)])
 def test_a_hub_in_trouble_gives_every_document_in_order(hub_at, shards, small_ranges, seed, redirects):
     served = hub_at(shards)
     source = open_hub()
