@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import text_chunks
-from dlr_pretrain.data.loader import BATCHES_AHEAD, Batch, TrainLoader
+from dlr_pretrain.data.loader import BATCHES_AHEAD, TrainLoader
 from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.shards import read_lines
 from dlr_pretrain.data.sources import LocalSource, TextSource, open_source
@@ -25,6 +25,7 @@ from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 
 RAW_CHARACTERS = 20_000_000  # of text for sentencepiece alone
+STAGGER = 4  # steps between the streams of a benchmark: 64 of them are spread over a block of C4
 SEEK_FILES = 4
 STEADY_TOKENS = 100_000_000  # over which memory must not grow
 
@@ -46,7 +47,7 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[Measure]:
         made, seconds, busy = timed(lambda: prepare(source, tokenizer, Path(scratch, "tokens"), 1, lambda _: None))
         total = sum(entry.tokens for entry in made.entries.values())
         yield rate("prepare_data, one worker", "M tokens/s", [(total / 1e6, seconds, busy)])
-        yield from streaming(cfg, source, tokenizer, tokens // 4, rounds)
+        yield from streaming(packed(cfg, "packed"), made, tokenizer, tokens, rounds)
         for packing in ("packed", "pad"):
             yield loading(packed(cfg, packing), made, tokenizer, tokens, rounds)
         yield from seeking(cfg, source, made, tokenizer, rounds)
@@ -77,14 +78,25 @@ def take(loader: TrainLoader, tokens: int) -> float:
     return taken / 1e6
 
 
-def drained(loader: TrainLoader) -> Batch:
-    """Take what was read ahead, so that it does not count; returns the last batch."""
-    return [next(loader) for _ in range(BATCHES_AHEAD + 1)][-1]
+def drained(loader: TrainLoader) -> None:
+    """Take what was read ahead, so that it does not count."""
+    for _ in range(BATCHES_AHEAD + 1):
+        next(loader)
 
 
-def streaming(cfg: Config, source: TextSource, tokenizer: Tokenizer, tokens: int, rounds: int) -> Iterator[Measure]:
+def staggered(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> dict[str, list[int]]:
+    """A state as of a long run: streams start together, but come to the end of their blocks at different times."""
+    state: dict[str, list[int]] = {}
+    with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
+        for v, batch in enumerate(islice(loader, STAGGER - 1, None, STAGGER)):
+            state[str(v)] = batch.state[str(v)]
+            if len(state) == cfg.num_streams:
+                return state
+
+
+def streaming(cfg: Config, made: TokenSource, tokenizer: Tokenizer, tokens: int, rounds: int) -> Iterator[Measure]:
     """Batches from text beside sentencepiece alone on text of the same source, in turn."""
-    texts, size = [], 0
+    texts, size, source, state = [], 0, open_source(cfg), staggered(cfg, made, tokenizer)
     for some in text_chunks(text for shard in source.train_shards for text in source.read(shard)):
         texts.append(some)
         size += sum(map(len, some))
@@ -94,17 +106,15 @@ def streaming(cfg: Config, source: TextSource, tokenizer: Tokenizer, tokens: int
     def alone() -> float:
         return sum(len(ids) + 1 for some in texts for ids in tokenizer.encode(some)) / 1e6
 
-    raw, streamed, state = [], [], None
+    pairs = []
     for _ in range(rounds):
-        raw.append(timed(alone))
-        with closing(TrainLoader(packed(cfg, "packed"), source, tokenizer, 0, 1, state)) as loader:
+        raw = timed(alone)
+        with closing(TrainLoader(cfg, open_source(cfg), tokenizer, 0, 1, state)) as loader:
             drained(loader)
-            streamed.append(timed(lambda loader=loader: take(loader, tokens)))
-            state = drained(loader).state
-    yield rate("sentencepiece alone", "M tokens/s", raw)
-    yield rate("batches from text, packed", "M tokens/s", streamed)
-    pairs = list(zip(raw, streamed, strict=True))
-    shares = [[100 * (s[0] / s[i]) / (r[0] / r[i]) for r, s in pairs] for i in (1, 2)]
+            pairs.append((raw, timed(lambda loader=loader: take(loader, tokens))))
+    yield rate("sentencepiece alone", "M tokens/s", [raw for raw, _ in pairs])
+    yield rate("batches from text, packed", "M tokens/s", [batches for _, batches in pairs])
+    shares = [[100 * (b[0] / b[i]) / (r[0] / r[i]) for r, b in pairs] for i in (1, 2)]
     yield Measure("batches from text", "% of sentencepiece", *shares)
 
 

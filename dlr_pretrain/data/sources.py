@@ -28,7 +28,7 @@ from dlr_pretrain.errors import UserError
 if TYPE_CHECKING:
     from dlr_pretrain.data.remote import Listing
 
-KEPT_BYTES = 64 << 20  # compressed size of the shards that are kept decompressed (several times that in memory)
+KEPT_BYTES = 16 << 20  # compressed size of the shards that are kept decompressed (several times that in memory)
 
 
 class Source(Protocol):

@@ -1,10 +1,10 @@
 """Document streams: the data order as a pure function of (data.seed, step), whatever the number of ranks.
 
 The documents of a source are dealt out to V streams once and for all: whole shards where there are at least V of them
-(stream v reads shards v, v + V, ...), otherwise the m streams that meet on shard v % S take every m-th of its
-documents. A stream runs through its documents for ever, each epoch in another order: its shards in a seeded order, and
-inside a shard the documents of one block after the other, each block in a seeded order of its own. Where a stream
-stands is five integers, so it is resumed, or moved to another rank, exactly.
+(stream v reads shards v, v + V, ...); otherwise neighbouring streams, which are mostly of one rank, meet on a shard,
+and the m of them take every m-th of its documents. A stream runs through its documents for ever, each epoch in another
+order: its shards in a seeded order, and inside a shard the documents of one block after the other, each block in a
+seeded order of its own. Where a stream stands is five integers, so it is resumed, or moved to another rank, exactly.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class DocumentStream:
             self._shards = list(range(stream, total, num_streams))
             self._residue, self._step = 0, 1
         else:
-            self._shards = [stream % total]
-            self._residue, self._step = stream // total, len(range(stream % total, num_streams, total))
+            shard = stream * total // num_streams
+            meeting = [v for v in range(num_streams) if v * total // num_streams == shard]
+            self._shards, self._residue, self._step = [shard], meeting.index(stream), len(meeting)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """The documents from ``place`` on, for ever. ``place.token`` is left to the reader of the chunks."""

@@ -7,8 +7,11 @@ and no text can reach a control symbol: "</s>" in a document is four ordinary ch
 from __future__ import annotations
 
 import hashlib
+from array import array
 from functools import cached_property
 from pathlib import Path
+
+import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import hub
@@ -37,6 +40,7 @@ class Tokenizer:
             rule = f"its pad, eos and unk are {found}, and must be {(PAD, EOS, UNK)} as in T5's model"
             raise UserError(f"{self.path}: {rule}. Train one with pad_id=0, eos_id=1, unk_id=2")
         self.vocab_size: int = self._model.vocab_size()
+        self._gives_arrays = _gives_arrays(self._model)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -46,6 +50,23 @@ class Tokenizer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without </s>. One thread: a rank has one producer and its cores are shared."""
         return self._model.encode([_valid(text) for text in texts], num_threads=1)
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, then </s>; int32."""
+        valid = [_valid(text) for text in texts]
+        if self._gives_arrays:
+            return self._model.encode(valid, out_type="numpy", add_eos=True, num_threads=1)
+        return [
+            np.frombuffer(array("i", one), np.intc) for one in self._model.encode(valid, add_eos=True, num_threads=1)
+        ]
+
+
+def _gives_arrays(model) -> bool:
+    """Whether this version of sentencepiece returns arrays, which saves a tenth of the time that lists take."""
+    try:
+        return isinstance(model.encode("a", out_type="numpy"), np.ndarray)
+    except (RuntimeError, ValueError):
+        return False
 
 
 def _valid(text: str) -> str:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -61,6 +62,9 @@ class LetterTokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[3 + ord(c) % 39_000 for c in text] for text in texts]
+
+    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array([*ids, self.eos_id], np.int32) for ids in self.encode(texts)]
 
 
 class MemorySource(TextSource):

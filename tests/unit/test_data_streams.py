@@ -40,11 +40,10 @@ def test_whole_shards_where_there_are_enough_and_otherwise_every_mth_document():
     texts = corpus(7, 10)
     (epoch,) = epochs(MemorySource(texts), 1, 4, 1)
     assert sorted(epoch) == expected(texts[1] + texts[5])
-    texts = corpus(3, 10)  # stream 5 of 8 is the second of the streams 2 and 5 on shard 2; shards 0 and 1 have three
-    (epoch,) = epochs(MemorySource(texts), 5, 8, 1)
-    assert sorted(epoch) == expected(texts[2][1::2])
-    (epoch,) = epochs(MemorySource(texts), 3, 8, 1)
-    assert sorted(epoch) == expected(texts[0][1::3])
+    texts = corpus(3, 10)  # of 8 streams, 0 to 2 meet on shard 0, 3 to 5 on shard 1, 6 and 7 on shard 2
+    for stream, wanted in ((2, texts[0][2::3]), (3, texts[1][0::3]), (7, texts[2][1::2])):
+        (epoch,) = epochs(MemorySource(texts), stream, 8, 1)
+        assert sorted(epoch) == expected(wanted)
 
 
 def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):

@@ -5,6 +5,7 @@ import io
 import os
 import time
 
+import numpy as np
 import pytest
 import sentencepiece
 from data_corpus import NASTY, REAL, make_config, needs_real_data
@@ -55,6 +56,16 @@ def test_a_document_of_ten_megabytes(word):
     (ids,) = tokenizer.encode([word * (10_000_000 // len(word))])
     assert len(ids) > 1_000_000 and min(ids) >= 2 and max(ids) < 32_000
     assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize("gives_arrays", [True, False])
+def test_documents_are_the_ids_and_eos_with_any_version_of_sentencepiece(tokenizer, gives_arrays, monkeypatch):
+    monkeypatch.setattr(tokenizer, "_gives_arrays", tokenizer._gives_arrays and gives_arrays)
+    texts = [*NASTY, *PROSE]
+    found = tokenizer.encode_documents(texts)
+    assert all(one.dtype == np.int32 for one in found)
+    assert [one.tolist() for one in found] == [[*ids, 1] for ids in tokenizer.encode(texts)]
+    assert tokenizer.encode_documents([]) == []
 
 
 def test_a_forked_process_encodes_as_its_parent_does(tokenizer):
