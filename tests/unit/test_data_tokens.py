@@ -255,6 +255,39 @@ def test_a_run_on_text_goes_on_with_tokens_made_from_it(words, made, tmp_path, n
         train("parts", f"data.root={tmp_path / 'other'}")
 
 
+def test_four_ranks_then_two_then_one_see_the_tokens_of_one(words, made, tmp_path, no_export):
+    """Text on one rank undisturbed; and tokens on four ranks, gone on with as text on two, and as tokens on one."""
+    from dlr_pretrain.analysis.history import read_metrics
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.train.run import run
+    from tests.conftest import forked
+
+    def given(folder, source, *overrides):
+        found = words(
+            f"run.dir={tmp_path / folder}", "train.steps=9", "checkpoint.every=9", "train.lr=1e-3", *overrides
+        )
+        if source == "tokens":
+            found = [word for word in found if not word.startswith(("tokenizer.path", "data"))]
+            found += ["data=tokens", f"data.root={made}"]
+        return found
+
+    run(load(given("whole", "text")))
+    for ranks, source, stop in ((4, "tokens", 3), (2, "text", 6)):
+        with pytest.raises(AssertionError, match=f"stopped after step {stop} of 9"):
+            forked(given("parts", source, f"train.stop_after={stop}"), ranks)
+    run(load(given("parts", "tokens")))
+    whole, parts = (read_metrics(tmp_path / folder / "metrics.jsonl") for folder in ("whole", "parts"))
+    assert [r["train/real_tokens"] for r in parts] == [r["train/real_tokens"] for r in whole]
+    for a, b in zip(parts, whole, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-6)  # 1e-7 measured: the order of sums in fp32
+        assert a.get("eval/loss", 0) == pytest.approx(b.get("eval/loss", 0), rel=1e-6)
+    states = [
+        json.loads((tmp_path / folder / "checkpoints" / "step_00000009" / "state.json").read_text())
+        for folder in ("whole", "parts")
+    ]
+    assert states[0] == states[1]
+
+
 # ----------------------------------------------------------------------------------------------------
 # What is refused
 
