@@ -104,7 +104,8 @@ PRODUCT = "moves the product B A^T"
         (
             ("optimizer=galor", "backbone=full"),
             [
-                "optimizer=galor: must be one of adamw, adamw_8bit, fira, galore, loro, muon. Did you mean galore?",
+                "optimizer=galor: must be one of adamw, adamw_8bit, adamw_foreach, fira, galore, loro, muon. "
+                "Did you mean galore?",
             ],
         ),
     ],

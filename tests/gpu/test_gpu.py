@@ -121,6 +121,7 @@ def test_latents_alone_are_kept_and_give_the_same_gradients(trainer, backbone, c
 
 OPTIMIZERS = {
     "adamw": (),
+    "adamw_foreach": (),
     "adamw_8bit": (),
     "muon": (),
     "galore": ("backbone=full", "dlr=off", "optimizer.rank=64", "optimizer.refresh_every=4"),

@@ -21,6 +21,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 16, "update_scale": 0.25, "refresh_every": 3}
 CHOICES = {
     "adamw": ADAM,
+    "adamw_foreach": ADAM,
     "adamw_8bit": ADAM | {"block_size": 256},
     "galore": GALORE,
     "fira": GALORE | {"limiter": 1.01},

@@ -17,6 +17,7 @@ ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
 CHOICES = {
     "adamw": ADAM,
+    "adamw_foreach": ADAM,
     "adamw_8bit": ADAM | {"block_size": 256},
     "galore": GALORE,
     "fira": GALORE | {"limiter": 1.01},
@@ -24,7 +25,6 @@ CHOICES = {
     "muon": ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5},
 }
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
-FOREACH = ADAM | {"fused": False}
 LAYER = "model.layers.0."
 
 
@@ -287,11 +287,13 @@ def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
 # What pure bf16 does to AdamW (the papers of this family run it on kernels that round after each operation)
 
 
-def run_in(dtype: torch.dtype, knobs: dict, lr: float, gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def run_in(
+    dtype: torch.dtype, name: str, knobs: dict, lr: float, gradients: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """Where 4,096 weights of N(0, 0.02^2) start and end, and their second moments, in fp32."""
     start = (0.02 * torch.randn(4096, generator=torch.Generator().manual_seed(1))).to(dtype)
     p = start.clone().requires_grad_()
-    optimizer = optim.build(Choice("adamw", knobs), {"p": p})
+    optimizer = optim.build(Choice(name, knobs), {"p": p})
     for gradient in gradients:
         p.grad = gradient.to(dtype)
         optimizer.update(lr, skip=GO)
@@ -307,28 +309,28 @@ def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_
     """Share of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic."""
     gradients = noise(200)
 
-    def left(dtype: torch.dtype, knobs: dict) -> float:
-        start, decayed, _ = run_in(dtype, knobs, 0.01, gradients)
-        _, plain, _ = run_in(dtype, knobs | {"weight_decay": 0.0}, 0.01, gradients)
+    def left(dtype: torch.dtype, name: str) -> float:
+        start, decayed, _ = run_in(dtype, name, ADAM, 0.01, gradients)
+        _, plain, _ = run_in(dtype, name, ADAM | {"weight_decay": 0.0}, 0.01, gradients)
         return 1 + ((decayed - plain) @ start / (start @ start)).item()
 
-    assert left(torch.bfloat16, FOREACH) == 1.0
-    assert left(torch.bfloat16, ADAM) == pytest.approx(0.82, abs=0.06)
-    for knobs in (ADAM, FOREACH):
-        assert left(torch.float32, knobs) == pytest.approx(0.82, abs=0.01)
+    assert left(torch.bfloat16, "adamw_foreach") == 1.0
+    assert left(torch.bfloat16, "adamw") == pytest.approx(0.82, abs=0.06)
+    for name in ("adamw", "adamw_foreach"):
+        assert left(torch.float32, name) == pytest.approx(0.82, abs=0.01)
 
 
 def test_second_moments_in_bf16_hardly_fall():
     """After 200 updates with gradients of 1 and 800 of 0.2: exactly, sqrt(v) falls to 0.755 of itself."""
     gradients = noise(200) + noise(800, 0.2, seed=3)
 
-    def size(dtype: torch.dtype, fused: bool) -> float:
-        knobs = ADAM | {"beta2": 0.999, "fused": fused}
-        early = run_in(dtype, knobs, 1e-4, gradients[:200])[2]
-        return (run_in(dtype, knobs, 1e-4, gradients)[2] / early).sqrt().mean().item()
+    def size(dtype: torch.dtype, name: str) -> float:
+        knobs = ADAM | {"beta2": 0.999}
+        early = run_in(dtype, name, knobs, 1e-4, gradients[:200])[2]
+        return (run_in(dtype, name, knobs, 1e-4, gradients)[2] / early).sqrt().mean().item()
 
-    exact = size(torch.float32, fused=True)
+    exact = size(torch.float32, "adamw")
     assert exact == pytest.approx(0.755, abs=0.01)
-    assert size(torch.float32, fused=False) == pytest.approx(exact, rel=1e-4)
-    assert size(torch.bfloat16, fused=False) > 0.95
-    assert exact + 0.1 < size(torch.bfloat16, fused=True)
+    assert size(torch.float32, "adamw_foreach") == pytest.approx(exact, rel=1e-4)
+    assert size(torch.bfloat16, "adamw_foreach") > 0.95
+    assert exact + 0.1 < size(torch.bfloat16, "adamw")
