@@ -5,6 +5,7 @@ python scripts/prepare_data.py data=c4_local data.root=/data/c4/en tokenizer.pat
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -88,7 +89,8 @@ class Display:
         text = describe(progress, now - self.started)
         if self.terminal:
             full = BAR * progress.finished // progress.shards
-            text = f"\r[{'#' * full}{'.' * (BAR - full)}] {text}\x1b[K" + ("\n" if last else "")
+            line = f"[{'#' * full}{'.' * (BAR - full)}] {text}"[: shutil.get_terminal_size().columns - 1]
+            text = f"\r{line}\x1b[K" + ("\n" if last else "")
         else:
             text += "\n"
         self.stream.write(text)
