@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import random
+import re
 import socket
 import struct
 import threading
@@ -27,13 +28,13 @@ STALL_SECONDS = 0.15  # what the client under test waits; a stall lasts longer
 class Hub:
     """Files of one dataset and of any model, and what was asked for.
 
-    ``trouble(path)`` names what goes wrong with a request for a file's bytes, or None.
+    ``trouble(path, first)`` names what goes wrong with a request for a file's bytes from ``first`` on, or None.
     """
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
         self.commit = "a" * 40
-        self.trouble: Callable[[str], str | None] = lambda path: None
+        self.trouble: Callable[[str, int], str | None] = lambda path, first: None
         self.token: str | None = None  # that files ask for
         self.redirects = True  # files are in a store at another address
         self.info_trouble: list[str] = []  # of the next questions for the dataset's commit
@@ -48,7 +49,7 @@ class Hub:
         """Trouble for ``share`` of the requests, of every kind in turn, in a random order."""
         rng, lock, deck = random.Random(seed), threading.Lock(), []
 
-        def trouble(path: str) -> str | None:
+        def trouble(path: str, first: int) -> str | None:
             with lock:
                 if rng.random() >= share:
                     return None
@@ -115,20 +116,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(hub.files[name], 200, about)
         hub.asked["range"] += 1
         hub.times.append(time.monotonic())
-        trouble = hub.trouble(name)
+        spans = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-"))
+        first, last = int(spans[1]), int(spans[2] or len(hub.files[name]) - 1)
+        trouble = hub.trouble(name, first)
         if trouble:
             hub.told.append(trouble)
         if trouble and trouble[:3].isdigit():
             return self.reply(b"", int(trouble[:3]), {"Retry-After": hub.retry_after})
-        self.send_file(name, about, trouble)
+        self.send_range(name, first, last, about, trouble)
 
-    def send_file(self, name: str, about: dict, trouble: str | None) -> None:
-        body, code, first = self.hub.files[name], 200, 0
-        if span := self.headers.get("Range"):
-            first, last = (int(n) if n else len(body) - 1 for n in span.removeprefix("bytes=").split("-"))
-            last = min(last, len(body) - 1)
-            about, code = about | {"Content-Range": f"bytes {first}-{last}/{len(body)}"}, 206
-            body = body[first : last + 1]
+    def send_range(self, name: str, first: int, last: int, about: dict, trouble: str | None) -> None:
+        whole = self.hub.files[name]
+        body, code = whole[first : last + 1], 200
+        if "Range" in self.headers:
+            about, code = about | {"Content-Range": f"bytes {first}-{first + len(body) - 1}/{len(whole)}"}, 206
         sent = {None: len(body), "no bytes": 0}.get(trouble, len(body) // 2)
         self.hub.ranges.append((name, first, sent))
         self.reply(body, code, about, sent)

@@ -8,6 +8,7 @@ from data_corpus import make_config
 from loopback_hub import TEXTS, bytes_sent, open_hub, open_local
 
 from dlr_pretrain.config.rules import unused
+from dlr_pretrain.data.cache import ShardCache
 from dlr_pretrain.errors import UserError
 
 
@@ -68,6 +69,21 @@ def test_many_readers_share_a_cache(hub_at, shards, small_ranges, tmp_path):
     assert read == {number: TEXTS[150 + number : 300 : 4] for number in range(4)}
     whole = tmp_path / "cache" / f"allenai/c4@{served.commit}" / shard
     assert whole.read_bytes() == shards[shard]
+
+
+def test_no_gap_is_left_in_a_part(tmp_path):
+    """A reader that is ahead of what is on the disk, as after another one was killed, writes nothing."""
+    cache = ShardCache(tmp_path, {"x": 300})
+    for first in (100, 200):
+        cache.add("x", first, b"b" * 100)
+    assert not list(tmp_path.iterdir())
+    cache.add("x", 0, b"a" * 100)
+    cache.add("x", 200, b"c" * 100)
+    assert (tmp_path / "x.part").read_bytes() == b"a" * 100
+    assert cache.find("x", 0, 100).result() == b"a" * 100 and cache.find("x", 100, 200) is None
+    for first, content in ((100, b"b"), (0, b"a"), (200, b"c")):
+        cache.add("x", first, content * 100)
+    assert (tmp_path / "x").read_bytes() == b"a" * 100 + b"b" * 100 + b"c" * 100 and not (tmp_path / "x.part").exists()
 
 
 def test_what_is_wrong_with_a_cache_is_named(hub_at, shards, small_ranges, tmp_path):
