@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -107,7 +106,7 @@ class LocalSource(TextSource):
         self._root = root
         self._text_key = text_key
         self.paths: dict[str, Path] = {}
-        self._kept: OrderedDict[str, list[bytes]] = OrderedDict()
+        self._kept: dict[str, tuple[list[bytes], int]] = {}  # lines, and the size of the file
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
         splits = (self.train_shards, self.validation_shards)
@@ -132,15 +131,16 @@ class LocalSource(TextSource):
     def _every(self, step: int, shard: str, start: int) -> Iterator[bytes]:
         """Every step-th line. Several streams read such a shard, so it stays in memory where it is small."""
         path = self.paths[shard]
-        if shard in self._kept:
-            self._kept.move_to_end(shard)
-        elif path.is_file() and path.stat().st_size <= KEPT_BYTES // 4:
-            self._kept[shard] = list(read_lines(path))
-            while sum(self.paths[name].stat().st_size for name in self._kept) > KEPT_BYTES:
-                self._kept.popitem(last=False)
-        else:
-            return islice(read_lines(path, start), 0, None, step)
-        return iter(self._kept[shard][start::step])
+        lines, size = self._kept.pop(shard, (None, 0))  # and back to the end: the first is the least recently used
+        if lines is None:
+            if not path.is_file() or (size := path.stat().st_size) > KEPT_BYTES // 4:
+                return islice(read_lines(path, start), 0, None, step)
+            lines = list(read_lines(path))
+        self._kept[shard] = lines, size
+        kept = list(self._kept.items())  # the threads of several loaders may be here
+        while sum(size for _, (_, size) in kept) > KEPT_BYTES:
+            self._kept.pop(kept.pop(0)[0], None)
+        return iter(lines[start::step])
 
     def describe(self) -> str:
         where = self._root or Path(next(iter(self.paths.values()))).parent
