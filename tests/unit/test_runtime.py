@@ -15,6 +15,7 @@ import torch
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config import MISSING, ConfigError, Problem
+from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.errors import EXIT_CONFIG, Stopped, UserError
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
@@ -89,9 +90,9 @@ def test_a_signal_before_the_first_step_is_followed(train, tmp_path, monkeypatch
     real = getattr(run, stage)
     before = signal.getsignal(signal.SIGTERM)
 
-    def interrupted(*given):
+    def interrupted(*given, **named):
         os.kill(os.getpid(), signal.SIGTERM)
-        return real(*given)
+        return real(*given, **named)
 
     with monkeypatch.context() as patched:
         patched.setattr(run, stage, interrupted)
@@ -106,7 +107,12 @@ def test_a_signal_while_the_run_is_folded_lets_it_finish(train, tmp_path, monkey
     from dlr_pretrain.train import finish
 
     real = finish.export
-    monkeypatch.setattr(finish, "export", lambda *given: (os.kill(os.getpid(), signal.SIGTERM), real(*given)))
+
+    def interrupted(*given, **named):
+        os.kill(os.getpid(), signal.SIGTERM)
+        real(*given, **named)
+
+    monkeypatch.setattr(finish, "export", interrupted)
     train(tmp_path / "run", "train.steps=2")
     assert (tmp_path / "run" / "folded" / "model.safetensors").exists()
 
@@ -130,7 +136,7 @@ def test_the_report_of_a_run_that_was_killed_after_its_fold_is_made_up_for(train
 
 def test_evaluation_needs_no_sequence_on_every_rank():
     """One sequence on three ranks: two have nothing to run, and all get the same number."""
-    validation = SimpleNamespace(inputs=np.zeros((1, 4), "uint16"), targets=np.ones((1, 4), "int32"), real_tokens=4)
+    validation = ValidationSet(np.ones((1, 5), "uint16"), np.array([5], "int32"), real_tokens=4)
     sums = []
     for rank in range(3):
 
@@ -138,7 +144,7 @@ def test_evaluation_needs_no_sequence_on_every_rank():
             sums.append(tensor.clone())
             return tensor if len(sums) == 1 else sum(sums)
 
-        view = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), sum=collect)
+        view = SimpleNamespace(rank=rank, world_size=3, device=torch.device("cpu"), sum=collect, to_device=torch.clone)
         found = Evaluator(validation, 2, view)(lambda ids, targets: 2.0 * (targets != -100).sum())
         assert found["eval/loss"] == 2.0
     assert [s.tolist() for s in sums] == [[8.0, 4.0], [0.0, 0.0], [0.0, 0.0]]
