@@ -14,6 +14,7 @@ import traceback
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # a forked rank would wait for its parent's compile threads
 
 import pytest
 import sentencepiece
