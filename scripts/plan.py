@@ -16,7 +16,9 @@ def main() -> int:
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the run (default: 1)")
+    parser.add_argument(
+        "--ranks", type=at_least_1, metavar="N", default=1, help="GPUs of the run (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
@@ -28,6 +30,12 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def at_least_1(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
 
 
 def one(words: list[str], ranks: int, as_json: bool) -> str:

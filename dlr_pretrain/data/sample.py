@@ -26,6 +26,7 @@ from pathlib import Path
 from dlr_pretrain.data import prose
 from dlr_pretrain.errors import UserError
 
+SEARCH_PATH = list(sys.path)  # as the process started: torch's compilers put setuptools' own packages on it later
 VERSION = 1  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
 SEED = 20260
 MAX_BYTES = 10_000_000  # of text
@@ -62,7 +63,7 @@ def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
 
 def fingerprint() -> str:
     """Names what is harvested: this version of the harvest, of Python, and of every installed package."""
-    packages = sorted({(d.metadata["Name"] or "", d.version or "") for d in distributions()})
+    packages = sorted({(d.metadata["Name"] or "", d.version or "") for d in distributions(path=SEARCH_PATH)})
     parts = [VERSION, SEED, PIECES, MAX_BYTES, list(sys.version_info[:3]), packages]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

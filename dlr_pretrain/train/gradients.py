@@ -29,8 +29,9 @@ class Gradients:
             self.buffer = torch.zeros(sum(p.numel() for p in working), device=working[0].device)
             self.sums = _views(self.buffer, working)
         elif world_size > 1:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, weights.strengths)
-            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True, broadcast_buffers=False)
+            left_out = [*weights.strengths, *(name for name, _ in weights.model.named_buffers())]  # nothing moves them
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, left_out)
+            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
             self.forward.register_comm_hook(None, _summed)
 
     def add(self, ids: Tensor, targets: Tensor, count: Tensor, last: bool) -> Tensor:
