@@ -16,9 +16,7 @@ def main() -> int:
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--ranks", type=at_least_1, metavar="N", default=1, help="GPUs of the run (default: 1)"
-    )
+    parser.add_argument("--ranks", type=at_least_1, metavar="N", default=1, help="GPUs of the run (default: 1)")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
