@@ -1,0 +1,11 @@
+"""Each test compiles from the beginning: dynamo counts the graphs of a function over all tests of a process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
