@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
@@ -47,12 +48,12 @@ class Source(Protocol):
         ...
 
 
-class TextSource:
+class TextSource(ABC):
     """A source of texts."""
 
+    @abstractmethod
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
         """The texts of the documents start, start + step, ... of a shard."""
-        raise NotImplementedError
 
     def documents(self, tokenizer: Tokenizer) -> Documents:
         return TextDocuments(self, tokenizer)

@@ -117,3 +117,11 @@ def assert_follows_formula(
             continue
         assert state[name].grad is not None and state[name].grad.any(), f"{name}: no gradient to compare"
         torch.testing.assert_close(p.grad, state[name].grad, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def nonzero_b(model: Llama) -> None:
+    """Initially B = 0, which hides A."""
+    generator = torch.Generator().manual_seed(1)
+    for name, p in model.named_parameters():
+        if name.endswith(".b.weight"):
+            p.copy_(torch.randn(p.shape, generator=generator) / 6)

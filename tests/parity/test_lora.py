@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
 from dlr_pretrain.models.linear import Draw, named_groups
 from dlr_pretrain.models.llama import Llama
-from tests.parity.reference import VOCAB, assert_follows_formula, small, tied
+from tests.parity.reference import VOCAB, assert_follows_formula, nonzero_b, small, tied
 
 CPU = torch.device("cpu")
 
@@ -29,14 +29,6 @@ def formula(state: dict):
         return x @ w.T + 12 / 8 * (x @ a.T @ b.T)
 
     return project
-
-
-def nonzero_b(model: Llama) -> None:
-    """Initially B = 0, which hides A."""
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        if name.endswith(".b.weight"):
-            p.copy_(torch.randn(p.shape, generator=generator) / 6)
 
 
 @pytest.mark.parametrize("grouped", [True, False])

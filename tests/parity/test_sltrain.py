@@ -13,7 +13,7 @@ from dlr_pretrain.models import build
 from dlr_pretrain.models.linear import Draw, GroupSpec, named_groups
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.sltrain import Sltrain
-from tests.parity.reference import VOCAB, assert_follows_formula, small, tied
+from tests.parity.reference import VOCAB, assert_follows_formula, nonzero_b, small, tied
 
 SHAPES = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")  # even; padded output; padded input
 CPU = torch.device("cpu")
@@ -36,14 +36,6 @@ def formula(state: dict):
         return x @ (12 / 8 * product + sparse(p, product.shape)).T
 
     return project
-
-
-def nonzero_b(model: Llama) -> None:
-    """Initially B = 0, which hides A."""
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        if name.endswith(".b.weight"):
-            p.copy_(torch.randn(p.shape, generator=generator) / 6)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
