@@ -26,12 +26,19 @@ def main() -> int:
     )
     data.add_argument("--tokens", type=int, default=20_000_000, help="in a round of a loader (default: 20 million)")
     data.add_argument("--rounds", type=int, default=5, help="of which the median is printed (default: 5)")
-    data.add_argument("--json", type=Path, help="write everything to this file as well")
+    saves = parts.add_parser(
+        "checkpoint",
+        help="how long an asynchronous save holds the training; under torchrun on several ranks",
+        usage="%(prog)s [scale=... key=value ...] [--rounds N] [--json FILE]",
+    )
+    saves.add_argument("--rounds", type=int, default=8, help="of which the median is printed (default: 8)")
+    for part in (data, saves):
+        part.add_argument("--json", type=Path, help="write everything to this file as well")
     given, words = parser.parse_known_args()
     try:
-        if given.rounds < 1 or given.tokens < 1:
-            raise ConfigError([Problem("--rounds and --tokens", f"{given.rounds}, {given.tokens}", "must be positive")])
-        return {"data": measure_data}[given.part](given, words)
+        if min(given.rounds, getattr(given, "tokens", 1)) < 1:
+            raise ConfigError([Problem("--rounds and --tokens", given.rounds, "must be positive")])
+        return {"data": measure_data, "checkpoint": measure_saves}[given.part](given, words)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_FAILED)
@@ -53,8 +60,20 @@ def measure_data(given: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
+def measure_saves(given: argparse.Namespace, words: list[str]) -> int:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    cfg = load([*([] if any("data=" in word for word in words) else ["data=sample"]), *words], ranks)
+    from dlr_pretrain.train.benchmark import saving
+
+    report(given, saving(cfg, given.rounds), {
+        "run": f"{cfg.scale.name}, {cfg.backbone.name}, {cfg.precision.name}, {cfg.parallel.name}, {ranks} ranks",
+        "batch": f"{cfg.train.global_batch} x {cfg.train.seq_len} tokens",
+    })  # fmt: skip
+    return 0
+
+
 def report(given: argparse.Namespace, measures, about: dict[str, str]) -> None:
-    """Print machine, versions, command and each measure as it comes; with ``--json`` to a file, too."""
+    """Print machine, versions, command and each measure as it comes; with ``--json`` to a file, too. Rank 0 alone."""
     from dlr_pretrain.train.record import git_state, versions
 
     about |= {
@@ -64,6 +83,9 @@ def report(given: argparse.Namespace, measures, about: dict[str, str]) -> None:
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "commit": git_state() or "unknown",
     }
+    if os.environ.get("RANK", "0") != "0":
+        list(measures)
+        return
     for name, value in about.items():
         print(f"{name:<10}{value}")
     print(f"\n{'':<56}{'median':>9}{'lowest':>9}{'highest':>9}   by processor time")

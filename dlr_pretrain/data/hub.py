@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 from dlr_pretrain.errors import UserError
 
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, the answer is there within 10 s
-PATIENCE_SECONDS = 600.0  # with a hub that has answered before; other ranks wait for 30 minutes in a collective
+PATIENCE_SECONDS = 480.0  # with a hub that has answered before; less than run.timeout_minutes, so that it ends first
 LISTING_SECONDS = 120.0  # for a list of files, in which the library waits and tries again, but without a time-out
 STALL_SECONDS = 30.0  # without a byte: a try is given up
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time

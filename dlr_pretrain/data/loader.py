@@ -1,11 +1,16 @@
-"""A rank's batches: its share of the streams, read ahead by one background thread."""
+"""A rank's batches: its share of the streams, read ahead by one background thread.
+
+At the start, all streams read their first rows at once: each may have to wait for the network, or to pass over the most
+of a compressed shard.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +22,12 @@ from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import Stopped, UserError
 
+STARTING_THREADS = 16  # in which streams read their first rows
 BATCHES_AHEAD = 8  # hides the moments in which a stream reads its next block
-CLOSE_SECONDS = 5.0  # a read that hangs in the network is not waited for: the thread is a daemon
+CLOSE_SECONDS = 5.0  # a read that hangs in the network is not waited for: all threads are daemons
+POLL_SECONDS = 0.5  # between looks at whether to go on waiting
 
 
 @dataclass(frozen=True)
@@ -56,10 +63,10 @@ class TrainLoader:
             have = f"the checkpoint's data position has {len(state)} streams, and this run has {cfg.num_streams}"
             raise UserError(f"{have}. Resume with the train.global_batch that the run was started with")
         places = {v: Place(*state[str(v)]) if state is not None else Place() for v in own}
-        batches = _batches(cfg, source, tokenizer, places)
         self._queue: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(BATCHES_AHEAD)
         self._closed = threading.Event()
+        batches = _batches(cfg, source, tokenizer, places, self._closed)
         self._error: Exception | None = None
         # The thread holds no reference to the loader, so that a forgotten loader stops its thread too.
         self._thread = threading.Thread(
@@ -72,11 +79,21 @@ class TrainLoader:
         return self
 
     def __next__(self) -> Batch:
+        return self.take(lambda: False)
+
+    def take(self, stop: Callable[[], bool]) -> Batch:
+        """The next batch; ``Stopped`` where ``stop()`` is true while none is there. A later call may bring it."""
         if self._error is not None:
             raise self._error
         if self._closed.is_set():
             raise StopIteration
-        item = self._queue.get()
+        while True:
+            try:
+                item = self._queue.get(timeout=POLL_SECONDS)
+                break
+            except queue.Empty:
+                if stop():
+                    raise Stopped("asked to stop while waiting for data") from None
         if isinstance(item, Exception):
             self._error = item
             raise item
@@ -104,18 +121,56 @@ def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Sem
         thread.join(CLOSE_SECONDS)
 
 
-def _batches(cfg: Config, source: Source, tokenizer: Tokenizer, places: dict[int, Place]) -> Iterator[Batch]:
+def _start(groups: list[list[RowReader]], closed: threading.Event) -> None:
+    """Have every reader's first rows at hand; the first error ends that.
+
+    Readers of a group share a shard, so they come one after another: what one has read is kept for the next.
+    """
+    waiting, ended, failed = iter(groups), queue.SimpleQueue(), threading.Event()
+
+    def work() -> None:
+        error = None
+        try:
+            for group in waiting:  # which all threads take from
+                for reader in group:
+                    if not (closed.is_set() or failed.is_set()):
+                        reader.ready()
+        except Exception as caught:
+            failed.set()
+            error = caught
+        ended.put(error)
+
+    threads = min(STARTING_THREADS, len(groups))
+    for _ in range(threads):
+        threading.Thread(target=work, name="stream", daemon=True).start()
+    error = None
+    for _ in range(threads):
+        try:
+            found = ended.get(timeout=CLOSE_SECONDS if error else None)
+        except queue.Empty:  # one hangs in the network
+            break
+        error = error or found
+    if error:
+        raise error
+
+
+def _batches(
+    cfg: Config, source: Source, tokenizer: Tokenizer, places: dict[int, Place], closed: threading.Event
+) -> Iterator[Batch]:
     """The batches of the streams in ``places``, from these positions on."""
-    seq_len, readers = cfg.train.seq_len, {}
+    seq_len, readers, sharing = cfg.train.seq_len, {}, defaultdict(list)
     packed = cfg.data.packing == "packed"
     longest = WHOLE if packed else seq_len + 1  # one more shows that a document is cut
     for v, place in places.items():
-        chunks = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest).chunks(place)
+        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest)
+        chunks = stream.chunks(place)
         if packed:
             runs = packed_runs(chunks, place, seq_len)
         else:
             runs = padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
         readers[v] = RowReader(runs)
+        sharing[stream.shards].append(readers[v])
+    _start(list(sharing.values()), closed)
     each = cfg.train.global_batch // cfg.num_streams
     dtype = token_dtype(tokenizer.vocab_size)
     while True:

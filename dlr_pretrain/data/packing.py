@@ -14,6 +14,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.data.streams import Chunk, Place
+from dlr_pretrain.data.tokenizer import EOS
 
 IGNORE = -100  # target of a position where nothing is predicted; cross_entropy leaves it out
 
@@ -39,6 +40,16 @@ def inputs_and_targets(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[tor
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
     return wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
+
+
+def separated(ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of packed rows [n, seq_len] the ids, the targets, and the number of each position's document in its row.
+
+    A document ends with its one </s>, after which the beginning of another is no target: documents are scored, and with
+    the numbers attended to, as each on its own.
+    """
+    ends = ids == EOS
+    return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
 def real_tokens(lengths: np.ndarray, seq_len: int) -> int:
@@ -95,13 +106,17 @@ class RowReader:
         self._run: Run | None = None
         self._taken = self._size = 0  # rows of the run
 
+    def ready(self) -> None:
+        """Have rows at hand; the first ones take long where documents before them are passed over."""
+        if self._taken == self._size:
+            self._run = next(self._runs)
+            self._taken, self._size = 0, len(self._run.rows.tokens)
+
     def fill(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
         """Write the next rows into [n, seq_len + 1] and [n]; returns the stream's place after them."""
         done = 0
         while done < len(tokens):
-            if self._taken == self._size:
-                self._run = next(self._runs)
-                self._taken, self._size = 0, len(self._run.rows.tokens)
+            self.ready()
             count = min(len(tokens) - done, self._size - self._taken)
             rows, end = slice(done, done + count), self._taken + count
             tokens[rows] = self._run.rows.tokens[self._taken : end]

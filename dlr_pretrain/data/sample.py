@@ -16,7 +16,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import distributions
@@ -27,10 +26,10 @@ from dlr_pretrain.data import prose
 from dlr_pretrain.errors import UserError
 
 SEARCH_PATH = list(sys.path)  # as the process started: torch's compilers put setuptools' own packages on it later
-VERSION = 1  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
+VERSION = 2  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
 SEED = 20260
 MAX_BYTES = 10_000_000  # of text
-HARVEST_SECONDS = 38.0
+MAX_SOURCE_BYTES = 250_000_000  # of Python that are parsed: some 30 s of one core
 MIN_BYTES = 200_000  # below this there is nothing to learn from
 TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03
@@ -54,7 +53,7 @@ def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
     except OSError as error:
         raise UserError(f"{cache}: the sample cannot be kept there ({error}). Set data.root=<folder>") from error
     try:
-        build(draft, package_folders())
+        build(draft, package_folders(), progress)
         _publish(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -64,7 +63,7 @@ def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
 def fingerprint() -> str:
     """Names what is harvested: this version of the harvest, of Python, and of every installed package."""
     packages = sorted({(d.metadata["Name"] or "", d.version or "") for d in distributions(path=SEARCH_PATH)})
-    parts = [VERSION, SEED, PIECES, MAX_BYTES, list(sys.version_info[:3]), packages]
+    parts = [VERSION, SEED, PIECES, MAX_BYTES, MAX_SOURCE_BYTES, list(sys.version_info[:3]), packages]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
@@ -83,7 +82,7 @@ def package_folders() -> list[Path]:
     return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
 
-def build(folder: Path, packages: list[Path]) -> None:
+def build(folder: Path, packages: list[Path], progress: Callable[[str], None]) -> None:
     """Harvest ``packages`` into shards in ``folder`` and train their tokenizer."""
     documents, size = [], 0
     for document in harvest(packages):
@@ -94,6 +93,7 @@ def build(folder: Path, packages: list[Path]) -> None:
     if size < MIN_BYTES:
         where = ", ".join(map(str, packages))
         raise UserError(f"Only {size} bytes of prose in the docstrings below {where}. Use data=c4_local instead")
+    progress(f"{size / 1e6:.1f} MB of text in {len(documents):,} documents; training their tokenizer")
     random.Random(SEED).shuffle(documents)
     held_out = max(1, round(VALIDATION_SHARE * len(documents)))
     _write_shard(folder / "sample-validation.00000-of-00001.json.gz", documents[:held_out])
@@ -103,22 +103,22 @@ def build(folder: Path, packages: list[Path]) -> None:
     train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], PIECES)
 
 
-def harvest(packages: list[Path], seconds: float = HARVEST_SECONDS) -> Iterator[str]:
+def harvest(packages: list[Path], source_bytes: int = MAX_SOURCE_BYTES) -> Iterator[str]:
     """The documents of the packages' Python files in a seeded order of the files, no paragraph twice.
 
-    The files are parsed by interpreters of their own, one a core: a syntax tree of other people's code has no place
-    in a process that will train, and theirs import nothing but the standard library.
+    They end with the file that brings the files to ``source_bytes``: by a clock, a slow machine would have another
+    sample. The files are parsed by interpreters of their own, one a core: a syntax tree of other people's code has no
+    place in a process that will train, and theirs import nothing but the standard library.
     """
     files = _python_files(packages)
     random.Random(SEED).shuffle(files)
-    deadline, seen = time.monotonic() + seconds, set()
+    sizes = accumulate(map(_size, files), initial=0)
+    files, seen = [file for file, before in zip(files, sizes, strict=False) if before < source_bytes], set()
     with ExitStack() as stack:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         count = min(cores, MAX_WORKERS)
         workers = [stack.enter_context(_worker(files[i::count])) for i in range(count)]
         for i in range(len(files)):
-            if time.monotonic() > deadline:
-                return
             line = workers[i % count].stdout.readline()
             if not line:
                 raise UserError(f"The harvest of sample text failed at {os.fsdecode(files[i])}. Use data=c4_local")
@@ -140,6 +140,14 @@ def _python_files(packages: list[Path]) -> list[bytes]:
                     path = os.path.join(folder, name)
                     found[os.path.relpath(path, package)] = os.fsencode(path)
     return [found[relative] for relative in sorted(found)]
+
+
+def _size(file: bytes) -> int:
+    """Bytes; 0 of a link that leads nowhere, from which nothing is read."""
+    try:
+        return os.path.getsize(file)
+    except OSError:
+        return 0
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
 
+ORDER_VERSION = 1  # of what this file, the blocks and the packing make of a source: a run is resumed under its own
+
 
 class Place(NamedTuple):
     """A position in a stream; all are whole numbers, so that it is stored as a plain list."""
@@ -68,6 +70,15 @@ class DocumentStream:
             shard = stream * total // num_streams
             meeting = [v for v in range(num_streams) if v * total // num_streams == shard]
             self._shards, self._residue, self._step = [shard], meeting.index(stream), len(meeting)
+
+    def shard_name(self, place: Place) -> str:
+        """The shard that ``place`` lies in."""
+        return self._names[self._shards[permutation(len(self._shards), *self._key, place.epoch)[place.shard]]]
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shards that it reads, which no other stream does but those of the very same shard."""
+        return tuple(self._shards)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """The documents from ``place`` on, for ever. ``place.token`` is left to the reader of the chunks."""

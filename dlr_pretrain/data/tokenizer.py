@@ -51,6 +51,10 @@ class Tokenizer:
         """Ids of each text, without </s>. One thread: a rank has one producer and its cores are shared."""
         return self._model.encode([_valid(text) for text in texts], num_threads=1)
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without pad and </s>."""
+        return self._model.decode(ids)
+
     def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
         """Ids of each text, then </s>; int32."""
         valid = [_valid(text) for text in texts]

@@ -209,8 +209,9 @@ class TokenSource:
             return "its offsets are not those of its documents"
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             return f"it holds ids outside the vocabulary of {self.vocab_size} pieces"
-        if (tokens[offsets[1:] - 1] != EOS).any():
-            return "it holds documents without </s>"
+        ends = sum(np.count_nonzero(tokens[i : i + READ_BYTES] == EOS) for i in range(0, len(tokens), READ_BYTES))
+        if (tokens[offsets[1:] - 1] != EOS).any() or ends != entry.documents:
+            return "it holds documents that do not end with their one </s>"
         return None
 
     # ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ class ValidationSet:
     tokens: np.ndarray  # uint16 (int32 above 65,536 pieces) [n, seq_len + 1], padded
     lengths: np.ndarray  # int32 [n], tokens of each row that are no padding
     real_tokens: int  # input positions that are no padding
+    mask_documents: bool = False  # the documents of a row are scored as each on its own: see ``separated``
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
@@ -44,7 +45,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         rows = Rows(*map(np.concatenate, zip(*parts, strict=True)))
     else:
         rows = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
-    return ValidationSet(*rows, found)
+    return ValidationSet(*rows, found, cfg.data.mask_documents and not pad)
 
 
 def _documents(source: Source, tokenizer: Tokenizer, longest: int) -> Iterator[Tokens]:

@@ -5,12 +5,41 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.data import inputs_and_targets
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import inputs_and_targets, separated
+from dlr_pretrain.data.tokenizer import EOS
+from dlr_pretrain.models import build
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
 ]
+
+
+@pytest.mark.parametrize("seq_len", [96, 61])  # 61 is no multiple of what the kernels align to
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_documents_of_a_packed_row_are_on_the_gpu_what_they_are_alone(dtype, bound, compiled, seq_len):
+    cfg = load(["scale=60m", "scale.vocab_size=500", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl"])
+    model = build(cfg, 500, torch.device("cuda"), dtype)
+    ids = torch.randint(3, 500, (4, seq_len), device="cuda")
+    ids[:, [7, 8, 40]] = EOS
+    inputs = separated(ids, ids)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(50)
+        whole = model.logits(ids, inputs[2]).float()
+        for first, end in ((0, 8), (8, 9), (9, 41), (41, seq_len)):
+            alone = model.logits(ids[:, first:end].contiguous()).float()
+            assert (whole[:, first:end] - alone).norm() < bound * alone.norm()
+    eager = model(*inputs)
+    eager.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    if compiled:
+        model.compile_()
+        loss = model(*inputs)
+        loss.backward()
+        assert abs(loss.item() - eager.item()) < bound * abs(eager.item())
+        torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
+from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Place
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
 PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
@@ -28,12 +29,15 @@ def config(global_batch=8, seq_len=16, packing="packed", **keys):
 
 
 @PACKINGS
-@pytest.mark.parametrize(("shards", "global_batch"), [(1, 8), (3, 8), (9, 8), (5, 24), (2, 6)])
-def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch):
+@pytest.mark.parametrize(
+    ("shards", "global_batch", "steps"),
+    [(1, 8, 20), (3, 8, 20), (9, 8, 20), (5, 24, 20), (2, 6, 20), (7, 64, 6), (70, 64, 6)],
+)
+def test_a_global_batch_is_the_same_on_any_number_of_ranks(packing, shards, global_batch, steps):
     cfg, source = config(global_batch, packing=packing), MemorySource(corpus(shards, 40))
-    alone = global_batches(cfg, source, TOKENIZER, 1, steps=20)
-    for world_size in (w for w in (2, 4, 8) if cfg.num_streams % w == 0):
-        assert same(global_batches(cfg, source, TOKENIZER, world_size, steps=20), alone)
+    alone = global_batches(cfg, source, TOKENIZER, 1, steps)
+    for world_size in (w for w in (2, 4, 8, 32, 64) if cfg.num_streams % w == 0):
+        assert same(global_batches(cfg, source, TOKENIZER, world_size, steps), alone)
 
 
 @PACKINGS
@@ -156,6 +160,86 @@ def test_an_error_in_the_thread_is_raised_where_the_batch_is_wanted_and_again(tm
             for _ in range(10_000):
                 next(loader)
     loader.close()
+
+
+class Waiting(MemorySource):
+    """Waits before the first text of a shard, as a slow network does."""
+
+    def __init__(self, shards, wait):
+        super().__init__(shards)
+        self.wait = wait
+
+    def read(self, shard, start=0, step=1):
+        self.wait(shard)
+        yield from super().read(shard, start, step)
+
+
+@PACKINGS
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_streams_of_all_shards_begin_at_once_and_give_the_same_batches(packing, resume):
+    cfg, texts = config(packing=packing), corpus(8, 40)
+    wanted = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 8)
+    together = threading.Barrier(8, timeout=30)  # lets nobody pass until all eight have come
+    first = Waiting(texts, lambda shard: together.wait())
+    loader = TrainLoader(cfg, first, TOKENIZER, 0, 1, wanted[3][3] if resume else None)
+    found = next(loader)
+    first.wait = lambda shard: None
+    loader.close()
+    inputs, _, real_tokens, state = wanted[4 if resume else 0]
+    assert torch.equal(found.tokens[:, :-1].long(), inputs)
+    assert (found.real_tokens, found.state) == (real_tokens, state)
+
+
+def test_streams_of_one_shard_begin_one_after_another():
+    """So that what the first has read and keeps, or caches, serves the others."""
+    reading, most = set(), []
+
+    def wait(shard):
+        most.append((shard, shard in reading))
+        reading.add(shard)
+        time.sleep(0.05)
+        reading.discard(shard)
+
+    loader = TrainLoader(config(), Waiting(corpus(2, 40), wait), TOKENIZER, 0, 1, None)
+    next(loader)
+    loader.close()
+    assert [shard for shard, _ in most].count("shard-0") >= 4 and not any(busy for _, busy in most)
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+def test_a_stream_that_fails_at_the_start_ends_it_though_another_hangs(shards, monkeypatch):
+    monkeypatch.setattr(loading, "CLOSE_SECONDS", 0.2)
+    hang, begin = threading.Event(), time.monotonic()
+
+    def wait(shard):
+        if shard == "shard-0":
+            raise UserError("shard-0 is gone")
+        hang.wait(30)
+
+    loader = TrainLoader(config(), Waiting(corpus(shards, 40), wait), TOKENIZER, 0, 1, None)
+    with pytest.raises(UserError, match="shard-0 is gone"):
+        next(loader)
+    loader.close()
+    hang.set()
+    assert time.monotonic() - begin < 5
+
+
+def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):
+    monkeypatch.setattr(loading, "POLL_SECONDS", 0.05)
+    cfg, texts, come = config(), corpus(2, 40), threading.Event()
+    loader = TrainLoader(cfg, Waiting(texts, lambda shard: come.wait(30)), TOKENIZER, 0, 1, None)
+    asked = []
+    with pytest.raises(Stopped, match="asked to stop while waiting for data"):
+        loader.take(lambda: len(asked) == 3 or asked.append(0))
+    come.set()
+    batch = loader.take(lambda: False)
+    assert asked == [0, 0, 0]
+    while not loader._queue.qsize():
+        time.sleep(0.01)
+    ready = loader.take(lambda: True)  # what is there is given
+    loader.close()
+    expected = global_batches(cfg, MemorySource(texts), TOKENIZER, 1, 2)
+    assert [batch.state, ready.state] == [state for *_, state in expected]
 
 
 def data_threads():

@@ -1,7 +1,6 @@
 """Preparing tokens: killed at any point it goes on, and what stands in its way is named."""
 
 import gzip
-import importlib.util
 import io
 import itertools
 import json
@@ -26,18 +25,10 @@ from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.data.tokens import MANIFEST, TokenSource
 from dlr_pretrain.data.workers import in_processes
 from dlr_pretrain.errors import EXIT_CONFIG, UserError
+from tests import conftest
 
 SHARDS = 6
-spec = importlib.util.spec_from_file_location("prepare_data", REPO / "scripts" / "prepare_data.py")
-script = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
-    sample.train_tokenizer(path, ["a word and more of the words in a text, and one two three four"] * 3, pieces=40)
-    return path
+script = conftest.script("prepare_data")
 
 
 @pytest.fixture

@@ -108,6 +108,7 @@ def packages(tmp_path):
         repeated = f"\n\n{sentences(999)}" if i % 2 else ""
         path.write_text(f'"""{sentences(i)}{repeated}"""\n')
     (folder / "package0" / "broken.py").write_text(f'"""{sentences(100)}"""\ndef :\n')
+    (folder / "package0" / "gone.py").symlink_to("nowhere")
     (folder / "package0" / "latin.py").write_bytes(b'"""caf\xe9"""')
     (folder / "package0" / "tests").mkdir()
     (folder / "package0" / "tests" / "test_x.py").write_text(f'"""{sentences(101)}"""\n')
@@ -122,8 +123,13 @@ def test_harvest_is_seeded_and_no_paragraph_comes_twice(packages):
     assert texts != sorted(texts)
 
 
-def test_harvest_ends_in_time(packages):
-    assert list(sample.harvest([packages], seconds=0)) == []
+def test_harvest_ends_with_as_much_python_as_it_may_read_whatever_time_that_takes(packages, monkeypatch):
+    whole = list(sample.harvest([packages]))
+    assert list(sample.harvest([packages], source_bytes=0)) == []
+    monkeypatch.setattr(sample, "MAX_WORKERS", 1)
+    assert list(sample.harvest([packages])) == whole
+    some = list(sample.harvest([packages], source_bytes=4000))
+    assert 5 < len(some) < 30 and some == whole[: len(some)]
 
 
 @pytest.fixture
@@ -142,13 +148,13 @@ def test_sample_is_a_source_with_its_tokenizer_and_is_made_once(small, tmp_path,
     texts = [t for shard in (*source.train_shards, *source.validation_shards) for t in source.read(shard)]
     assert sorted(text for t in texts for text in t.split("\n")) == sorted(sentences(i) for i in (*range(40), 999))
     assert 50 < tokenizer.vocab_size <= 120
-    assert len(told) == 1 and "(once, about a minute)" in told[0]
+    assert len(told) == 2 and "(once, about a minute)" in told[0] and "training their tokenizer" in told[1]
 
     def build(*_):
         raise AssertionError("made again")
 
     monkeypatch.setattr(sample, "build", build)
-    assert open_source(cfg, told.append).train_shards == source.train_shards and len(told) == 1
+    assert open_source(cfg, told.append).train_shards == source.train_shards and len(told) == 2
 
 
 def test_the_cache_is_the_users(small, tmp_path, monkeypatch):

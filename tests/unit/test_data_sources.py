@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from data_corpus import NASTY, make_config, run_python, write_shards
@@ -55,6 +57,22 @@ def test_small_shards_that_several_streams_read_are_kept_within_bounds(tmp_path,
         assert len(list(source.read(shard, 3, 2))) > 100
     assert source.validation_shards[0] not in source._kept and len(source._kept) == 5
     assert list(source._kept)[-1] == source.train_shards[6]
+
+
+def test_threads_that_read_and_drop_kept_shards_get_the_right_lines(tmp_path, monkeypatch):
+    texts = [[f"{i} {text}" for text in TEXTS] for i in range(6)]
+    write_shards(tmp_path, texts)
+    write_shards(tmp_path, [["validation"]], split="validation")
+    source = open_root(tmp_path)
+    size = max(source.paths[shard].stat().st_size for shard in source.train_shards)
+    monkeypatch.setattr(sources, "KEPT_BYTES", 4 * size)  # of six: they drop each other's
+
+    def read(seed):
+        for number in random.Random(seed).choices(range(6), k=40):
+            yield list(source.read(source.train_shards[number], seed, 5)) == texts[number][seed::5]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(all(right) for right in pool.map(lambda seed: list(read(seed)), range(8)))
 
 
 def test_skipped_lines_are_not_parsed(tmp_path):

@@ -1,0 +1,80 @@
+"""Runs whose documents do not see each other."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
+from dlr_pretrain.data.tokenizer import EOS
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.models import build
+from tests.conftest import forked
+
+pytestmark = pytest.mark.usefixtures("no_export")
+MASKED = ("data.mask_documents=true", "eval.packing=packed", "dlr=on", "train.steps=8", "eval.every=4")
+
+
+def results(folder):
+    """The losses, those of evaluation, and the folded weights as bytes."""
+    rows = [(r["train/loss"], r.get("eval/loss")) for r in read_metrics(folder / "metrics.jsonl")]
+    folded = load_file(folder / "folded" / "model.safetensors")
+    return rows, {name: value.view(torch.uint8).tolist() for name, value in folded.items()}
+
+
+def test_a_run_resumes_bit_for_bit_and_is_another_than_one_without(train, tmp_path):
+    whole = results(train(tmp_path / "whole", *MASKED))
+    assert whole[0][-1][0] < whole[0][0][0]
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *MASKED, "train.stop_after=3")
+    with pytest.raises(UserError, match=r"data\.mask_documents: True there, False here"):
+        train(tmp_path / "parts", *MASKED[1:])
+    assert results(train(tmp_path / "parts", *MASKED)) == whole
+    without, _ = results(train(tmp_path / "without", *MASKED[1:]))
+    assert all(a[0] != b[0] for a, b in zip(whole[0], without, strict=True)) and whole[0][-1][1] != without[-1][1]
+
+
+@pytest.mark.parametrize("overrides", [("precision=bf16",), ("train.activation_checkpointing=latent", "backbone=cola")])
+def test_other_choices_go_with_it(train, tmp_path, overrides):
+    rows, _ = results(train(tmp_path, *MASKED, *overrides))
+    assert rows[-1][0] < rows[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one(train, words, tmp_path, parallel):
+    given = (*MASKED, "train.lr=1e-3")
+    (whole, _) = results(train(tmp_path / "whole", *given))
+    forked(words(f"run.dir={tmp_path}/two", *given, f"parallel={parallel}"), ranks=2)
+    found, _ = results(tmp_path / "two")
+    for i in (0, 1):  # training and evaluation; in fp32, where sums have another order
+        wanted = [row[i] for row in whole if row[i]]
+        assert [row[i] for row in found if row[i]] == pytest.approx(wanted, rel=2e-6)
+
+
+def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tmp_path):
+    """Sequences so long that a micro-batch's documents are few and whole: cut, they would lose their beginnings."""
+    given = ("data.mask_documents=true", "train.steps=1", "train.seq_len=256", "train.global_batch=4")
+    train(tmp_path, *given)
+    (first,) = read_metrics(tmp_path / "metrics.jsonl")
+    cfg = load(words(*given))
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    loader = TrainLoader(cfg, source, tokenizer, 0, 1, None)
+    tokens = next(loader).tokens.long()
+    loader.close()
+
+    model, summed, count = build(cfg, tokenizer.vocab_size, torch.device("cpu")), 0.0, 0
+    with torch.no_grad():
+        for row in tokens:
+            for document in torch.tensor_split(row, (row == EOS).nonzero().flatten() + 1):
+                if len(document) > 1:
+                    summed += model(document[None, :-1], document[None, 1:]).item()
+                    count += len(document) - 1
+    assert first["train/loss"] == pytest.approx(summed / count, rel=1e-6)
+    assert json.loads((tmp_path / "manifest.json").read_text())["identity"]["data.mask_documents"] is True
