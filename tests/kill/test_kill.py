@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import EXIT_STOPPED
 from tests.conftest import ROOT
+from tests.kill import soak
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]
 STEPS = ("train.steps=60", "eval.every=20", "checkpoint.every=3", "dlr=on", "backbone=cola")
@@ -75,6 +76,15 @@ def test_killed_at_random_instants(train, words, tmp_path):
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert_undisturbed(folder, whole)
+
+
+def test_a_soak_of_kills(words, tmp_path):
+    """Two ranks, killed in every way at every moment; ``make kill-soak`` has more of it."""
+    given = words(*soak.LONG)
+    assert soak.start(given, tmp_path / "whole").wait(300) == 0, (tmp_path / "whole.log").read_text()[-3000:]
+    kills, seed = int(os.environ.get("DLR_KILLS", "5")), int(os.environ.get("DLR_KILL_SEED", "0"))
+    for line in soak.soak(given, tmp_path, tmp_path / "whole", kills, seed):
+        print(line, flush=True)
 
 
 def test_workers_die_with_their_agent(words, tmp_path):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
 from tests.conftest import ROOT
+from tests.slurm.conftest import ask, assert_same_run
 
 STEPS = 400  # seconds of training, so that a signal arrives in the middle of it
 LONG = (f"train.steps={STEPS}", "eval.every=200", "checkpoint.every=1000", "dlr=on", "backbone=cola")
@@ -22,24 +20,7 @@ TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nodes() -> int:
-    """How many nodes are up; skips where no scheduler answers."""
-    missing = [name for name in ("sbatch", "srun", "sinfo") if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"no SLURM here: {missing[0]} is not installed")
-    try:
-        answer = ask("sinfo", "--noheader", "--Node", "--responding", "--format=%N")
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        pytest.skip(f"no SLURM here: sinfo does not answer ({error})")
-    return len(set(answer.split()))
-
-
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-
-
-def ask(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 class Job:
@@ -65,7 +46,7 @@ class Job:
         words = ask("scontrol", "--oneliner", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, until, seconds: float = 240) -> None:
+    def wait(self, until, seconds: float = 900) -> None:
         deadline = time.monotonic() + seconds
         while not until():
             assert time.monotonic() < deadline, f"job {self.id}: {self.facts()['JobState']}\n{self.text()}"
@@ -79,7 +60,7 @@ class Job:
         return records[-1]["step"] if records else 0
 
     def text(self) -> str:
-        return self.log.read_text()[-5000:] if self.log.exists() else "(no output)"
+        return self.log.read_text() if self.log.exists() else "(no output)"
 
     def assert_completed(self, restarts: int) -> None:
         facts = self.facts()
@@ -115,14 +96,6 @@ def undisturbed(submit, words) -> Job:
     return whole["job"]
 
 
-def assert_same_run(job: Job, other: Job) -> None:
-    """The same losses and the same weights, bit for bit."""
-    losses = [[r["train/loss"] for r in read_metrics(j.run / "metrics.jsonl")] for j in (job, other)]
-    assert losses[0] == losses[1]
-    a, b = (load_file(j.run / "folded" / "model.safetensors") for j in (job, other))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def assert_nothing_left(job: Job) -> None:
     """The nodes' local folders (TMPDIR, here) are gone."""
     assert not list(job.log.parent.glob("dlr_pretrain.*"))
@@ -138,26 +111,30 @@ def test_preempted_requeued_and_bit_identical(submit, words, undisturbed):
     job = submit(words(*LONG), *TWO_RANKS)
     job.wait(lambda: job.steps() >= 20 or job.ended())
     ask("scancel", "--signal=USR1", "--batch", job.id)
-    job.wait(lambda: job.facts()["Restarts"] == "1" or job.ended())
+
+    def restarted_while_told_so_again() -> bool:
+        """The end of a process is no time to die of another signal."""
+        subprocess.run(["scancel", "--quiet", "--signal=USR1", f"{job.id}.0"], check=False)
+        return job.facts()["Restarts"] == "1" or job.ended()
+
+    job.wait(restarted_while_told_so_again)
     stopped_at = job.steps()
     assert 20 <= stopped_at < STEPS, job.text()
     job.wait(job.ended)
     job.assert_completed(restarts=1)
     assert f"stopped after step {stopped_at} " in job.text() and "resuming" in job.text()
-    assert_same_run(job, undisturbed)
+    assert_same_run(job.run, undisturbed.run)
     assert_nothing_left(job)
 
 
-def test_two_nodes(submit, words, nodes, undisturbed):
-    if nodes < 2:
-        pytest.skip("only one node is up")
+def test_two_nodes(submit, words, two_nodes, undisturbed):
     job = submit(words(*LONG), "--nodes=2", "--ntasks-per-node=1")
     job.wait(lambda: job.steps() >= 20 or job.ended())
     ask("scancel", "--signal=USR1", "--batch", job.id)
     job.wait(job.ended)
     job.assert_completed(restarts=1)
     assert "2 x 1 ranks" in job.text()
-    assert_same_run(job, undisturbed)
+    assert_same_run(job.run, undisturbed.run)
     assert_nothing_left(job)
 
 
@@ -175,5 +152,11 @@ def test_a_failed_run_is_not_requeued(submit, words):
     job = submit(words(*LONG, "train.lrr=1"), *TWO_RANKS)
     job.wait(job.ended)
     facts = job.facts()
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "1:0"), job.text()
+    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "2:0"), job.text()
     assert "train.lrr" in job.text()
+
+
+def test_a_run_that_stops_where_it_was_told_to_is_neither_failed_nor_requeued(submit, words):
+    job = submit(words(*LONG, "train.stop_after=3"), *TWO_RANKS)
+    job.wait(job.ended)
+    assert (job.facts()["JobState"], job.facts()["Restarts"], job.steps()) == ("COMPLETED", "0", 3), job.text()

@@ -1,0 +1,181 @@
+"""The command behind ``slurm/submit.py``: expand, check, show, submit, and tell how the runs stand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
+from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
+from dlr_pretrain.launch.show import amount, duration, number, table
+from dlr_pretrain.launch.state import AGAIN, STATES, Measured, Status, look
+
+USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- words for sbatch]"
+EPILOG = """examples:
+  submit.py scale=60m,130m backbone=lowrank,cola dlr=off,on seed=41,42,43 -- --gpus-per-node=8 --time=24:00:00
+  submit.py slurm/table1.runs seed=41,42,43,44,45 --limit 4 -- --gpus-per-node=8 --time=48:00:00
+  submit.py slurm/table1.runs seed=41,42,43,44,45 --status
+
+Words with several values make a run of each combination; beside a file they are added to each of its runs."""
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0, or that of a UserError."""
+    try:
+        submit(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def submit(argv: list[str]) -> None:
+    """Run the command. Nothing is queued before every run has been checked."""
+    given, for_sbatch = _read(argv)
+    asked = resources(for_sbatch)
+    name, lines = _lines(given.what, given.config_dir)
+    runs = load_runs(lines, asked.ranks)
+    if given.write:
+        return _write(Path(given.write), lines, argv)
+    jobs = _queue(must_answer=not (given.status or given.dry_run))
+    stands = [look(run, jobs) for run in runs]
+    width = shutil.get_terminal_size((80, 24)).columns
+    if given.status:
+        return print(status_table(runs, stands, width))
+    wanted = AGAIN if given.resubmit else ("not started",)
+    chosen = [run for run, status in zip(runs, stands, strict=True) if status.state in wanted]
+    measured = Measured(runs) if given.time else None
+    print(plan_table(runs, stands, asked, measured, width))
+    print(summary(stands, "--resubmit" if not given.resubmit else ""))
+    if not chosen:
+        return print("Nothing to submit.")
+    array = Array(runs, chosen, name, given.limit, for_sbatch)
+    if given.dry_run:
+        return print(f"Would submit {len(chosen)}: {shlex.join(array.command)}")
+    if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
+        raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
+    job = array.submit()
+    print(f"Submitted {len(chosen)} as job {job}: {shlex.join(array.command)}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(f"{message}. Words for sbatch stand behind a lone --")
+
+
+def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the words for sbatch."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    parser = _Parser(
+        prog="submit.py",
+        usage=USAGE,
+        epilog=EPILOG,
+        description="Queue a table of runs as one job array.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", nargs="*", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
+    parser.add_argument("--status", action="store_true", help="show how the runs stand")
+    parser.add_argument("--resubmit", action="store_true", help="those that failed, were cancelled, or stopped")
+    parser.add_argument("--time", action="store_true", help="estimate, where such a run has been timed in run.root")
+    parser.add_argument("--limit", type=_at_least_1, metavar="N", help="tasks of the array that run at once")
+    parser.add_argument("--sbatch", type=shlex.split, default=[], metavar="WORDS", help="the same as behind --")
+    parser.add_argument("--write", metavar="FILE", help="write the runs to a new runs file, and submit nothing")
+    parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
+    given = parser.parse_intermixed_args(argv[:cut])
+    if not given.what:
+        parser.error("name a runs file, or overrides such as scale=60m,130m")
+    return given, given.sbatch + argv[cut + 1 :]
+
+
+def _at_least_1(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
+    return int(text)
+
+
+def _lines(what: list[str], config_dir: str | None) -> tuple[str, list[Line]]:
+    """A name for the table, and its lines."""
+    files = [Path(word) for word in what if "=" not in word and not word.startswith("~")]
+    words = [word for word in what if "=" in word or word.startswith("~")]
+    if len(files) > 1:
+        raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
+    matrix = expand([*(["--config-dir", config_dir] if config_dir else []), *words])
+    return (files[0].stem, combine(read_runs(files[0]), matrix)) if files else ("matrix", matrix)
+
+
+def _write(path: Path, lines: list[Line], argv: list[str]) -> None:
+    if path.exists():
+        raise UserError(f"{path} exists already. Remove it, or choose another name")
+    path.write_text("".join([f"# submit.py {shlex.join(argv)}\n", *(f"{line}\n" for line in lines)]), encoding="utf-8")
+    print(f"{path}: {len(lines)} runs")
+
+
+def _queue(must_answer: bool) -> dict[str, Queued]:
+    try:
+        return queue()
+    except UserError as error:
+        if must_answer:
+            raise
+        print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
+        return {}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Showing
+
+
+def plan_table(
+    runs: Sequence[Run], stands: Sequence[Status], asked: Resources, measured: Measured | None, width: int
+) -> str:
+    """What the runs will take."""
+    header = ["#", "run directory", ">steps", ">tokens", ">GPUs" if asked.gpus else ">ranks", "state", ">time"]
+    rows, machines = [], set()
+    for run, status in zip(runs, stands, strict=True):
+        steps = run.cfg.train.steps
+        row = [str(run.number), str(run.dir), f"{steps:,}", amount(steps * run.positions), str(asked), status.state, ""]
+        if measured and status.state != "finished" and (found := measured.estimate(run, asked.ranks, status.step)):
+            row[-1] = duration(found[0])
+            machines.add(found[1])
+        rows.append(row)
+    timed = f"\ntime: for what is left, from runs on {', '.join(sorted(machines))}" if machines else ""
+    return table(header, rows, width) + timed
+
+
+def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> str:
+    """How the runs stand, with a line for the reason where there is one."""
+    header = ["#", "run", "state", ">step", ">loss", ">ppl", ">ETA"]
+    shared = (
+        len(os.path.commonpath([run.dir.parent for run in runs])) + 1 if len({r.dir.parent for r in runs}) == 1 else 0
+    )
+    rows = [
+        [
+            str(run.number),
+            str(run.dir)[shared:],
+            status.state,
+            f"{status.step:,}/{run.cfg.train.steps:,}",
+            number(status.loss, 3),
+            number(status.perplexity, 2),
+            duration(status.seconds_left),
+        ]
+        for run, status in zip(runs, stands, strict=True)
+    ]
+    return table(header, rows, width, [status.reason for status in stands]) + "\n" + summary(stands, "--resubmit")
+
+
+def summary(stands: Sequence[Status], mend: str) -> str:
+    """6 runs: 2 finished, 1 failed."""
+    counts = Counter(status.state for status in stands)
+    parts = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+    again = sum(counts[state] for state in AGAIN)
+    hint = f" ({mend} takes {'it' if again == 1 else f'those {again}'})" if again and mend else ""
+    return f"{len(stands)} run{'s' * (len(stands) > 1)}: {', '.join(parts)}{hint}"

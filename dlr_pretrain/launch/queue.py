@@ -1,0 +1,166 @@
+"""SLURM as the login node sees it: what is in the queue, what a job's words mean, and how an array gets there.
+
+Each submission of a run is a line of ``<run>/jobs.jsonl``: {"time", "job", "log"}, where ``job`` is the array task's
+own name, such as ``12_3``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.runs import Run
+
+JOBS = "jobs.jsonl"
+OURS = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")
+
+
+@dataclass(frozen=True)
+class Queued:
+    """What squeue says of a job: its state, in SLURM's words, and why it waits."""
+
+    state: str
+    reason: str
+
+
+def queue() -> dict[str, Queued]:
+    """This user's jobs by their names; array tasks one by one. Raises UserError where no scheduler answers."""
+    if shutil.which("squeue") is None:
+        raise UserError("no SLURM here: squeue is not on PATH")
+    text = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r")
+    return {job: Queued(*rest) for job, *rest in (line.strip().split("|", 2) for line in text.splitlines())}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Nodes of a job and ranks on each, as train.sbatch will count them."""
+
+    nodes: int
+    per_node: int
+    gpus: bool
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.per_node}" if self.nodes > 1 else str(self.per_node)
+
+
+def resources(words: Sequence[str]) -> Resources:
+    """What the words for sbatch ask for; refuses those that submit.py sets itself."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for flags in OURS:
+        parser.add_argument(*flags.split(), dest="ours", nargs="?", action="append")
+    for flags in ("-N --nodes", "-n --ntasks", "--ntasks-per-node", "--gpus-per-node", "--gres", "-G --gpus"):
+        parser.add_argument(*flags.split())
+    try:
+        asked, _ = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(f"the words for sbatch, {shlex.join(words)}: {error}") from None
+    if asked.ours is not None:
+        raise UserError(f"of the words for sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")
+    nodes = _number(asked.nodes or "1", "--nodes")
+    gres = [entry for entry in (asked.gres or "").split(",") if entry.startswith("gpu")]
+    gpus = asked.gpus_per_node or (gres[0] if gres else None)
+    per_node = os.environ.get("RANKS_PER_NODE")
+    if per_node is None and gpus is not None:
+        per_node = gpus.rpartition(":")[2] if gpus != "gpu" else "1"
+    elif per_node is None and asked.gpus is not None:
+        per_node = str(_number(asked.gpus.rpartition(":")[2], "--gpus") // nodes)
+    elif per_node is None:
+        per_node = asked.ntasks_per_node or str(_number(asked.ntasks or str(nodes), "--ntasks") // nodes)
+    return Resources(nodes, _number(per_node, "the ranks of a node"), gpus is not None or asked.gpus is not None)
+
+
+def _number(text: str, name: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{name}: {text} is not a whole number above 0, which submit.py needs to know the ranks")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array job that trains some of ``runs``: its files, and the command that queues it."""
+
+    runs: Sequence[Run]
+    chosen: Sequence[Run]
+    name: str
+    limit: int | None
+    words: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{run.line}\n" for run in self.runs)
+
+    @property
+    def folder(self) -> Path:
+        """Of the runs file and the logs. Its name holds a hash of the file, which queued tasks go on reading."""
+        digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
+        return Path(self.runs[0].cfg.run.root, "arrays", f"{self.name}-{digest}")
+
+    @property
+    def command(self) -> list[str]:
+        tasks = spans([run.number for run in self.chosen]) + (f"%{self.limit}" if self.limit else "")
+        own = [f"--array={tasks}", f"--job-name={self.name}", f"--output={self.folder}/%A_%a.log"]
+        return ["sbatch", "--parsable", *own, *self.words, "slurm/array.sbatch", f"{self.folder}/runs.txt"]
+
+    def submit(self) -> str:
+        """Write the runs file, queue the array, note its tasks in the run directories; returns the job's id."""
+        if shutil.which("sbatch") is None:
+            raise UserError("no SLURM here: sbatch is not on PATH")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        aside = self.folder / f"runs.{os.getpid()}"
+        aside.write_text(self.text, encoding="utf-8")
+        aside.replace(self.folder / "runs.txt")
+        job = _ask(*self.command).strip().split(";")[0]
+        for run in self.chosen:
+            name = f"{job}_{run.number}"
+            entry = {"time": time.time(), "job": name, "log": str((self.folder / f"{name}.log").absolute())}
+            run.dir.mkdir(parents=True, exist_ok=True)
+            with open(run.dir / JOBS, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        return job
+
+
+def last_job(run_dir: Path) -> dict | None:
+    """The newest line of ``jobs.jsonl``."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in reversed((run_dir / JOBS).read_text(encoding="utf-8").splitlines()):
+            with contextlib.suppress(ValueError):  # a line that a full disk cut off
+                return json.loads(line)
+    return None
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """[1, 2, 3, 5] -> "1-3,5"."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, span)) for span in found)
+
+
+def _ask(*command: str) -> str:
+    # inside another job its variables would pass for those of the new one
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    environment.setdefault("PYTHON", sys.executable)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"{command[0]} failed: {said}")
+    return done.stdout

@@ -1,0 +1,161 @@
+"""A table of runs: from words with several values, or a runs file, to one checked configuration a line.
+
+A runs file has one run a line, in the words of ``train.py`` quoted as for a shell (which does not read it: no globs, no
+variables). Blank lines and what follows a ``#`` are left out.
+
+    python -m dlr_pretrain.launch.runs FILE N     the words of the N-th run, a zero byte after each: for array.sbatch
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import shlex
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
+from dlr_pretrain.config.arguments import read
+from dlr_pretrain.config.composition import jobs, session
+from dlr_pretrain.errors import UserError
+
+FEW = 12  # lines that this process composes itself, a quarter of a second each
+
+
+@dataclass(frozen=True)
+class Line:
+    """The words of one run, where they stand, for messages, and what keeps them from being words."""
+
+    origin: str
+    words: tuple[str, ...]
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return shlex.join(self.words)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line with its configuration; ``number`` from 1, the index of its array task."""
+
+    number: int
+    line: Line
+    cfg: Config
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.cfg.run.dir)
+
+    @property
+    def positions(self) -> int:
+        """Of an update: its tokens, padding included."""
+        return self.cfg.train.global_batch * self.cfg.train.seq_len
+
+
+def read_runs(path: Path) -> list[Line]:
+    """The runs of a runs file. A line that cannot be read is one with a problem, for ``load_runs`` to report."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a runs file: {error}") from None
+    lines = []
+    for number, written in enumerate(text.splitlines(), 1):
+        origin = f"{path}:{number}"
+        try:
+            lines.append(Line(origin, _words(written)))
+        except ValueError as error:
+            lines.append(Line(origin, (), f"{str(error).lower()}: {written.strip()}"))
+    lines = [line for line in lines if line.words or line.problem]
+    if not lines:
+        raise UserError(f"{path} holds no run. Write the words of train.py, one run a line")
+    return lines
+
+
+def _words(written: str) -> tuple[str, ...]:
+    lexer = shlex.shlex(written, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters = True, ""  # shlex itself would cut a word at a # inside it
+    return tuple(itertools.takewhile(lambda word: not word.startswith("#"), lexer))
+
+
+def expand(words: list[str]) -> list[Line]:
+    """The runs of a sweep by Hydra's grammar, ``["scale=60m,130m", "seed=1,2"]``, in the order of ``train.py -m``."""
+    asked = read(["-m", *words])
+    if asked.problems:
+        raise ConfigError(asked.problems)
+    flags = [flag for flag in asked.flags if flag != "-m"]
+    with session(asked.config_dir):
+        found = [(*flags, *(word.lstrip("+") for word in job)) for job in jobs(asked.words)]
+    return [Line(shlex.join(words), words) for words in found]
+
+
+def combine(lines: list[Line], others: list[Line]) -> list[Line]:
+    """Each of ``lines`` with the words of each of ``others`` behind its own."""
+    return [replace(line, words=line.words + other.words) for line in lines for other in others]
+
+
+def load_runs(lines: list[Line], ranks: int) -> list[Run]:
+    """The checked runs, each as ``train.py`` on ``ranks`` ranks would see it, but for the files of the machine.
+
+    Raises one ConfigError with every problem of every line; two lines with one run directory are a problem too.
+    """
+    check = partial(_loaded, ranks=ranks)
+    if len(lines) <= FEW:
+        found = list(map(check, lines))
+    else:
+        workers = min(16, os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+            found = list(pool.map(check, lines, chunksize=4))
+    problems: dict[str, tuple[Problem, list[str]]] = {}
+    first: dict[str, Line] = {}
+    for line, answer in zip(lines, found, strict=True):
+        if isinstance(answer, Config):
+            folder = str(Path(answer.run.dir).resolve())
+            if folder in first:
+                rule = f"is the run directory of {first[folder].origin}, too"
+                answer = ConfigError([Problem("run.dir", answer.run.dir, rule, "Leave one of them out")])
+            else:
+                first[folder] = line
+        if isinstance(answer, ConfigError):
+            for problem in answer.problems:
+                problems.setdefault(str(problem), (problem, []))[1].append(line.origin)
+    if problems:
+        raise ConfigError([replace(p, key=f"{_places(where)}: {p.key}") for p, where in problems.values()])
+    return [Run(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
+
+
+def _loaded(line: Line, ranks: int) -> Config | ConfigError:
+    try:
+        if line.problem:
+            raise ConfigError([Problem("words", MISSING, line.problem)])
+        asked = read(list(line.words))
+        if asked.answers or asked.shows:
+            raise ConfigError([Problem(" ".join(asked.flags), MISSING, "prints something, and trains nothing")])
+        return load(list(line.words), ranks, machine=False)
+    except ConfigError as error:
+        return error
+
+
+def _places(origins: list[str]) -> str:
+    places = list(dict.fromkeys(origins))
+    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+
+
+def main(path: str, number: str) -> int:
+    try:
+        lines = read_runs(Path(path))
+        if not 1 <= int(number) <= len(lines):
+            raise UserError(f"{path} has {len(lines)} runs, and this is task {number}. Submit --array=1-{len(lines)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    sys.stdout.write("".join(f"{word}\0" for word in lines[int(number) - 1].words))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,161 @@
+"""How a run stands: from its directory, the queue, and the log of its last job."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from dlr_pretrain.analysis.history import newest_first
+from dlr_pretrain.config import flatten, to_dict
+from dlr_pretrain.errors import EXIT_STOPPED, UserError
+from dlr_pretrain.launch.queue import Queued, last_job
+from dlr_pretrain.launch.runs import Run
+
+STATES = ("finished", "running", "pending", "failed", "stopped", "not started")
+AGAIN = ("failed", "stopped")  # what --resubmit takes
+WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons to wait
+LEASE = 60.0  # seconds after its last beat in which the holder of a run directory counts as alive
+LOG_TAIL = 1 << 17  # bytes of a log that are read: torchrun's summary stands behind the error
+
+
+@dataclass(frozen=True)
+class Status:
+    """One of ``STATES``, why, and the last numbers of ``metrics.jsonl`` (None where there are none)."""
+
+    state: str
+    reason: str = ""
+    step: int = 0
+    loss: float | None = None
+    perplexity: float | None = None
+    seconds_left: float | None = None
+
+
+def look(run: Run, queue: Mapping[str, Queued]) -> Status:
+    """How ``run`` stands, where ``queue`` is what the scheduler holds."""
+    try:
+        records = newest_first(run.dir / "metrics.jsonl")
+        last = next(records, {})
+        evaluated = last if "eval/loss" in last else next((r for r in records if "eval/loss" in r), {})
+    except UserError as error:
+        return Status("failed", str(error))
+    step = last.get("step", 0)
+    state, reason = _state(run, step, queue)
+    rate = last.get("perf/tokens_per_second") if state == "running" else None
+    left = (run.cfg.train.steps - step) * run.positions / rate if rate else None
+    return Status(state, reason, step, last.get("train/loss"), evaluated.get("eval/perplexity"), left)
+
+
+def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
+    if step >= run.cfg.train.steps and _folded(run.dir):
+        return "finished", ""
+    job = last_job(run.dir)
+    queued = queue.get(job["job"]) if job else None
+    if queued:
+        waits = queued.state in WAITING
+        return "pending" if waits else "running", queued.reason if waits and queued.reason not in USUAL else ""
+    if _held(run.dir):
+        return "running", ""
+    if job:
+        return _ending(Path(job["log"]))
+    return ("stopped", "") if step else ("not started", "")
+
+
+def _folded(run_dir: Path) -> bool:
+    """Whether the run has come to its end: the export is there, and the report, which is written last."""
+    weights = ("model.safetensors", "model.safetensors.index.json")
+    exported = any((run_dir / "folded" / name).exists() for name in weights)
+    return exported and (run_dir / "folded" / "config.json").exists() and (run_dir / "report.md").exists()
+
+
+def _held(run_dir: Path) -> bool:
+    """Whether a process, perhaps on another machine, renews the lease of the run directory."""
+    try:
+        return time.time() - float(json.loads((run_dir / ".lock").read_text())["beat"]) < LEASE
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a log says of the end of a job that the queue no longer holds
+
+START = re.compile(r"^job [\d_]+, start \d+: ", re.MULTILINE)  # train.sbatch writes it, and END
+END = re.compile(r"^job [\d_]+: ended with exit code (\d+)$", re.MULTILINE)
+CANCELLED = re.compile(
+    r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (.*?) )?\*\*\*", re.MULTILINE
+)
+OURS = re.compile(r"^(?:error|stopped): (.*(?:\n  .*)?)|^slurmstepd\S*: error: (Detected .*)", re.MULTILINE)
+PYTHONS = re.compile(
+    r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.elastic)[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE
+)
+
+
+def _ending(log: Path) -> tuple[str, str]:
+    """("failed" or "stopped", the last word on it)."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(-min(LOG_TAIL, log.stat().st_size), 2)
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return "stopped", "cancelled before it started"
+    text = START.split(text)[-1]
+    end, cancelled = END.search(text), CANCELLED.search(text)
+    if cancelled:
+        return "stopped", (cancelled[1] or "cancelled").lower()
+    said = OURS.findall(text) or PYTHONS.findall(text)
+    lines = [line for line in text.splitlines() if line.strip() and not END.match(line)]
+    reason = " ".join("".join(said[-1]).split()) if said else lines[-1].strip() if lines else ""
+    if end and int(end[1]) not in (0, EXIT_STOPPED):
+        return "failed", reason
+    return "stopped", reason if end else "its job left the queue without a word: cancelled, or its node failed"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Throughput that was measured
+
+ASIDE = re.compile(  # keys that change no speed
+    r"seed|run\..*|eval\..*|checkpoint\..*|log\..*|logger\..*|tokenizer\..*|data\.(?!packing).*|dlr\.alpha"
+    r"|train\.(steps|lr|warmup_steps|min_lr_ratio|stop_after|init_from)|optimizer\.(eps|weight_decay|betas?\d?)"
+    r"|scale\.(lr|steps|warmup_steps|adam_eps|global_batch|eval_every|eval_tokens|checkpoint_every)"
+)
+
+
+class Measured:
+    """Tokens a second of the runs below the roots of ``runs``, by what their speed depends on."""
+
+    def __init__(self, runs: list[Run]):
+        self.rates: dict[str, tuple[float, str]] = {}
+        for root in {run.cfg.run.root for run in runs}:
+            for path in sorted(Path(root).glob("*/config.yaml")):
+                self.rates |= dict(_measured(path.parent))
+
+    def estimate(self, run: Run, ranks: int, step: int) -> tuple[float, str] | None:
+        """Seconds for the steps of ``run`` after ``step`` on ``ranks`` ranks, and the machine on which such a run was
+        timed; None where none was."""
+        if (found := self.rates.get(_speed(to_dict(run.cfg), ranks))) is None:
+            return None
+        rate, device = found
+        return (run.cfg.train.steps - step) * run.positions / rate, device
+
+
+def _measured(folder: Path) -> Iterator[tuple[str, tuple[float, str]]]:
+    """The speed key of a run, its rate and device; nothing where it has not been timed."""
+    try:
+        start = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["starts"][-1]
+        rate = next((r for r in newest_first(folder / "metrics.jsonl")), {}).get("perf/tokens_per_second")
+        tree = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    except (OSError, ValueError, LookupError, UserError):
+        return
+    if rate:
+        yield _speed(tree, start["world_size"]), (rate, start["device"])
+
+
+def _speed(tree: dict, ranks: int) -> str:
+    keys = {name: value for name, value in flatten(tree).items() if not ASIDE.fullmatch(name)}
+    return json.dumps([ranks, keys], sort_keys=True, default=str)

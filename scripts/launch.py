@@ -1,0 +1,113 @@
+"""torchrun for jobs that are preempted: ``python scripts/launch.py --nproc-per-node 8 train.py scale=1b``.
+
+It takes the words of torchrun, and differs in what signals and failures become. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go
+on to this node's workers, which are then waited for as long as they need to save. (torchrun kills them 30 s after
+SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 of a run that has saved
+and that the same command continues; torchrun exits with 1 after any failure.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
+from dlr_pretrain.process import deafen, stop_signals
+
+EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # by the workers
+GRACE = 60.0  # seconds that torchrun has to end after its workers
+
+
+def main() -> int:
+    asked: set[int] = set()
+
+    def pass_on(number: int, _frame) -> None:
+        asked.add(number)
+        running = workers()
+        if not running:
+            deafen()
+            sys.exit(EXIT_STOPPED)
+        for pid in running:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    for number in stop_signals():
+        signal.signal(number, pass_on)
+    threading.Thread(target=end_with_workers, args=(asked,), daemon=True).start()
+    try:
+        return launch(asked)
+    finally:
+        deafen()
+
+
+def launch(asked: set[int]) -> int:
+    """Run torchrun; ``asked`` are the signals that have been passed on."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import parse_args, run
+
+    given = parse_args(sys.argv[1:])
+    if given.max_restarts:
+        print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)
+        return EXIT_CONFIG
+    given.signals_to_handle = "SIGQUIT"  # the others are not torchrun's any more
+    try:
+        run(given)
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        code = exit_code(first.exitcode, asked)
+        if code not in EXPLAINED:
+            print(error, file=sys.stderr)
+        elif rank != 0 and code != EXIT_STOPPED:  # which is mute, and may be the only one that knows the reason
+            said = first.message["message"] if isinstance(first.message, dict) else first.message
+            print(f"error: rank {rank}: {said}", file=sys.stderr)
+        return code
+    except RendezvousError as error:  # most likely its node is
+        print(f"error: the place where the nodes meet is lost: {error}", file=sys.stderr)
+        return EXIT_STOPPED if asked else EXIT_LOST
+    return 0
+
+
+def end_with_workers(asked: set[int]) -> None:
+    """End this process where torchrun does not: it may wait for a node that is gone, where it would report the end."""
+    ended: dict[int, int] = {}  # the workers' exit codes, in the order of their ends
+    since = time.monotonic()
+    while True:
+        time.sleep(1)
+        unreaped = workers()
+        for pid in unreaped:
+            with suppress(ChildProcessError):
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is not None:
+                    status = found.si_status
+                    ended.setdefault(pid, status if found.si_code == os.CLD_EXITED else -status)
+        if not unreaped or any(pid not in ended for pid in unreaped):
+            since = time.monotonic()
+        elif time.monotonic() - since > GRACE:
+            print(f"error: torchrun has not ended {GRACE:.0f} s after its workers", file=sys.stderr, flush=True)
+            os._exit(exit_code(next(filter(None, ended.values()), 0), asked))
+
+
+def exit_code(ended: int, asked: set[int]) -> int:
+    """This process's, from a worker's as ``Popen`` has it: negative after a signal.
+
+    A worker that dies of a signal passed on to it had no ear yet, so it had nothing to save either.
+    """
+    if -ended in asked:
+        return EXIT_STOPPED
+    return ended if ended >= 0 else 128 - ended
+
+
+def workers() -> list[int]:
+    """The processes that this one has started (Linux)."""
+    own = os.getpid()
+    return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

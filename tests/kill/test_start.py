@@ -1,0 +1,102 @@
+"""The seconds in which a process imports torch: it is nobody's orphan, and hears that it is to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dlr_pretrain.errors import EXIT_FAILED, EXIT_STOPPED
+from tests.conftest import ROOT
+
+SLOW_IMPORT = f"""
+import runpy, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+import dlr_pretrain.process as process
+real = process.prepare
+def prepare():
+    real()
+    print("prepared", flush=True)
+    time.sleep(60)
+process.prepare = prepare
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+AGENT = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_whose_agent_is_killed_before_torch_is_there_ends_with_it():
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, SLOW_IMPORT],
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    worker = Path(f"/proc/{int(agent.stdout.readline())}")
+    assert worker.exists()
+    agent.kill()
+    agent.communicate()
+    deadline = time.monotonic() + 10
+    while worker.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not worker.exists()
+
+
+EARLY = f"""
+import os, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
+from dlr_pretrain import process
+process.prepare()
+os.kill(os.getpid(), signal.{{name}})
+assert "torch" not in sys.modules
+from train import main, train
+sys.exit(main(train))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR2"])
+def test_a_signal_that_comes_before_torch_is_remembered(words, tmp_path, name):
+    command = [sys.executable, "-c", EARLY.format(name=name), *words(f"run.dir={tmp_path}/run")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == EXIT_STOPPED, done.stderr
+    assert done.stderr == "stopped: stopped before the first step (asked to stop). The same command continues\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_cannot_meet_say_why(words, tmp_path):
+    alone = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")} | {"RANK": "0", "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run")]
+    done = subprocess.run(command, capture_output=True, text=True, env=alone)
+    assert done.returncode == EXIT_FAILED, done.stderr
+    assert "error: rank 0 of 2 does not find the others: " in done.stderr and "MASTER_ADDR" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_in_the_first_step_is_followed_at_once(words, tmp_path, monkeypatch, number):
+    """Even where a compiler would wrap what the handler raises, and whatever rank 0 would say of it."""
+    from dlr_pretrain.cli import load
+    from dlr_pretrain.errors import Stopped
+    from dlr_pretrain.train.gradients import Gradients
+    from dlr_pretrain.train.run import run
+
+    def compile_(*_given, **_named):
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        except Exception as error:
+            raise RuntimeError("backend='inductor' raised") from error
+
+    monkeypatch.setattr(Gradients, "add", compile_)
+    with pytest.raises(Stopped, match="stopped before the first step"):
+        run(load(words(f"run.dir={tmp_path}/run")))
