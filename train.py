@@ -2,6 +2,11 @@
 
 import sys
 
+from dlr_pretrain import process
+
+if __name__ == "__main__":
+    process.prepare()
+
 from dlr_pretrain.cli import main
 from dlr_pretrain.config import Config
 
@@ -14,4 +19,7 @@ def train(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(train))
+    try:
+        sys.exit(main(train))
+    finally:
+        process.deafen()

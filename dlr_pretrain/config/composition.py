@@ -60,7 +60,7 @@ def check(line: CommandLine, world_size: int, machine: bool = True) -> list[Conf
     """
     with session(line.config_dir):
         problems, configs = list(line.problems), []
-        for words in _jobs(line.words):
+        for words in jobs(line.words):
             cfg, found = _check_job(words, line, world_size, machine)
             problems += found
             configs.append(cfg)
@@ -166,7 +166,7 @@ def _plain(node: DictConfig, problems: list[Problem] | None = None, prefix: str 
     return tree
 
 
-def _jobs(words: list[str]) -> Iterator[list[str]]:
+def jobs(words: list[str]) -> Iterator[list[str]]:
     """The words of each job of a sweep, in the order in which Hydra runs them; of the one job without a sweep."""
     values = []
     for word in words:
@@ -191,7 +191,11 @@ def _checked_options(words: list[str], config_name: str) -> tuple[list[str], lis
         if group not in GROUPS or word.startswith("~"):
             kept.append(word)
             continue
-        options, value = _options(group, config_name, search), parse_word(word).value()
+        value = parse_word(word).value()
+        if not search and _exists(group, value):
+            kept.append(word)
+            continue
+        options = _options(group, config_name, search)
         if not isinstance(value, bool) and str(value) in options:
             kept.append(word)
             continue
@@ -202,6 +206,12 @@ def _checked_options(words: list[str], config_name: str) -> tuple[list[str], lis
         if near:
             kept.append(f"{group}={near}")
     return kept, problems, certain
+
+
+def _exists(group: str, option: object) -> bool:
+    """Whether there is surely such an option: many times quicker to say than which ones there are."""
+    plain = isinstance(option, str) and re.fullmatch(r"[\w-]+(/[\w-]+)*", option)  # neither .. nor .yaml
+    return bool(plain) and GlobalHydra.instance().config_loader().repository.config_exists(f"{group}/{option}")
 
 
 def _near_folder(value: str, options: list[str]) -> list[str]:

@@ -9,7 +9,11 @@ from collections.abc import Mapping
 
 from dlr_pretrain.config.tree import key
 
-FACTORS = {"init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier"))}
+FACTORS = {
+    "init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier")),
+    "latent_scale": key("factor of the latent", above=0),
+}
+ADAPTER = {"alpha": key("strength of the factors times their rank", above=0)}
 LOST = {
     "gamma": key("share of the low-rank branch", at_least=0, at_most=1),
     "sparsity": key("share of the input channels", above=0, at_most=1),
@@ -23,8 +27,8 @@ LAX = {
     "norm": key("LayerNorm", choices=("latent", "output", "none")),
     "crossing": key("where the latents are added", choices=("pre_act", "post_act")),
 }
-SLTRAIN = {"sparsity": key("share of trained entries", above=0, at_most=1)}
-RELORA = {
+SLTRAIN = ADAPTER | {"sparsity": key("share of trained entries", above=0, at_most=1)}
+RELORA = ADAPTER | {
     "merge_every": key("updates between merges", at_least=1),
     "restart_warmup": key("updates of warm-up after a merge", at_least=0),
     "prune": key("which optimizer state is dropped", choices=("random", "magnitude")),
@@ -49,6 +53,7 @@ KNOBS: dict[str, dict[str, dict]] = {
         "lax": FACTORS | LAX,
         "cola_lax": FACTORS | LAX,
         "sltrain": SLTRAIN,
+        "lora": ADAPTER,
         "relora": RELORA,
     },
     "optimizer": {

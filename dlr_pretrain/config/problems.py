@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.errors import EXIT_CONFIG, UserError
 
 
@@ -24,7 +25,7 @@ class Problem:
 
     def __str__(self) -> str:
         given = self.key if self.value is MISSING else f"{self.key}={_shown(self.value)}"
-        return f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else "")
+        return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
 
 
 class ConfigError(UserError):

@@ -13,6 +13,7 @@ from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import Problem
+from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
 
@@ -22,6 +23,8 @@ def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem
     Without ``machine`` nothing is asked of this one: no files, packages or compiler.
     """
     found = [*_model(cfg), *_dlr(cfg), *_batch(cfg, world_size), *_schedule(cfg), *optimizer_problems(cfg)]
+    found += _secrets(cfg)
+    found += _packing(cfg)
     if not machine:
         return found
     for rules in (_start, _packages, _data, _files):
@@ -67,6 +70,10 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["dlr.grouping_seed"] = f"dlr.grouping={cfg.dlr.grouping}"
     if cfg.train.init_from is not None:
         idle["backbone.init"] = "the factors start from train.init_from"
+    if cfg.run.fork_from is not None:
+        idle["train.init_from"] = "the run starts from run.fork_from"
+    if cfg.train.on_nonfinite == "stop":
+        idle["train.max_skipped"] = "train.on_nonfinite=stop"
     if source != "c4":
         idle |= dict.fromkeys(["data.dataset", "data.revision", "data.cache"], f"data={source}")
     if source == "c4":
@@ -155,7 +162,24 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("backbone.restart_warmup", restart, f"must be below backbone.merge_every={merge_every}")
 
 
+def _packing(cfg: Config) -> Iterator[Problem]:
+    if cfg.data.mask_documents and cfg.data.packing == "pad":
+        rule = "does nothing where data.packing=pad: a sequence is one document"
+        yield Problem("data.mask_documents", True, rule, "Leave it out, or use data.packing=packed")
+
+
+def _secrets(cfg: Config) -> Iterator[Problem]:
+    for name, value in flatten(to_dict(cfg)).items():
+        if isinstance(value, str) and redact(value) != value:
+            rule = "holds a password or a token, and a run writes its configuration down"
+            yield Problem(name, value, rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
+
+
 def _packages(cfg: Config) -> Iterator[Problem]:
+    wandb = importlib.util.find_spec("wandb") if cfg.logger.name == "wandb" else None
+    if cfg.logger.name == "wandb" and (wandb is None or wandb.origin is None):  # a folder of W&B runs is no package
+        rule = "needs the package wandb, which is not installed"
+        yield Problem("logger", "wandb", rule, "Install it, or use logger=jsonl")
     if cfg.data.source == "c4" and importlib.util.find_spec("huggingface_hub") is None:
         rule = "needs the package huggingface_hub, which is not installed"
         yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
@@ -195,7 +219,8 @@ def _start(cfg: Config) -> Iterator[Problem]:
     if folder is None:
         return
     if not os.path.isdir(folder):
-        yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
+        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # a run that goes on
+            yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
     elif not any(os.path.isfile(os.path.join(folder, name)) for name in names):
         yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
     if cfg.backbone.name == "sltrain":

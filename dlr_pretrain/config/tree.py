@@ -91,7 +91,7 @@ class Precision:
 
 @dataclass
 class Parallel:
-    name: str = key("how ranks share the work", choices=("ddp",), identity=False, fixed=True)
+    name: str = key("replicated or sharded state", choices=("ddp", "fsdp"), identity=False, fixed=True)
 
 
 @dataclass
@@ -106,6 +106,7 @@ class Data:
     text_key: str = key("field of a record that holds the text")
     seed: int = key("orders the documents, and nothing else", at_least=0, at_most=2**32 - 1)
     packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
+    mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so")
 
 
 @dataclass
@@ -132,6 +133,12 @@ class Train:
     )
     init_from: str | None = key("folder of a dense export to start from; null: drawn from the seed")
     stop_after: int | None = key("stop and save after this step", at_least=1, identity=False)
+    on_nonfinite: str = key(
+        "an update whose loss or gradient is not finite: ends the run, or is left out",
+        choices=("stop", "skip"),
+        identity=False,
+    )
+    max_skipped: int = key("updates that may be left out in a row", at_least=1, identity=False)
 
 
 @dataclass
@@ -144,7 +151,9 @@ class Eval:
 @dataclass
 class Checkpoint:
     every: int = key("steps between checkpoints; the last step is always saved", at_least=1, identity=False)
-    keep_last: int = key("checkpoints kept", at_least=1, identity=False)
+    keep_last: int = key("newest checkpoints kept", at_least=1, identity=False)
+    keep_every: int | None = key("and those of every so many steps; null: none", at_least=1, identity=False)
+    keep_best: bool = key("and the one of the lowest evaluation loss, saved as it is found", identity=False)
 
 
 @dataclass
@@ -163,6 +172,13 @@ class Logger:
 class Run:
     root: str = key("folder of the runs", identity=False)
     dir: str | None = key("the run directory; null: a name made of the choices", identity=False)
+    timeout_minutes: float | None = key(
+        "after the first step, a run that stands still for so long ends; null: never",
+        above=0,
+        at_most=100_000,
+        identity=False,
+    )
+    fork_from: str | None = key("run or checkpoint to go on from under other settings; null: none")
 
 
 @dataclass

@@ -1,37 +1,47 @@
 """Checkpoints: safetensors and JSON in a directory that exists whole or does not count.
 
 checkpoints/step_00001000/
-    model.safetensors       the state's parameters (fp32 masters where there are any), B without its residual
-    optimizer.safetensors   <parameter>/<entry>
-    random.safetensors      generator states, one a rank
-    state.json              step, data position, tokens, what the run was
-    manifest.json           sizes and checksums, and the layout of quantised optimizer state; written last, it makes
-                            the directory valid
+    part_00000_of_00002.safetensors   what rank 0 wrote: model/<parameter>, optimizer/<parameter>/<entry>, random/<rank>
+    state.json                        step, data position, tokens, evaluation
+    manifest.json                     sizes and checksums of the other files, the rows that they hold of tensors that
+                                      ranks share, the layout of quantised optimizer state; written last, it makes the
+                                      directory valid
+
+Parameters are the state's (fp32 masters where there are any), B without its residual. A tensor that every rank holds
+is written by one of them; of one that is sharded by rows, each rank writes its own. Any number of ranks reads both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
+import uuid
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from dlr_pretrain import shards
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.files import Rest, at_once, sync, write_durably, write_safetensors
 
-MANIFEST, OPTIMIZER = "manifest.json", "optimizer.safetensors"
-FILES = {"model.safetensors", OPTIMIZER, "random.safetensors", "state.json"}
+FORMAT = 2
+MANIFEST, STATE = "manifest.json", "state.json"
+CHECK_THREADS = 8
 
 
 @dataclass
 class Snapshot:
-    """Everything that a run needs to go on as if it had never stopped."""
+    """Everything that a run needs to go on as if it had never stopped, as it is in memory."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -40,56 +50,214 @@ class Snapshot:
     optimizer_layout: dict[str, dict] = field(default_factory=dict)  # of block-quantised entries; JSON
 
 
-def save(root: Path, step: int, snapshot: Snapshot, keep_last: int) -> Path:
-    """Write ``snapshot`` durably, then delete all but the newest ``keep_last``.
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints stay when a new one is durable: the newest ``last``, every ``every`` steps one, the best."""
 
-    What is not valid, or is of a later step, was passed over when the run resumed: it goes too, and counts for nothing.
-    """
-    final = root / f"step_{step:08d}"
-    aside = root / f".writing_{final.name}"
+    last: int
+    every: int | None = None
+    best: bool = False
+    best_after: int = 0  # earlier evaluations are of other text
+
+
+class Piece(NamedTuple):
+    """Some rows of a tensor, or all of it."""
+
+    tensor: Tensor
+    first: int = 0  # row of the whole at which it begins
+    rows: int | None = None  # of the whole; None: it is the whole
+
+
+# ----------------------------------------------------------------------------------------------------
+# Writing
+
+
+def own_rows(tensor: Tensor) -> Piece:
+    """What this rank holds of ``tensor``: all of it, or its rows of a DTensor that is sharded by them."""
+    if not shards.is_sharded(tensor):
+        return Piece(tensor)
+    first, _ = shards.span(tensor)
+    return Piece(shards.here(tensor), first, tensor.shape[0])
+
+
+def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
+    """What ``rank`` writes: its rows of sharded tensors, and about as many bytes as the others of the whole ones."""
+    groups = {"model": snapshot.model, "optimizer": snapshot.optimizer}
+    everything = {f"{group}/{name}": own_rows(t.detach()) for group, own in groups.items() for name, t in own.items()}
+    everything |= {f"random/{i}": Piece(state) for i, state in enumerate(snapshot.random)}
+    pieces = {name: piece for name, piece in everything.items() if piece.rows is not None and len(piece.tensor)}
+    loads = [0] * world_size
+    whole = {name: piece for name, piece in everything.items() if piece.rows is None}
+    for name, piece in sorted(whole.items(), key=lambda item: (-item[1].tensor.nbytes, item[0])):
+        writer = loads.index(min(loads))
+        loads[writer] += piece.tensor.nbytes
+        if writer == rank:
+            pieces[name] = piece
+    return pieces
+
+
+def begin(root: Path, step: int) -> Path | None:
+    """An empty folder for the parts of ``step``; None where a valid checkpoint of it exists."""
+    final = root / _name(step)
     if final.exists() and fault(final) is None:
-        return final
+        return None
     for stale in (*root.glob(".writing_*"), *root.glob(final.name)):  # left by a kill
         _delete(stale)
+    aside = root / f".writing_{final.name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
     aside.mkdir(parents=True)
-    tensors = {
-        "model": snapshot.model,
-        "optimizer": snapshot.optimizer,
-        "random": {f"rank{i}": s for i, s in enumerate(snapshot.random)},
-    }
-    for name, group in tensors.items():
-        try:
-            save_file({k: v.detach().cpu().contiguous() for k, v in group.items()}, aside / f"{name}.safetensors")
-        except SafetensorError as error:  # that is how it reports a full disk
-            raise OSError(str(error)) from error
-    (aside / "state.json").write_text(json.dumps(snapshot.state))
-    manifest = {path.name: _describe(path) for path in sorted(aside.iterdir())}
-    if snapshot.optimizer_layout:
-        manifest[OPTIMIZER]["layout"] = snapshot.optimizer_layout
-    for path in aside.iterdir():
-        _sync(path)
-    _sync(aside)
+    return aside
+
+
+def write_part(
+    aside: Path,
+    rank: int,
+    world_size: int,
+    pieces: Mapping[str, Piece],
+    rest: Rest = at_once,
+) -> dict[str, dict]:
+    """Write ``pieces`` (CPU tensors) durably; returns the file's entry in the manifest. ``rest`` as below."""
+    path = aside / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
+    by_alignment = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
+    entry = write_safetensors(path, {name: pieces[name].tensor for name in by_alignment}, rest)
+    rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
+    return {path.name: entry | ({"rows": rows} if rows else {})}
+
+
+def commit(
+    aside: Path,
+    step: int,
+    parts: dict[str, dict],
+    snapshot_state: dict,
+    layout: dict[str, dict],
+    keep: Keep,
+    passed_over: Collection[Path] = (),
+) -> Path:
+    """Make the parts in ``aside`` the checkpoint of ``step``, durably; then delete what ``keep`` does not keep.
+
+    What has no marker, is of a later step, or was ``passed_over`` as damaged when the run resumed, counts for nothing
+    and goes too.
+    """
+    root = aside.parent
+    final = root / _name(step)
+    content = json.dumps(snapshot_state)
+    write_durably(aside / STATE, content)
+    described = {"bytes": len(content.encode()), "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    manifest = {"format": FORMAT, "step": step, "files": parts | {STATE: described}, "optimizer_layout": layout}
+    manifest["sha256"] = _digest(manifest)
     os.rename(aside, final)
-    _sync(root)
+    sync(root)
     write_durably(final / MANIFEST, json.dumps(manifest, indent=1))
     everything = directories(root)
-    kept = [d for d in everything if (d / MANIFEST).exists() and _step(d) <= step][:keep_last]
+    stale = set(passed_over) - {final}
+    valid = [d for d in everything if (d / MANIFEST).exists() and step_of(d) <= step and d not in stale]
+    kept = _kept(valid, keep)
     for directory in everything:
         if directory not in kept:  # what cannot be deleted now is tried again after the next save
             _delete(directory, ignore_errors=True)
     return final
 
 
-def load(directory: Path) -> Snapshot:
-    """Read a checkpoint that ``newest`` has found valid."""
-    random = load_file(directory / "random.safetensors")
-    return Snapshot(
-        model=load_file(directory / "model.safetensors"),
-        optimizer=load_file(directory / OPTIMIZER),
-        random=[random[f"rank{i}"] for i in range(len(random))],
-        state=json.loads((directory / "state.json").read_text()),
-        optimizer_layout=json.loads((directory / MANIFEST).read_text())[OPTIMIZER].get("layout", {}),
+def _kept(valid: list[Path], keep: Keep) -> set[Path]:
+    """What ``keep`` keeps of ``valid`` checkpoints, newest first."""
+    kept = set(valid[: keep.last])
+    if keep.every is not None:
+        kept |= {d for d in valid if step_of(d) % keep.every == 0}
+    if keep.best:
+        evaluated = {d: _evaluation(d) for d in valid if step_of(d) > keep.best_after}
+        losses = {d: loss for d, loss in evaluated.items() if loss is not None and math.isfinite(loss)}
+        kept |= {min(losses, key=losses.__getitem__)} if losses else set()
+    return kept
+
+
+def _evaluation(directory: Path) -> float | None:
+    """The evaluation of a checkpoint's step, if there was one; what cannot be read is not the best."""
+    try:
+        return json.loads((directory / STATE).read_text()).get("eval_loss")
+    except (OSError, ValueError):
+        return None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading
+
+
+class Stored:
+    """A tensor in a checkpoint, read as it is asked for."""
+
+    def __init__(self):
+        self.pieces: list[tuple[int, int, object, str]] = []  # first row, rows of the whole, open file, name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        _, rows, file, name = self.pieces[0]
+        shape = file.get_slice(name).get_shape()
+        return tuple(shape) if rows is None else (rows, *shape[1:])
+
+    def whole(self) -> Tensor:
+        _, rows, file, name = self.pieces[0]
+        if len(self.pieces) == 1 and rows is None:
+            return file.get_tensor(name)
+        return self.rows(0, rows)
+
+    def rows(self, first: int, end: int) -> Tensor:
+        """The rows first..end, wherever they were written."""
+        found = []
+        for begins, _, file, name in sorted(self.pieces, key=lambda piece: piece[0]):
+            piece = file.get_slice(name)
+            ends = begins + piece.get_shape()[0]
+            if first < ends and begins < end:
+                found.append(piece[max(first, begins) - begins : min(end, ends) - begins])
+        if not found:
+            return self.pieces[0][2].get_slice(self.pieces[0][3])[0:0]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint on disk."""
+
+    path: Path
+    model: dict[str, Stored]
+    optimizer: dict[str, Stored]
+    random: list[Tensor]  # of every rank that wrote it
+    state: dict
+    optimizer_layout: dict[str, dict]
+
+    @property
+    def step(self) -> int:
+        return self.state["step"]
+
+    def close(self) -> None:
+        """Let go of the files, which are mapped while anything refers to them."""
+        self.model.clear(), self.optimizer.clear()
+
+
+def load(directory: Path) -> Checkpoint:
+    """Open a checkpoint that ``newest`` has found valid."""
+    manifest = json.loads((directory / MANIFEST).read_text())
+    groups: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "random": {}}
+    for path, entry in manifest["files"].items():
+        if path == STATE:
+            continue
+        file = safe_open(directory / path, "pt")
+        for full in file.keys():  # noqa: SIM118 - not a mapping
+            group, name = full.split("/", 1)
+            first, rows = entry.get("rows", {}).get(full, (0, None))
+            groups[group].setdefault(name, Stored()).pieces.append((first, rows, file, full))
+    return Checkpoint(
+        directory,
+        groups["model"],
+        groups["optimizer"],
+        [groups["random"][str(i)].whole().clone() for i in range(len(groups["random"]))],
+        json.loads((directory / STATE).read_text()),
+        manifest["optimizer_layout"],
     )
+
+
+def fill_(tensor: Tensor, stored: Stored) -> None:
+    """Take over this rank's rows of what was stored."""
+    shards.here(tensor).copy_(shards.own_part(tensor, stored))
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
@@ -111,60 +279,72 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
 def directories(root: Path) -> list[Path]:
     """Checkpoint directories, newest first, valid or not."""
     named = [d for d in root.glob("step_*") if d.is_dir() and re.fullmatch(r"step_\d+", d.name)]
-    return sorted(named, key=_step, reverse=True)
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    _sync(aside)
-    os.replace(aside, path)
-    _sync(path.parent)
-
-
-def _step(directory: Path) -> int:
-    return int(directory.name.removeprefix("step_"))
+    return sorted(named, key=step_of, reverse=True)
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+    """What is wrong with a checkpoint, or None.
+
+    Raises UserError where it may be sound: written in another format, or on a disk that does not answer.
+    """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
+        sealed = manifest.pop("sha256") == _digest(manifest)
     except FileNotFoundError:
         return "was not finished"
-    except ValueError:  # no JSON, or no text at all
-        manifest = None
-    if not isinstance(manifest, dict) or not manifest.keys() >= FILES:
+    except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no text at all, or another one
+        sealed = False
+    except OSError as error:
+        raise _unreadable(directory / MANIFEST, error) from error
+    if not sealed:
         return f"{MANIFEST} is damaged"
-    for name, described in manifest.items():
-        path = directory / name
-        if not path.exists():
-            return f"{name} is missing"
-        layout = described.pop("layout", {}) if isinstance(described, dict) and name == OPTIMIZER else {}
-        if not isinstance(layout, dict) or not isinstance(described, dict) or described.keys() != {"bytes", "sha256"}:
-            return f"{MANIFEST} is damaged"
-        if path.stat().st_size != described["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, {described['bytes']} were written"
-        if _describe(path) != described:
-            return f"{name} fails its checksum"
-    return None
+    if manifest["format"] != FORMAT:
+        rule = f"has format {manifest['format']}, and this version of the code reads format {FORMAT}"
+        raise UserError(f"{directory}: {rule}. Use the version that wrote it, or move the checkpoint away")
+    if manifest["step"] != step_of(directory):
+        return f"is that of step {manifest['step']} under another name"
+    with ThreadPoolExecutor(CHECK_THREADS) as pool:
+        files = manifest["files"].items()
+        return next(filter(None, pool.map(lambda item: _file_fault(directory / item[0], item[1]), files)), None)
 
 
-def _describe(path: Path) -> dict:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _file_fault(path: Path, described: dict) -> str | None:
+    try:
+        if (size := path.stat().st_size) != described["bytes"]:
+            return f"{path.name} has {size} bytes, {described['bytes']} were written"
+        with path.open("rb") as file:
+            sound = hashlib.file_digest(file, "sha256").hexdigest() == described["sha256"]
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return None if sound else f"{path.name} fails its checksum"
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be read ({error.strerror}). Look at its disk, or move the checkpoint away")
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(directory: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(directory.name.removeprefix("step_"))
+
+
+def _digest(manifest: dict) -> str:
+    """A checksum of what the manifest says."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _delete(directory: Path, ignore_errors: bool = False) -> None:
     """Delete a checkpoint, its validity first."""
-    (directory / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=ignore_errors)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        (directory / MANIFEST).unlink(missing_ok=True)
+    except OSError:
+        if not ignore_errors:
+            raise
+        return
+    shutil.rmtree(directory, ignore_errors=ignore_errors)

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
+from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets, separated
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.runtime import Runtime
 
@@ -28,10 +28,13 @@ class Evaluator:
         own = slice(self.runtime.rank, None, self.runtime.world_size)
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
-        for start in range(0, len(tokens), n):
+        share = -(-len(self.validation.tokens) // self.runtime.world_size)  # shards are gathered by all ranks, or none
+        for start in range(0, share, n):
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
-            ids, wanted = inputs_and_targets(*some)
-            total += torch.stack((model(ids, wanted).double(), (wanted != IGNORE).sum().double()))
+            inputs = inputs_and_targets(*some)
+            if self.validation.mask_documents:
+                inputs = separated(*inputs)
+            total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         summed, count = self.runtime.sum(total).tolist()
         loss = summed / count
         return {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,21 +13,25 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Tokenizer, ValidationSet
 from dlr_pretrain.deploy.export import export, loadable
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
-from dlr_pretrain.deploy.verify import BOUNDS, verify
-from dlr_pretrain.models import Llama
+from dlr_pretrain.deploy.verify import BOUNDS, plain_logits, verify
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 
 VERIFIED_SEQUENCES = 2
 
 
-def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, validation: ValidationSet) -> str:
-    """Write ``<run>/folded`` and the report; says what was folded and how it was checked.
+def finish(
+    cfg: Config,
+    run_dir: Path,
+    weights: Weights,
+    folded: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    validation: ValidationSet,
+) -> str:
+    """Write ``<run>/folded`` from ``weights.folded()``, and the report; says what was folded and how it was checked.
 
     Raises UserError where the export is not what was trained; the folder then stays aside, the checkpoints as they are.
     """
-    folded = {name: value.cpu() for name, value in weights.folded().items()}
-    require_identical(cfg, weights, folded)
     own, tensors = deployed(cfg, folded)
     rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
     ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
@@ -50,34 +53,6 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, tokenizer: Tokenizer, v
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
     return f"{'merged into dense weights' if own is not cfg else done}; {checked}"
-
-
-def require_identical(cfg: Config, weights: Weights, tensors: dict[str, Tensor]) -> None:
-    """The folded tensors must be what the training forward multiplies by, bit for bit."""
-    if cfg.dlr.enabled and cfg.dlr.impl == "branch":
-        return
-    with weights.published():
-        working = dict(weights.model.named_parameters())
-        for name in tensors.keys() & working.keys():
-            p = working[name]
-            if not torch.equal(tensors[name].to(p.dtype), p.detach().cpu()):
-                raise RuntimeError(f"{name}: the folded tensor is not the working weight")
-
-
-def plain_logits(
-    cfg: Config, rows: int, tensors: dict[str, Tensor], device: torch.device
-) -> Callable[[Tensor], Tensor]:
-    """The fp32 logits [B, T, vocabulary] of our own model that holds ``tensors`` and no residual."""
-    with torch.device("meta"):
-        model = Llama(cfg, rows)
-    model.to_empty(device=device)
-    model.load_state_dict(tensors)
-
-    @torch.no_grad()
-    def logits(ids: Tensor) -> Tensor:
-        return model.logits(ids.to(device)).cpu()
-
-    return logits
 
 
 def farewell(cfg: Config, run_dir: Path) -> str:

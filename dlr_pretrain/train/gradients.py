@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dlr_pretrain.models import dlr
-from dlr_pretrain.train.weights import Weights
+
+if TYPE_CHECKING:
+    from dlr_pretrain.train.weights import Weights
 
 
 class Gradients:
@@ -34,14 +37,16 @@ class Gradients:
             self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
             self.forward.register_comm_hook(None, _summed)
 
-    def add(self, ids: Tensor, targets: Tensor, count: Tensor, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch [b, T], its summed loss divided by ``count``; returns that loss.
+    def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss.
+
+        ``inputs`` are those of the model: ids and targets [b, T], and where rows are separated the documents.
 
         With the ``last`` micro-batch the sums are reduced over ranks.
         """
         overlapped = isinstance(self.forward, DistributedDataParallel)
         with nullcontext() if last or not overlapped else self.forward.no_sync():
-            loss = self.forward(ids, targets) / count
+            loss = self.forward(*inputs) / count
             loss.backward()
         if self.sums is not None:
             torch._foreach_add_(self.sums, [p.grad for p in self.weights.working.values()])
@@ -60,6 +65,10 @@ class Gradients:
         for name, value in optimized.items():
             value.grad = gradients[name].to(value.dtype)
         return [value.grad for value in optimized.values()]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The l2 norm over all that ``collect`` returned, on all ranks."""
+        return global_norm(gradients)
 
     def clear(self) -> None:
         if isinstance(self.forward, DistributedDataParallel):  # the gradients are views of the buckets: keep them so

@@ -1,48 +1,93 @@
-"""One writer a run directory: an advisory lock for this machine, a lease with a heartbeat for the others."""
+"""One writer a run directory: a kernel lock for this machine, a lease with a heartbeat for the others."""
 
 from __future__ import annotations
 
 import fcntl
-import json
+import functools
 import os
 import socket
+import sys
 import threading
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, leave
+from dlr_pretrain.train import beat
 
 HEARTBEAT = 10.0  # seconds between beats
 EXPIRY = 60.0  # seconds without a beat after which the holder counts as dead
-LEASE_BYTES = 512  # a beat overwrites all of the last one in one write, so that nobody reads half of it
+LISTEN = 2.5 * HEARTBEAT  # seconds in which a holder that lives is sure to beat: clocks of machines differ
+POLL = 1.0  # seconds between two looks at a lease
+SETTLE = 2.0  # seconds in which two that write the same lease at once see who was the last
+CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
+
+
+@functools.cache
+def kernel() -> str:
+    """This machine since its last start; containers on it have the same, and share its locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 class RunLock:
     """Held by rank 0 from before the first write to after the last; released by the end of the process, too.
 
     The kernel's lock says at once whether a holder on this machine lives. Network file systems may not carry it to
-    other machines, so the holder also renews a lease in ``<run>/.lock``; a fresh lease of another host is respected.
+    other machines, so the holder also renews a lease in ``<run>/.lock``. A lease that is not renewed for ``EXPIRY``
+    seconds is taken over; its holder, if it was only away, finds another's token in it, and ``lost`` ends it there.
     """
 
-    def __init__(self, run_dir: Path):
-        self.run_dir = run_dir
+    def __init__(self, run_dir: Path, lost: Callable[[UserError], object] = leave):
+        self.run_dir, self.lost = run_dir, lost
+        self.path = run_dir / ".lock"
+        self.token = uuid.uuid4().hex
         self.descriptor: int | None = None
+        self._beaten = 0.0  # when the lease was last seen to be held, and renewed
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
 
-    def acquire(self) -> None:
-        """Take the run directory, or raise a UserError that names its holder."""
-        run_dir = self.run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.descriptor = os.open(run_dir / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    def acquire(self) -> str:
+        """Take the run directory; returns the token of this start, or raises a UserError that names the holder.
+
+        Where the holder may be dead, it waits for up to ``EXPIRY`` seconds to be sure.
+        """
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            self._take()
-            self._beat()
+            while True:
+                alone = self._wait()
+                self._beat()
+                if alone or self._settled():
+                    break
         except BaseException:
             os.close(self.descriptor)
             raise
         self._thread.start()
+        return self.token
+
+    def require_held(self, at_most: float = 0.0) -> None:
+        """Raise UserError where another start has taken the run over: nothing more may be written then.
+
+        Asks the file system unless the lease was renewed ``at_most`` seconds ago. To be called before what is
+        written counts, such as the manifest of a checkpoint.
+        """
+        if self._now() - self._beaten < at_most:
+            return
+        try:
+            lease = self._read()
+        except FileNotFoundError:
+            raise UserError(f"{self.path} was taken away: this process writes nothing more. Start it again") from None
+        if lease and lease["token"] != self.token:
+            away = self._now() - self._beaten
+            raise UserError(
+                f"{self.run_dir} was taken over by {holder(lease)}, after this process had been away for {away:.0f} s. "
+                "It writes nothing more"
+            )
 
     def release(self) -> None:
         """Let the next one in; without effect on a process that does not hold the lock."""
@@ -50,8 +95,9 @@ class RunLock:
             return
         self._stopped.set()
         self._thread.join()
-        with suppress(OSError):
-            os.ftruncate(self.descriptor, 0)
+        with suppress(OSError, UserError):
+            self.require_held()
+            self._write(0.0)  # the token stays: one that was away for all this time must find it
         os.close(self.descriptor)
 
     def __enter__(self) -> RunLock:
@@ -60,41 +106,90 @@ class RunLock:
     def __exit__(self, *_) -> None:
         self.release()
 
-    def _take(self) -> None:
-        own = socket.gethostname()
+    # ------------------------------------------------------------------------------------------------
+
+    def _wait(self) -> bool:
+        """Return when nobody holds the directory any more: True where the kernel keeps others out from now on."""
+        first, deadline = None, 0.0
+        while True:
+            locked, lease = self._lock(), self._read()
+            here = not lease.get("beat") or lease["kernel"] == kernel()  # no holder, or the kernel's lock knows of it
+            if locked and here:
+                return True
+            if locked is None and not lease.get("beat"):
+                return False
+            if first is None:
+                first, wait = lease, _waiting_time(lease, blocked=locked is False, here=here)
+                deadline = self._now() + wait
+                if wait:
+                    about = f"{self.run_dir}: waiting up to {wait:.0f} s to see whether {holder(lease)} still lives"
+                    print(about, file=sys.stderr, flush=True)
+            late = self._now() >= deadline
+            if (lease.get("beat") and lease != first) or (late and locked is False):
+                raise UserError(f"{self.run_dir} is in use by {holder(lease)}. Wait for it, stop it, or set run.dir")
+            if late:
+                return bool(locked)
+            time.sleep(POLL)
+
+    def _lock(self) -> bool | None:
+        """Whether this process has the kernel's lock; None on a file system without locks (Lustre may be one)."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"{self.run_dir} is in use by {self._holder()}. Wait for it, stop it, or set run.dir"
-            ) from None
-        except OSError:  # a file system without locks (Lustre may be one): the lease alone decides, on this host, too
-            own = None
-        lease = self._read()
-        age = time.time() - lease.get("beat", 0)
-        if lease.get("host") not in (None, own) and age < EXPIRY:
-            left = f"If that process is dead, its lease ends in {EXPIRY - age:.0f} s"
-            raise UserError(f"{self.run_dir} is in use by {self._holder()}. {left}")
+            return False
+        except OSError:
+            return None
+        return True
+
+    def _settled(self) -> bool:
+        """Whether the lease is still this process's after others that wrote it at the same time must have done so."""
+        time.sleep(SETTLE)
+        return self._read().get("token") == self.token
 
     def _keep(self) -> None:
         while not self._stopped.wait(HEARTBEAT):
-            with suppress(OSError):  # a full disk or a file server that is away: the next beat may come through
+            try:
+                self.require_held()
                 self._beat()
+            except UserError as error:
+                self.lost(error)
+                return
+            except OSError:  # a full disk or a file server that is away: the next beat may come through
+                continue
 
     def _beat(self) -> None:
-        lease = {"host": socket.gethostname(), "pid": os.getpid(), "beat": time.time()}
-        os.pwrite(self.descriptor, json.dumps(lease).ljust(LEASE_BYTES).encode(), 0)
+        self._write(time.time())
+        self._beaten = self._now()
+
+    def _write(self, beat_time: float) -> None:
+        lease = {"host": socket.gethostname(), "pid": os.getpid(), "kernel": kernel(), "token": self.token}
+        beat.write(self.descriptor, lease | {"beat": beat_time})
+        os.fsync(self.descriptor)
 
     def _read(self) -> dict:
         """The lease; nothing where there is none, or where it is damaged."""
+        lease = beat.read(self.path)
         try:
-            lease = json.loads(os.pread(self.descriptor, LEASE_BYTES, 0))
-            return {"host": str(lease["host"]), "pid": int(lease["pid"]), "beat": float(lease["beat"])}
+            known = {"host": str(lease["host"]), "pid": int(lease["pid"]), "beat": float(lease["beat"])}
         except (ValueError, TypeError, KeyError):
             return {}
+        return known | {name: str(lease.get(name)) for name in ("kernel", "token")}
 
-    def _holder(self) -> str:
-        lease = self._read()
-        if not lease:
-            return "another process"
-        return f"process {lease['pid']} on {lease['host']}, last heartbeat {time.time() - lease['beat']:.0f} s ago"
+    @staticmethod
+    def _now() -> float:
+        return time.clock_gettime(CLOCK)
+
+
+def holder(lease: dict) -> str:
+    """The process that a lease names, for messages."""
+    if not lease.get("beat"):
+        return "another process"
+    return f"process {lease['pid']} on {lease['host']}, last heartbeat {time.time() - lease['beat']:.0f} s ago"
+
+
+def _waiting_time(lease: dict, blocked: bool, here: bool) -> float:
+    """Seconds in which the holder of ``lease`` would show that it lives, or a dead one's kernel lock be let go of."""
+    if blocked:
+        return LISTEN if here else 2 * EXPIRY
+    age = time.time() - lease["beat"]
+    return 0.0 if age > 10 * EXPIRY else min(EXPIRY, max(EXPIRY - age, LISTEN))

@@ -7,26 +7,31 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.history import sound_records
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.checkpoint import write_durably
+from dlr_pretrain.train.files import write_durably
 
 SETTLING_STEPS = 10  # steps after a start that no throughput counts
 WINDOW = 20  # steps over which throughput is averaged
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended line by line, cut back to the checkpoint when a run resumes."""
+    """``metrics.jsonl``: appended line by line, cut back to the checkpoint when a run resumes.
 
-    def __init__(self, path: Path, resumed_step: int):
-        self.path = path
-        kept = [line for line in read_metrics(path) if line["step"] <= resumed_step]
+    ``missing`` names the steps from ``first_step`` to ``resumed_step`` whose lines were lost; the weights have them.
+    """
+
+    def __init__(self, path: Path, resumed_step: int, first_step: int = 1):
+        self.path, self.failure = path, None
+        kept = [line for line in sound_records(path) if line["step"] <= resumed_step]
+        self.missing = missing_steps((line["step"] for line in kept), first_step, resumed_step)
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
@@ -35,12 +40,17 @@ class MetricsFile:
         try:
             written = self.file.write(line)
         except OSError as error:
-            raise UserError(f"{self.path} could not be written: {error}") from error
-        if written != len(line):
-            raise UserError(f"{self.path} could not be written: the disk is full")
+            self.failure = UserError(f"{self.path} could not be written: {error}")
+        else:
+            if written != len(line):
+                self.failure = UserError(f"{self.path} could not be written: the disk is full")
+        if self.failure is not None:
+            raise self.failure
 
     def sync(self) -> None:
-        """Durable before the checkpoint that counts on it."""
+        """Durable before the checkpoint that counts on it, which a lost line keeps from counting."""
+        if self.failure is not None:
+            raise self.failure
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> MetricsFile:
@@ -51,7 +61,18 @@ class MetricsFile:
 
 
 def _line(record: dict) -> str:
-    return json.dumps(record, allow_nan=True) + "\n"
+    finite = {name: finite_or_none(v) if isinstance(v, float) else v for name, v in record.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
+    """The steps from ``first`` to ``last`` that are not among ``steps``, such as "1-4, 9"; "" where all are."""
+    gaps, expected = [], first
+    for step in [*sorted({step for step in steps if step >= first}), last + 1]:
+        if step > expected:
+            gaps.append(f"{expected}-{step - 1}" if step - 1 > expected else f"{expected}")
+        expected = step + 1
+    return ", ".join(gaps)
 
 
 class Pending:

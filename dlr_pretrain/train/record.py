@@ -17,8 +17,9 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
+from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.checkpoint import write_durably
+from dlr_pretrain.train.files import write_durably
 
 MANIFEST = "manifest.json"
 # Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
@@ -28,45 +29,60 @@ ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_file
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
-def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str]) -> None:
+def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
     """Write ``config.yaml``, and to ``manifest.json`` what the run is.
 
-    ``fingerprints`` are of the data and the tokenizer. Raises UserError, with the difference, where the directory holds
-    a run of other mathematics.
+    ``fingerprints`` are of the data, their order and the tokenizer. Raises UserError, with the difference, where the
+    directory holds a run of other mathematics.
     """
-    now = json.loads(json.dumps(identity(cfg))) | fingerprints
-    manifest = _manifest(run_dir)
-    before = manifest.get("identity", now)
-    changed = [k for k in before if k in now and k not in ORIGIN and before[k] != now[k]]
-    if changed:
-        lines = [f"  {k}: {before[k]} there, {now[k]} here" for k in changed]
-        raise UserError(
-            f"{run_dir} holds another run:\n" + "\n".join(lines) + "\nRestore these keys, or choose another run.dir"
-        )
-    manifest = {"starts": []} | manifest | {"identity": now}
-    write_durably(run_dir / MANIFEST, json.dumps(manifest, indent=1))
+    if "saved" not in read_record(run_dir):
+        update_record(run_dir, {"identity": {}})
+    hold(run_dir, json.loads(json.dumps(identity(cfg))) | fingerprints)
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
+
+
+def hold(run_dir: Path, entries: dict[str, object]) -> None:
+    """Add ``entries`` to what the run is, in ``manifest.json``; raises UserError where it is something else.
+
+    A directory in which nothing was saved yet may become another run.
+    """
+    record = read_record(run_dir)
+    before = record.get("identity", {})
+    changed = differences(before, entries)
+    if changed and "saved" in record:
+        lines = [f"  {name}: {there} there, {here} here" for name, (there, here) in changed.items()]
+        mend = f"Restore these keys, choose another run.dir, or go on from it there with run.fork_from={run_dir}"
+        raise UserError(f"{run_dir} holds another run:\n" + "\n".join(lines) + f"\n{mend}")
+    update_record(run_dir, {"identity": before | entries})
+
+
+def differences(there: dict, here: dict) -> dict[str, tuple[object, object]]:
+    """The keys that make two runs different ones, with both values; what only one version of the code knows is none."""
+    return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
     """Add this start, its machine and its software to ``manifest.json``."""
-    manifest = _manifest(run_dir)
-    manifest["starts"].append(
-        {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "command": sys.argv,
-            "host": socket.gethostname(),
-            "world_size": world_size,
-            "device": describe_device(device),
-            "git": git_state(),
-            "python": platform.python_version(),
-            "packages": versions(),
-        }
-    )
-    write_durably(run_dir / MANIFEST, json.dumps(manifest, indent=1))
+    start = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": [redact_word(word) for word in sys.argv],
+        "host": socket.gethostname(),
+        "world_size": world_size,
+        "device": describe_device(device),
+        "git": git_state(),
+        "python": platform.python_version(),
+        "packages": versions(),
+    }
+    update_record(run_dir, {"starts": [*read_record(run_dir)["starts"], start]})
 
 
-def _manifest(run_dir: Path) -> dict:
+def update_record(run_dir: Path, entries: dict) -> None:
+    """Put ``entries`` into ``manifest.json``."""
+    write_durably(run_dir / MANIFEST, json.dumps({"starts": []} | read_record(run_dir) | entries, indent=1))
+
+
+def read_record(run_dir: Path) -> dict:
+    """``manifest.json``: identity, starts, the step last saved, forked where the run was; empty where there is none."""
     path = run_dir / MANIFEST
     if not path.exists():
         return {}

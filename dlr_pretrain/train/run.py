@@ -11,6 +11,7 @@ import torch
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config, identity
 from dlr_pretrain.data import (
+    ORDER_VERSION,
     Source,
     Tokenizer,
     TrainLoader,
@@ -28,17 +29,21 @@ from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Snapshot
+from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, count, duration, plural
 from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.files import write_durably
 from dlr_pretrain.train.finish import farewell, finish
-from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.fork import adapt, best_after, fork
+from dlr_pretrain.train.health import Suspects
+from dlr_pretrain.train.lock import HEARTBEAT, RunLock
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.record import describe_device, open_record, record_start
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.record import describe_device, hold, open_record, read_record, record_start, update_record
+from dlr_pretrain.train.runtime import Runtime, decided
+from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.train.weights import Weights, place
 
 
 def run(cfg: Config) -> None:
@@ -47,47 +52,52 @@ def run(cfg: Config) -> None:
     Raises UserError where something is in the way, and Stopped where the run was asked to stop and has saved.
     """
     with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
-        runtime.on_main(lock.acquire)
-        Run(cfg, runtime).complete()
+        runtime.stop_if_asked("before the first step")
+        token = runtime.on_main(lock.acquire)
+        decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
+        Run(cfg, runtime, lock).complete()
 
 
 class Run:
     """One run directory from start to finish, on one of its ranks."""
 
-    def __init__(self, cfg: Config, runtime: Runtime):
-        self.cfg, self.runtime, self.dir = cfg, runtime, Path(cfg.run.dir)
+    def __init__(self, cfg: Config, runtime: Runtime, lock: RunLock):
+        self.cfg, self.runtime, self.lock, self.dir = cfg, runtime, lock, Path(cfg.run.dir)
         self.console = Console(cfg, enabled=runtime.is_main)
         self.started = time.time()
         self.source: Source
         self.tokenizer: Tokenizer
         self.validation: ValidationSet
+        self.vocab_size: int
+        self.metrics: MetricsFile | None = None  # of rank 0
 
     def complete(self) -> None:
         """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
         self.open_data()
         self.runtime.stop_if_asked("before the first step")
         snapshot = self.open_run()
-        if snapshot and snapshot.state["step"] == self.cfg.train.steps and (self.dir / "folded").exists():
+        if snapshot and snapshot.step == self.cfg.train.steps and (self.dir / "folded" / "README.md").exists():
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
             return self.console.say(farewell(self.cfg, self.dir))
 
-        vocab_size = self.cfg.scale.vocab_size or self.tokenizer.vocab_size
-        start = self.open_start(vocab_size) if snapshot is None else None
+        start = self.open_start() if snapshot is None else None
         self.runtime.use_device()
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
         dtype = STATE_DTYPE[self.cfg.precision.name]
-        model = build(self.cfg, vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
+        model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
         if start:
             start.put_into_(model)
         self.runtime.broadcast(model.state_dict().values())
-        weights = Weights(model, self.cfg.precision.name)
+        weights = place(self.cfg, model)
         self.summarize(weights, snapshot)
         if self.cfg.compile:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
             weights.model.compile_()
         self.train(weights, snapshot)
-        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, self.tokenizer, self.validation))
+        tensors = weights.folded(keep=self.runtime.is_main)
+        inputs = weights, tensors, self.tokenizer, self.validation
+        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, *inputs))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.console.say(farewell(self.cfg, self.dir))
 
@@ -106,31 +116,53 @@ class Run:
                 f"scale.vocab_size={cfg.scale.vocab_size}. Set scale.vocab_size={tokenizer.vocab_size} or more"
             )
         read_spiece(tokenizer.path)
+        self.vocab_size = cfg.scale.vocab_size or tokenizer.vocab_size
         self.validation = main_first(lambda: validation_set(cfg, source, tokenizer))
 
-    def open_run(self) -> Snapshot | None:
+    def open_run(self) -> Checkpoint | None:
         """The state to go on from, after a look that the directory holds this very run."""
         fingerprints = {"data.shards": self.source.fingerprint, "tokenizer.pieces": self.tokenizer.fingerprint}
+        fingerprints["data.order"] = ORDER_VERSION
         self.runtime.require_equal(identity(self.cfg) | fingerprints)
 
         def find() -> Path | None:
             open_record(self.dir, self.cfg, fingerprints)
             pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
-            checkpoint.write_durably(self.dir / "spiece.model", pieces)
+            write_durably(self.dir / "spiece.model", pieces)
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
             for reason in skipped:
                 self.console.say(f"warning: passed over {reason}")
+            record = read_record(self.dir)
+            if found is None and "saved" in record:
+                mend = "Bring it back, or move the run directory away to start over"
+                raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {mend}")
+            if found is None and self.cfg.run.fork_from is not None:
+                shapes = {name: tuple(value.shape) for name, value in self.empty_state().items()}
+                origin = Path(self.cfg.run.fork_from)
+                found = fork(origin, self.dir, record["identity"], shapes, self.console.say)
             return found
 
-        found = self.runtime.on_main(find)
-        return checkpoint.load(found) if found else None
+        path = self.runtime.on_main(find)
+        if path is None:
+            return None
+        found, record = checkpoint.load(path), read_record(self.dir)
+        adapt(found, record["identity"], record.get("forked"), self.console.say)
+        return found
 
-    def open_start(self, vocab_size: int) -> DenseStart | None:
-        """The dense model that a new run starts from, if any."""
-        folder = self.cfg.train.init_from
-        return self.runtime.main_first(lambda: DenseStart(Path(folder), self.cfg, vocab_size)) if folder else None
+    def empty_state(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint of this run holds, on the meta device."""
+        model = build(self.cfg, self.vocab_size, torch.device("meta"))
+        return dict(model.named_parameters()) | dict(model.named_buffers())
 
-    def summarize(self, weights: Weights, snapshot: Snapshot | None) -> None:
+    def open_start(self) -> DenseStart | None:
+        """The dense model that a new run starts from, if any; the record keeps which one it was."""
+        if (folder := self.cfg.train.init_from) is None:
+            return None
+        start = self.runtime.main_first(lambda: DenseStart(Path(folder), self.cfg, self.vocab_size))
+        self.runtime.on_main(lambda: hold(self.dir, {"train.init_from.weights": start.fingerprint()}))
+        return start
+
+    def summarize(self, weights: Weights, snapshot: Checkpoint | None) -> None:
         """What will be trained, on the console."""
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
         knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
@@ -138,12 +170,11 @@ class Run:
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
         after = "merged into dense weights at the end" if backbone(cfg).deployed_dense else "the same after folding"
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
-        layers = len(residuals(weights.model))
-        dlr = f"DLR ({cfg.dlr.impl}, alpha {cfg.dlr.alpha:g}) on {layers} projections" if layers else "no DLR"
         vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(self.validation.tokens)
         table = {
             "run": str(self.dir),
-            "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}",
+            "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, "
+            f"{describe_dlr(cfg, len(residuals(weights.model)))}",
             "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
             f"vocabulary {vocabulary:,}",
             "data": f"{self.source.describe()}; tokenizer of {self.tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
@@ -158,32 +189,46 @@ class Run:
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
-            table["resuming"] = f"after step {snapshot.state['step']:,}"
+            table["resuming"] = f"after step {snapshot.step:,}"
         self.console.summary(table)
 
     # ------------------------------------------------------------------------------------------------
     # During
 
-    def train(self, weights: Weights, snapshot: Snapshot | None) -> None:
+    def train(self, weights: Weights, snapshot: Checkpoint | None) -> None:
         """From ``snapshot``, or the start, to the last step."""
-        cfg, runtime, views = self.cfg, self.runtime, []
+        cfg, runtime = self.cfg, self.runtime
+        forked = read_record(self.dir).get("forked")
+        others = best_after(forked) if forked else 0
+        keep = Keep(cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, cfg.checkpoint.keep_best, others)
+        suspects = Suspects(cfg, self.dir, self.source, self.tokenizer, runtime.rank)
         evaluator = Evaluator(self.validation, cfg.micro_batch(runtime.world_size), runtime)
 
         def write(record: dict) -> None:
-            for view in views:
-                view.write(record)
-
-        def save(step: int, state: Snapshot) -> None:
+            if self.metrics is None:
+                return
             try:
-                views[0].sync()
-                checkpoint.save(self.dir / "checkpoints", step, state, cfg.checkpoint.keep_last)
+                self.lock.require_held(at_most=2 * HEARTBEAT)
             except OSError as error:
-                raise UserError(f"checkpoint of step {step} could not be written: {error}") from error
+                raise UserError(f"{self.lock.path}: cannot be read ({error.strerror})") from error
+            self.metrics.write(record)
+
+        def permit() -> None:
+            """On rank 0, before a checkpoint counts."""
+            self.lock.require_held()
+            self.metrics.sync()
+
+        def saved(step: int) -> None:
+            update_record(self.dir, {"saved": step})
 
         with ExitStack() as opened:
-            runtime.on_main(lambda: self.open_views(views, opened, snapshot))
+            runtime.on_main(lambda: self.open_metrics(opened, snapshot))
             opened.callback(self.console.close_line)
-            trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, save)
+            step = snapshot.step if snapshot else 0
+            about = {"identity": runtime.on_main(lambda: read_record(self.dir)["identity"])}
+            root = self.dir / "checkpoints"
+            saver = opened.enter_context(Saver(root, runtime, keep, permit, saved, about, saved_step=step))
+            trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, saver, suspects)
             if snapshot:
                 trainer.resume(snapshot)
             streams = snapshot.state["streams"] if snapshot else None
@@ -195,10 +240,26 @@ class Run:
                 used = f"train.micro_batch={trainer.micro_batch}: out of GPU memory on rank {runtime.rank}"
                 raise UserError(f"{used}. Halve it (the global batch stays), or use more GPUs. {error}") from error
 
-    def open_views(self, views: list, opened: ExitStack, snapshot: Snapshot | None) -> None:
-        """metrics.jsonl, and what shows it, into ``views``; ``opened`` closes them."""
-        step = snapshot.state["step"] if snapshot else 0
-        views.append(opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", step)))
+    def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
+        """``metrics.jsonl``, and what shows it elsewhere; ``opened`` closes them."""
+        step = snapshot.step - (snapshot.state["owed"] is not None) if snapshot else 0
+        origin = read_record(self.dir).get("forked", {"step": 0})["step"]
+        file = MetricsFile(self.dir / "metrics.jsonl", step, first_step=origin + 1)
+        self.metrics = opened.enter_context(file)
+        if file.missing:
+            lost = f"metrics.jsonl has lost steps {file.missing} of the {step:,} that are trained"
+            self.console.say(f"warning: {lost}. The weights have them, and the curves a gap")
         if self.cfg.logger.name == "wandb":
-            views.append(opened.enter_context(WandbView(self.cfg, self.dir)))
-            self.console.summary({"wandb": views[-1].describe()})
+            opened.enter_context(WandbView(self.cfg, self.dir, self.console))
+
+
+def describe_dlr(cfg: Config, projections: int) -> str:
+    """The residual, and by what an ablation departs from it."""
+    dlr = cfg.dlr
+    if not dlr.enabled:
+        return "no DLR"
+    usual = {"learn_alpha": False, "variance_correction": True, "scope": "all", "grouping": "contiguous",
+             "train_b": True, "mode": "residual"}  # fmt: skip
+    departs = [f"{knob} {getattr(dlr, knob)}" for knob, value in usual.items() if getattr(dlr, knob) != value]
+    where = f" on {projections} projections" if projections else ""
+    return f"DLR {dlr.name} ({', '.join([dlr.impl, f'alpha {dlr.alpha:g}', *departs])}){where}"

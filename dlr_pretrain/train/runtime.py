@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlr_pretrain import process
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 
 T = TypeVar("T")
-PR_SET_PDEATHSIG = 1
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+MEETING = timedelta(minutes=10)  # in which all ranks must have come
+BEFORE = "stopped before the first step of this start (asked to stop). The same command continues"
 
 
 class Runtime:
@@ -33,37 +35,79 @@ class Runtime:
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.is_main = self.rank == 0
         self.device = _device(cfg)
-        self.stop_requested = False
         self.control: dist.ProcessGroup | None = None
         self._agreed: Exception | None = None  # raised on every rank
-        _die_with_parent()
+        self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
+        nccl = self.device.type == "cuda" and self.world_size > 1
+        self.watch = Watch(self.rank, self.world_size, self.limit, nccl)
+        process.die_with_agent()
         if self.world_size > 1:
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))
-            self.control = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-        self._handlers = {s: signal.signal(s, self._request_stop) for s in STOP_SIGNALS}
+            self._meet(cfg)
+        self.stop_requested = False
+        self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
+        self.stop_requested = process.stop_requested()
         torch.manual_seed(cfg.seed)
 
+    def _meet(self, cfg: Config) -> None:
+        """Make the process groups. Their collectives wait long until the first step, as ranks compile and load."""
+        if self.device.type == "cuda":  # where NCCL leaves its own record of a collective that failed
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{Path(cfg.run.dir).absolute()}/stacks/nccl_rank_")
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, timeout=MEETING)
+        except (dist.DistError, ValueError) as error:
+            raise UserError(f"rank {self.rank} of {self.world_size} does not find the others: {error}") from error
+        dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=PATIENCE))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE))
+        self.control = self.new_group()
+
     def _request_stop(self, number: int, _frame) -> None:
-        """Ask for a stop at the next step boundary; a second interrupt from the keyboard stops at once."""
-        if self.stop_requested and number == signal.SIGINT:
+        """Stop at the next step boundary, or at once where no step is complete: then there is nothing to save.
+
+        A second interrupt from the keyboard stops at once, too.
+        """
+        again, self.stop_requested = self.stop_requested, True
+        if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.is_main and not self.stop_requested:
+        if not again and not self.watch.started:
+            raise Stopped(BEFORE)
+        if not again and self.is_main:
             os.write(2, b"\nasked to stop: saving after this step; Ctrl-C once more leaves at once\n")
-        self.stop_requested = True
+
+    def stepped(self, step: int) -> None:
+        """Step ``step`` is complete as far as the host is concerned. From the first on, ranks wait less for others."""
+        first = not self.watch.started
+        self.watch.stepped(step)
+        if first and self.world_size > 1 and self.limit is not None:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit + SLACK))
+
+    def advancing(self, items: Iterable[T]) -> Iterator[T]:
+        """``items``, each of which is a sign of progress: the micro-batches of a step."""
+        for item in items:
+            self.watch.ticks += 1
+            yield item
+
+    def patient(self) -> AbstractContextManager[None]:
+        """In here this rank may wait for longer than ``run.timeout_minutes``: for a disk, or for another rank's."""
+        return self.watch.patient()
 
     def on_main(self, decide: Callable[[], T]) -> T:
         """The result of ``decide`` on rank 0, on every rank.
 
         Where it raises a ``UserError``, every rank does; after any other exception the others raise one that names it.
         """
+        with self.patient():
+            return self._on_main(decide)
+
+    def _on_main(self, decide: Callable[[], T]) -> T:
         if self.world_size == 1:
-            return _decided(decide)
+            return decided(decide)
         answer: list = [None, None]
         own: Exception | None = None
         if self.is_main:
             try:
-                answer[0] = _decided(decide)
+                answer[0] = decided(decide)
             except Exception as error:
                 own = error
                 known = isinstance(error, UserError)
@@ -100,13 +144,17 @@ class Runtime:
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats()  # a multirun's earlier runs are not this one's
 
-    def gather(self, value: T) -> list[T]:
-        """``value`` of every rank, in the order of ranks, on every rank."""
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """``value`` of every rank, in the order of ranks, on every rank; by ``group`` instead of ``control``."""
         if self.world_size == 1:
             return [value]
         values: list = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=group or self.control)
         return values
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        """A group for collectives on the host of another thread than the main one; all ranks ask for it together."""
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if self.world_size > 1 else None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor`` summed over ranks, in place."""
@@ -124,6 +172,7 @@ class Runtime:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """A copy of a CPU tensor on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""
+        self.watch.ticks += 1  # a batch, of an evaluation too
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -147,15 +196,35 @@ class Runtime:
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
         """Give the signals back, and leave the process group where all ranks do.
 
-        A rank that fails alone just ends: leaving NCCL in order would wait for the others, which wait for this rank.
+        A rank that fails alone, or is stopped before the first step, which each is by itself, just ends: leaving NCCL
+        in order would wait for the others, which wait for this rank.
+        What fails since another rank is gone, or since this one was asked to stop early, is raised as just that.
         """
+        instead = self._reason(error)
+        self.watch.stop()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        if dist.is_initialized() and (error is None or error is self._agreed or isinstance(error, Stopped)):
+        together = error is None or error is self._agreed or (isinstance(error, Stopped) and self.watch.started)
+        if dist.is_initialized() and together:
             dist.destroy_process_group()
+        if instead is not None:
+            raise instead from error
+
+    def _reason(self, error: BaseException | None) -> UserError | None:
+        """What lies behind ``error``, if it is but a consequence."""
+        if not isinstance(error, Exception) or isinstance(error, UserError):
+            return None
+        if self.stop_requested and not self.watch.started:  # a compiler wraps what a signal raised
+            return Stopped(BEFORE)
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            lost, speaker = self.watch.report(error)
+            if self.rank == speaker and not self.is_main:  # which is mute: the front door lets rank 0 speak
+                os.write(2, f"error: {lost}\n".encode())
+            return lost
+        return None
 
 
-def _decided(decide: Callable[[], T]) -> T:
+def decided(decide: Callable[[], T]) -> T:
     """The result of ``decide``; what the file system refuses is for the user to mend."""
     try:
         return decide()
@@ -178,9 +247,3 @@ def _device(cfg: Config) -> torch.device:
     if local_rank >= count:
         raise UserError(f"local rank {local_rank} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
     return torch.device("cuda", local_rank)
-
-
-def _die_with_parent() -> None:
-    """End with the torchrun agent: its workers otherwise go on training, and writing, after it is killed."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

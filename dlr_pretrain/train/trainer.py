@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -12,26 +14,28 @@ from torch import Tensor
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets
+from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets, separated
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
-from dlr_pretrain.train.checkpoint import Snapshot
+from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.gradients import Gradients, clip, global_norm
+from dlr_pretrain.train.gradients import clip
+from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.weights import Weights
 
 
 class Trainer:
     """Brings ``weights`` from step ``self.step`` to the end of the schedule.
 
-    ``write(record)`` receives each completed update's metrics, in order; ``save(snapshot)`` each checkpoint, on rank 0.
+    ``write(record)`` receives each completed update's metrics, in order, on rank 0.
     """
 
     def __init__(
@@ -42,21 +46,27 @@ class Trainer:
         evaluator: Evaluator,
         console: Console,
         write: Callable[[dict], None],
-        save: Callable[[int, Snapshot], None],
+        saver: Saver,
+        suspects: Suspects,
     ):
         self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
-        self.console, self.write, self.save = console, write, save
+        self.console, self.write, self.saver, self.suspects = console, write, saver, suspects
         self.optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
-        self.gradients = Gradients(weights, cfg.train.accumulate, runtime.world_size)
+        self.gradients = weights.gradients(cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
-        self.saved = 0  # the last step that a checkpoint holds
-        self.streams: dict[int, dict[str, list[int]]] = {}  # data position after each of the last steps
+        self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
+        self.streams: dict[str, list[int]] = {}  # and the position before them
         self.stopping = False  # a rank was asked to stop
-        self.failure: UserError | None = None  # of this rank's data
-        self.masked = torch.zeros((), device=runtime.device)  # 1 from the first update on that could not be applied
+        self.failure: UserError | None = None  # of this rank's data, files or checkpoints
+        self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
         self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
+        self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates that were not finite
+        self.last_save = 0  # step at which a checkpoint was begun
+        self.spikes = SpikeScore()
+        self.best = math.inf  # evaluation loss
+        self.owed: dict | None = None  # the record of the last step, where its evaluation had to wait
         self.pending, self.throughput = Pending(runtime.device), Throughput()
         self.peak = peak_flops(runtime.device)
         vocab_size = weights.model.lm_head.out_features
@@ -69,32 +79,39 @@ class Trainer:
         """One optimizer update from one global batch. The host waits for nothing but, with optimizers
         other than adamw, for whether to mask.
 
-        An update whose loss or gradient is not finite, or for which a rank has no data, changes nothing, and neither
-        does any after it. Returns device metrics: mean loss, gradient norm before clipping, whether the update was
-        masked, real tokens, and how many ranks were asked to stop.
+        An update whose loss or gradient is not finite changes nothing. Where ``train.on_nonfinite`` is "stop", or a
+        rank has failed, neither does any after it. Returns device metrics: mean loss, gradient norm before clipping,
+        whether the update was masked, whether all from here on are, real tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
-        inputs, targets = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths))
+        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths))
+        if self.cfg.data.mask_documents:
+            inputs = separated(*inputs)
         counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, self.failure is not None]))
-        counts[0] = (targets != IGNORE).sum()
+        counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stop, failed = self.runtime.sum(counts)
 
-        micro = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+        micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
+        numbered = enumerate(self.runtime.advancing(micro), 1)
         with self.weights.published():
-            losses = [self.gradients.add(*xy, count, last=i == len(micro)) for i, xy in enumerate(micro, 1)]
+            losses = [self.gradients.add(some, count, last=i == len(micro)) for i, some in numbered]
         loss = self.runtime.sum(torch.stack(losses).sum())
 
         gradients = self.gradients.collect()
-        norm = global_norm(gradients)
+        norm = self.gradients.norm(gradients)
         clip(gradients, norm, self.cfg.train.clip)
-        healthy = torch.isfinite(loss) & torch.isfinite(norm) & (failed == 0)
-        self.masked = torch.maximum(self.masked, (~healthy).float())
-        self.optimizer.update(lr, skip=self.masked)
+        masked = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        halt = failed > 0
+        if self.cfg.train.on_nonfinite == "stop":
+            halt = halt | masked
+        self.halted = torch.maximum(self.halted, halt.float())
+        masked = torch.maximum(self.halted, masked.float())
+        self.optimizer.update(lr, skip=masked)
         if self.cfg.dlr.mode == "decayed_offset":
-            share = lr * self.cfg.optimizer.weight_decay * (1 - self.masked)
+            share = lr * self.cfg.optimizer.weight_decay * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
-        return torch.stack((loss, norm, self.masked, real_tokens.float(), stop.float()))
+        return torch.stack((loss, norm, masked, self.halted, real_tokens.float(), stop.float()))
 
     # ------------------------------------------------------------------------------------------------
     # The loop
@@ -102,6 +119,9 @@ class Trainer:
     def train(self, loader: TrainLoader) -> None:
         """Run to the last step; raises ``Stopped`` after saving where the run was asked to stop before it."""
         steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
+        if self.owed is not None:
+            self.report([self.owed | self.evaluate()])
+            self.owed = None
         while self.step < steps:
             if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
                 why = f"train.stop_after={stop_after}"
@@ -109,57 +129,74 @@ class Trainer:
             batch = self.next_batch(loader)
             values = self.update(batch, self.lr(self.step))
             self.step += 1
-            self.streams[self.step] = batch.state
-            self.streams.pop(self.step - 2 - self.pending.lag, None)
+            self.runtime.stepped(self.step)
+            self.batches[self.step] = batch
             self.pending.push(self.step, values)
 
             last = self.step == steps
             evaluate = last or self.step % self.cfg.eval.every == 0
             save = last or self.step % self.cfg.checkpoint.every == 0 or self.step == stop_after
             merge = merging.is_due(self.cfg, self.step)
+            skipped = self.skipped
             records = self.completed(everything=evaluate or save or merge)
-            if self.stopping and not last:
-                save = True
+            if self.skipped > skipped and self.step - self.last_save > self.cfg.train.max_skipped:
+                save = True  # the weights, too, are to be looked at
+            save = save or self.stopping
+            if save:
                 records += self.completed(everything=True)
-            if evaluate and not self.broken:
+            if self.broken:
+                self.report(records)
+                self.give_up(*self.broken)
+            if evaluate and self.stopping and not (last or merge or self.cfg.checkpoint.keep_best):
+                self.owed = records.pop()  # the time that is left is for the checkpoint; the next start evaluates
+            elif evaluate:
                 with self.throughput.paused():
                     records[-1] |= self.evaluate()
-            for record in records:
-                self.write(record)
-                self.console.step(record, self.throughput.seconds_per_step())
-            if self.broken:
-                self.give_up(*self.broken)
+                save = save or (self.cfg.checkpoint.keep_best and records[-1]["eval/loss"] < self.best)
+                self.best = min(self.best, records[-1]["eval/loss"])
+            self.report(records)
             if merge:
                 with self.throughput.paused():
                     merging.merge(self.cfg, self.weights, self.optimizer, self.step)
             if save:
                 with self.throughput.paused():
-                    self.checkpoint()
+                    evaluation = records[-1].get("eval/loss") if records else None
+                    self.checkpoint(evaluation, wait=last or self.stopping or self.step == stop_after)
             if self.stopping and not last:
                 where = f"stopped after step {self.step} of {steps}"
                 raise Stopped(f"{where} (asked to stop); saved. The same command continues")
+        if self.failure is not None:  # of the last step; the updates before it would have ended the run
+            raise self.failure
 
     def next_batch(self, loader: TrainLoader) -> Batch:
-        """The next batch; an empty one where this rank's data fail, so that all ranks learn of it in the step."""
+        """The next batch; an empty one where this rank has failed, so that all ranks learn of it in the step."""
         try:
-            return next(loader)
+            if self.saver.error is not None:
+                self.saver.wait()
+            if self.failure is None:
+                return loader.take(lambda: self.runtime.stop_requested)
         except UserError as error:
             self.failure = error
-            rows = self.cfg.train.global_batch // self.runtime.world_size
-            tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
-            return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
+        rows = self.cfg.train.global_batch // self.runtime.world_size
+        tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
+        return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
 
     def lr(self, update: int) -> float:
         return rate(self.cfg, update)
 
     def completed(self, everything: bool) -> list[dict]:
-        """The records of updates whose metrics have arrived, oldest first, up to one that was masked."""
+        """The records of updates whose metrics have arrived, oldest first, up to one that ends the run."""
         positions = self.cfg.train.global_batch * self.cfg.train.seq_len
         records: list[dict] = []
-        for step, (loss, norm, masked, real_tokens, stop) in self.pending.ready(everything):
-            if masked or self.broken:
+        for step, (loss, norm, masked, halted, real_tokens, stop) in self.pending.ready(everything):
+            batch = self.batches.pop(step)
+            failed = halted and self.cfg.train.on_nonfinite == "skip"
+            if masked and not (self.broken or failed):
+                self.look_into(step, loss, norm, batch)
+            if halted:
                 self.broken = self.broken or (step, loss, norm)
                 continue
+            self.streams = batch.state
             self.tokens += positions
             self.real_tokens += int(real_tokens)
             self.stopping = self.stopping or stop > 0
@@ -167,9 +204,11 @@ class Trainer:
             records.append(
                 {
                     "step": step,
-                    "train/loss": loss,
+                    "train/loss": finite_or_none(loss),
+                    "train/spike": self.spikes.score(loss),
                     "train/lr": self.lr(step - 1),
                     "train/grad_norm": finite_or_none(norm),
+                    "train/skipped": self.skipped,
                     "train/tokens": self.tokens,
                     "train/real_tokens": self.real_tokens,
                     "perf/tokens_per_second": rate,
@@ -181,18 +220,53 @@ class Trainer:
         return records
 
     def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
-        """End the run at the first masked update, on every rank, with the state before it saved."""
+        """End the run at the update that nothing follows, on every rank, with the state before it saved."""
         self.step = step - 1
-        if self.step > self.saved:
-            self.checkpoint()
+        try:
+            self.saver.wait()
+        except UserError as error:
+            self.failure = self.failure or error
+        if self.step > self.saver.saved:
+            self.checkpoint(None, wait=True)
         before = f"The {self.step:,} steps before it are saved" if self.step else "Nothing was trained"
-        failures = [f"rank {rank}: {error}" for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
+        failures = [(rank, error) for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
+        if failures and all(isinstance(error, Stopped) for _, error in failures):
+            raise Stopped(f"stopped after step {self.step} of {self.cfg.train.steps} ({failures[0][1]}); saved")
         if failures:
-            raise UserError(f"no data for step {step}. {before}. " + "; ".join(failures))
+            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
+            raise UserError(f"step {step} was not taken. {before}. {reasons}")
         raise UserError(
             f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied. {before}. "
-            f"Lower train.lr={self.cfg.train.lr:g}, or look at this step's data"
+            f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.suspects.folder}, or leave such steps "
+            "out with train.on_nonfinite=skip"
         )
+
+    def look_into(self, step: int, loss: float, norm: float, batch: Batch) -> None:
+        """Count an update that was masked, and keep its batch where the numbers are to blame."""
+        if math.isfinite(loss) and math.isfinite(norm):  # another rank had none
+            return
+        try:
+            kept = f"its batch is in {self.suspects.keep(step, loss, norm, batch, self.streams)}" if batch.state else ""
+        except OSError as error:
+            kept = f"its batch could not be written: {error}"
+        if self.cfg.train.on_nonfinite == "skip":
+            self.skipped += 1
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
+            self.last_skipped = step
+            numbers = f"loss {loss:g}, gradient norm {norm:g}"
+            self.console.say(f"warning: step {step}: {numbers}: the update was left out; {kept}")
+            if self.skipped_in_a_row > self.cfg.train.max_skipped:
+                rule = f"the last {self.skipped_in_a_row} updates were not finite"
+                self.failure = self.failure or UserError(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
+
+    def report(self, records: list[dict]) -> None:
+        """Hand records on; where they cannot be written, the next update is the one that ends the run."""
+        for record in records:
+            try:
+                self.write(record)
+            except UserError as error:
+                self.failure = self.failure or error
+            self.console.step(record, self.throughput.seconds_per_step())
 
     def mfu(self, tokens_per_second: float | None) -> float | None:
         """Achieved over peak FLOP/s of all GPUs; None where the peak is not known."""
@@ -213,42 +287,71 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------
     # State
 
-    def checkpoint(self) -> None:
-        """Save everything that the next step depends on; raises UserError where the ranks have drifted apart."""
-        self.require_replicas()
+    def checkpoint(self, evaluation: float | None, wait: bool) -> None:
+        """Save everything that the next step depends on, and ``evaluation``, this step's loss on validation text.
+
+        Returns when it is durable if ``wait``. Raises UserError where the ranks have drifted apart, the weights are not
+        finite, or this save or the one before it fails.
+        """
+        self.require_sound()
         streams = {}
-        for part in self.runtime.gather(self.streams[self.step]):
+        for part in self.runtime.gather(self.streams):
             streams |= part
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "real_tokens": self.real_tokens,
+            "skipped": [self.skipped, self.skipped_in_a_row, self.last_skipped],
+            "losses": list(self.spikes.losses),
+            "eval_loss": evaluation,
+            "best": self.best if math.isfinite(self.best) else None,
+            "owed": self.owed,
+            "streams": streams,
+        }
         snapshot = Snapshot(
             model=self.weights.state,
             optimizer=self.optimizer.state_tensors(),
             optimizer_layout=self.optimizer.state_layout(),
             random=self.runtime.random_state(),
-            state={"step": self.step, "tokens": self.tokens, "real_tokens": self.real_tokens, "streams": streams},
+            state=state,
         )
-        self.runtime.on_main(lambda: self.save(self.step, snapshot))
-        self.saved = self.step
+        self.saver.save(self.step, snapshot)
+        self.last_save = self.step
+        if wait:
+            self.saver.wait()
 
-    def require_replicas(self) -> None:
-        """Refuse to save weights that are not every rank's: equal gradients may give unequal SVDs on unequal GPUs."""
-        if self.runtime.world_size == 1:
-            return
-        sums = self.runtime.gather(self.weights.checksums())
+    def require_sound(self) -> None:
+        """Refuse to save weights that are not finite, or not every rank's: unequal GPUs may give unequal SVDs."""
+        sums, finite = zip(*self.runtime.gather((self.weights.checksums(), self.weights.finite())), strict=True)
         differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
-        if differ:
-            saved = f"Step {self.saved}, the last that was saved, is whole" if self.saved else "Nothing was saved"
+        if all(finite) and not differ:
+            return
+        with suppress(UserError):
+            self.saver.wait()
+        last = self.saver.saved
+        saved = f"Step {last}, the last that was saved, is whole" if last else "Nothing was saved"
+        if not all(finite):
             raise UserError(
-                f"step {self.step}: the ranks hold different weights, {len(differ)} of them from {differ[0]} on. "
-                f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
+                f"step {self.step}: the last updates left weights that are not finite. {saved}. "
+                f"Lower train.lr={self.cfg.train.lr:g}"
             )
+        raise UserError(
+            f"step {self.step}: the ranks hold different weights, {len(differ)} of them from {differ[0]} on. "
+            f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
+        )
 
-    def resume(self, snapshot: Snapshot) -> None:
-        """Go on from ``snapshot``, saved on any number of ranks; its tensors are let go of."""
-        self.weights.load(snapshot.model)
-        self.optimizer.load_state_tensors(snapshot.optimizer, snapshot.optimizer_layout)
-        if len(snapshot.random) == self.runtime.world_size:
-            self.runtime.set_random_state(snapshot.random[self.runtime.rank])
+    def resume(self, found: Checkpoint) -> None:
+        """Go on from ``found``, saved on any number of ranks; it is let go of."""
+        self.weights.load(found.model)
+        self.optimizer.load_state_tensors(found.optimizer, found.optimizer_layout)
+        if len(found.random) == self.runtime.world_size:
+            self.runtime.set_random_state(found.random[self.runtime.rank])
         require_tied(self.weights.model)
-        snapshot.model.clear(), snapshot.optimizer.clear()  # or their files stay mapped to the end of the run
-        self.step = self.saved = snapshot.state["step"]
-        self.tokens, self.real_tokens = snapshot.state["tokens"], snapshot.state["real_tokens"]
+        found.close()
+        state = found.state
+        self.step = self.last_save = state["step"]
+        self.tokens, self.real_tokens, self.owed = state["tokens"], state["real_tokens"], state["owed"]
+        self.skipped, self.skipped_in_a_row, self.last_skipped = state["skipped"]
+        self.spikes = SpikeScore(state["losses"])
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.streams = state["streams"] or {}

@@ -1,89 +1,87 @@
-"""W&B as a view of ``metrics.jsonl``."""
+"""W&B as a view of ``metrics.jsonl``: a process of its own reads the file, so that training never waits for W&B."""
 
 from __future__ import annotations
 
-import netrc
+import json
 import os
+import subprocess
 import sys
+import threading
 import uuid
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
+import dlr_pretrain
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.errors import Stopped, UserError
-from dlr_pretrain.train.checkpoint import write_durably
+from dlr_pretrain.errors import Stopped
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.files import write_durably
+from dlr_pretrain.train.wandb_sender import Order
+
+FINISH_SECONDS = 60.0  # for the last metrics, at the end of a run whose server answers
+LEAVE_SECONDS = 10.0  # where it does not, or where the run was stopped: the next start sends the rest
 
 
 class WandbView:
-    """W&B as a view of ``metrics.jsonl``: it never stops the run, and never asks for anything."""
+    """Sends the lines that come to ``metrics.jsonl`` while it is open; it never stops the run, and never asks."""
 
-    def __init__(self, cfg: Config, run_dir: Path):
-        try:
-            import wandb
-        except ImportError:
-            raise UserError("logger=wandb: wandb is not installed. Install it, or use logger=jsonl") from None
-        settings = wandb.Settings(silent=True, console="off")
-
-        def start(mode: str):
-            return wandb.init(
-                project=cfg.logger.project,
-                entity=cfg.logger.entity,
-                name=run_dir.name,
-                id=_run_id(run_dir),
-                resume="allow",
-                dir=run_dir,
-                mode=mode,
-                config=to_dict(cfg),
-                settings=settings,
-            )
-
-        self.mode, self.why = os.environ.get("WANDB_MODE") or "online", "WANDB_MODE"
-        if self.mode == "online" and not _has_wandb_key(settings.base_url):  # wandb would ask for one
-            self.mode, self.why = "offline", "no API key found: set WANDB_API_KEY for online"
-        try:
-            self.run = start(self.mode)
-        except Exception as error:  # no network, a wrong key, a server that is away
-            if self.mode == "offline":
-                raise UserError(f"logger=wandb: {error}. Use logger=jsonl") from error
-            self.mode, self.why = "offline", f"{self.mode} failed: {str(error).splitlines()[0]}"
-            self.run = start(self.mode)
-        self.run.define_metric("*", step_metric="step")
-
-    def describe(self) -> str:
-        """Where the curves are."""
-        if self.mode == "online":
-            return f"online, {self.run.url}"
-        return f"{self.mode} ({self.why}), under {self.run.dir}"
-
-    def write(self, record: dict) -> None:
-        if self.run is None:
-            return
-        try:
-            self.run.log({name: value for name, value in record.items() if value is not None})
-        except Exception as error:
-            print(f"warning: W&B was left, metrics.jsonl goes on: {error}", file=sys.stderr, flush=True)
-            self.run = None
+    def __init__(self, cfg: Config, run_dir: Path, console: Console):
+        self.run_dir, self.console = run_dir, console
+        self.connected = False
+        offset = (run_dir / "metrics.jsonl").stat().st_size
+        order = Order(str(run_dir), wandb_id(run_dir), to_dict(cfg), offset, os.getpid())
+        package = str(Path(dlr_pretrain.__file__).parents[1])
+        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dlr_pretrain.train.wandb_sender"],
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # an interrupt from the keyboard asks the run to stop, not its view
+        )
+        self._tell(json.dumps(asdict(order)))
+        self._listener = threading.Thread(target=self._listen, name="wandb-view", daemon=True)
+        self._listener.start()
 
     def __enter__(self) -> WandbView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if self.run is not None:
-            self.run.finish(exit_code=0 if kind in (None, Stopped) else 1)
+        """Wait for the last metrics, but not long."""
+        self._tell(f"finish {0 if kind in (None, Stopped) else 1}")
+        seconds = FINISH_SECONDS if self.connected and kind is None else LEAVE_SECONDS
+        try:
+            complete = self.process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            complete = False
+            self.process.kill()
+            self.process.wait()
+        self._listener.join(LEAVE_SECONDS)
+        if not complete:
+            lacks = "W&B lacks the last metrics. The next start of the run that finds it online sends them"
+            self.console.say(f"warning: {lacks}, or: python scripts/replay_wandb.py {self.run_dir}")
+
+    def _tell(self, line: str) -> None:
+        with suppress(OSError):  # it has ended
+            self.process.stdin.write(line.encode() + b"\n")
+
+    def _listen(self) -> None:
+        """Show what the process answers, until it ends."""
+        for line in self.process.stdout:
+            answer = json.loads(line)
+            self.connected = "connected" in answer
+            if self.connected:
+                self.console.summary({"wandb": answer["connected"]})
+            else:
+                self.console.say(f"warning: {answer['warning']}")
 
 
-def _has_wandb_key(url: str) -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = url.split("//")[-1].split("/")[0]
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
-
-
-def _run_id(run_dir: Path) -> str:
-    """The W&B id of this run, drawn once in its life."""
+def wandb_id(run_dir: Path, new: bool = False) -> str:
+    """The W&B id of a run directory, drawn once in its life, or when a ``new`` one is asked for."""
     path = run_dir / "wandb_id"
-    if not path.exists():
+    if new or not path.exists():
         write_durably(path, uuid.uuid4().hex[:12])
     return path.read_text().strip()

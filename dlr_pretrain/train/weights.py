@@ -11,28 +11,48 @@ fp32           fp32               the working weights            fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models import dlr
+from dlr_pretrain import shards
+from dlr_pretrain.config import Config
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models import Llama, dlr
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.train.checkpoint import Stored, fill_
+from dlr_pretrain.train.gradients import Gradients
+
+
+def place(cfg: Config, model: Llama) -> Weights:
+    """``model``, whole on this rank in the dtype of the state, as ``cfg.parallel`` has ranks hold it."""
+    if cfg.parallel.name == "fsdp":
+        from dlr_pretrain.train.sharded import ShardedWeights  # its imports take half a second
+
+        return ShardedWeights(model, cfg.precision.name, cfg.train.accumulate)
+    return Weights(model, cfg.precision.name)
 
 
 class Weights:
     """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision."""
 
+    sharded = False  # whether a rank holds only some rows of the parameters
+
     def __init__(self, model: nn.Module, precision: str):
         self.model = model
         self.masters: dict[str, Tensor] | None = None
-        if STATE_DTYPE[precision] != WORKING_DTYPE[precision]:
+        if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
             self.masters = {name: p.detach().clone() for name, p in model.named_parameters()}
             model.to(WORKING_DTYPE[precision])
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
         self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
+
+    def gradients(self, accumulate: str, world_size: int) -> Gradients:
+        """What takes backward passes through the model."""
+        return Gradients(self, accumulate, world_size)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -63,18 +83,48 @@ class Weights:
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
-        """A sum over the bits of each tensor of the state: equal states have equal sums."""
-        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        state = self.state
-        sums = [t.contiguous().view(whole[t.element_size()]).sum(dtype=torch.int64) for t in state.values()]
-        return dict(zip(state, torch.stack(sums).tolist(), strict=True))
+        """A sum over the bits of each tensor of the state that every rank holds: equal states have equal sums."""
+        state = {name: value for name, value in self.state.items() if not shards.is_sharded(value)}
+        if not state:
+            return {}
+        return dict(zip(state, torch.stack([_sum_of_bits(t) for t in state.values()]).tolist(), strict=True))
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, Tensor]) -> None:
+    def finite(self) -> bool:
+        """Whether every value of the state that is here is a number."""
+        own = map(shards.here, self.state.values())
+        floats = [t for t in own if t.is_floating_point() and t.numel()]
+        return bool(torch.stack([end.float() for t in floats for end in t.aminmax()]).isfinite().all())
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Stored]) -> None:
         """Take over a checkpoint's state."""
         for name, value in self.state.items():
-            value.copy_(tensors[name])
+            if name not in tensors or tensors[name].shape != tuple(value.shape):
+                there, here = tensors[name].shape if name in tensors else "missing", tuple(value.shape)
+                raise UserError(f"the checkpoint is of another model: {name} is {there} there, and {here} here")
+            fill_(value, tensors[name])
 
-    def folded(self) -> dict[str, Tensor]:
-        """The state with every residual folded in: what is deployed."""
-        return dlr.folded_state(self.model, {name: value.detach() for name, value in self.state.items()})
+    def folded(self, keep: bool) -> dict[str, Tensor]:
+        """The state with every residual folded in, whole, on the host: what is deployed. Nothing where not ``keep``.
+
+        All ranks must call. Raises RuntimeError where it is not, bit for bit, what the training forward multiplies by.
+        """
+        if not (keep or self.sharded):
+            return {}
+        folded = dlr.folded_state(self.model, {name: value.detach() for name, value in self.state.items()})
+        branches = {f"{name}.weight" for name, up in dlr.residuals(self.model) if up.residual.impl == "branch"}
+        with self.published():
+            for name, p in self.model.named_parameters():
+                own = shards.here(folded[name]) if name in folded.keys() - branches else None
+                if own is not None and not torch.equal(own.to(p.dtype), shards.here(p).detach()):
+                    raise RuntimeError(f"{name}: the folded tensor is not the working weight")
+        whole = ((name, shards.gathered(folded.pop(name))) for name in list(folded))
+        return {name: value.cpu() for name, value in whole if keep}
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum, modulo 2**64, of a tensor's memory in words of 8 bytes; of single bytes where they do not fit."""
+    flat = tensor.contiguous().flatten()
+    fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+    return flat.view(torch.int64 if fits else torch.int8).sum(dtype=torch.int64)

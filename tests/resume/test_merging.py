@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.train.metrics import Pending
+from tests import conftest
 from tests.conftest import torchrun
 from tests.resume.test_resume import assert_same, final
 
@@ -20,8 +20,7 @@ AT = "model.layers.0.mlp.down_proj"
 
 
 def saved(folder, step: int) -> dict:
-    where = folder / "checkpoints" / f"step_{step:08d}"
-    return load_file(where / "model.safetensors") | load_file(where / "optimizer.safetensors")
+    return conftest.saved(folder / "checkpoints" / f"step_{step:08d}")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])

@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, capsys, damage):
     with pytest.raises(Stopped):
         train(tmp_path / "parts", "train.stop_after=10")
     newest = tmp_path / "parts" / "checkpoints" / "step_00000010"
-    weights = newest / "model.safetensors"
+    (weights,) = newest.glob("*.safetensors")
     if damage == "truncate":
         weights.write_bytes(weights.read_bytes()[:-5])
     elif damage == "flip":
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, capsys, damage):
         data[-100] ^= 1
         weights.write_bytes(data)
     elif damage == "remove":
-        (newest / "optimizer.safetensors").unlink()
+        weights.unlink()
     else:
         (newest / "manifest.json").unlink()
     capsys.readouterr()
@@ -103,14 +103,64 @@ def test_a_damaged_checkpoint_is_passed_over(train, tmp_path, capsys, damage):
     assert "passed over" in (out := capsys.readouterr().out) and "after step 5" in out
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "metrics.jsonl"])
 @pytest.mark.parametrize("content", ["{{junk\n", "[]\n", "null\n", '{"step": "x", "starts": 3}\n'])
-def test_a_damaged_record_is_named(train, tmp_path, file, content):
+def test_a_damaged_record_is_named(train, tmp_path, content):
     with pytest.raises(Stopped):
         train(tmp_path / "run", "train.stop_after=2")
-    (tmp_path / "run" / file).write_text(content)
-    with pytest.raises(UserError, match=rf"{file}.* damaged"):
+    (tmp_path / "run" / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match=r"manifest.json.* damaged"):
         train(tmp_path / "run")
+
+
+def test_what_a_loss_of_power_leaves_of_the_metrics_is_cut(train, tmp_path):
+    whole = final(train(tmp_path / "whole"))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", "train.stop_after=7")
+    with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:
+        file.write(bytes(300) + b"\n" + b'{"step": 12, "train/loss": 1.0}\n')
+    assert_same(final(train(tmp_path / "parts")), whole)
+
+
+def test_a_line_that_was_lost_leaves_a_gap_that_is_named(train, tmp_path, capsys):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], "{{junk\n", *lines[4:]]))
+    train(tmp_path / "run")
+    assert "metrics.jsonl has lost steps 4 of the 7" in capsys.readouterr().out
+    assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, *range(5, 21)]
+
+
+def test_checkpoints_that_are_gone_are_missed(train, tmp_path):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"checkpoints: none, and step 7 was saved. Bring it back"):
+        train(tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
+    train(tmp_path / "run")
+
+
+@pytest.mark.parametrize("choice", [("scale.hidden_size=48",), ("train.lr=0.02",)])
+def test_a_checkpoint_of_another_run_is_refused(train, tmp_path, choice):
+    for name, words in (("one", ()), ("other", choice)):
+        with pytest.raises(Stopped):
+            train(tmp_path / name, *words, "train.stop_after=7")
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "one" / "checkpoints")
+    with pytest.raises(UserError, match=r"step_00000007: it is of another run \(1 keys? differ: (train.lr|scale.h)"):
+        train(tmp_path / "one")
+
+
+def test_a_checkpoint_under_another_name_is_passed_over(train, tmp_path, capsys):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7")
+    (tmp_path / "run" / "checkpoints" / "step_00000007").rename(tmp_path / "run" / "checkpoints" / "step_00000009")
+    train(tmp_path / "run")
+    assert "is that of step 7 under another name" in capsys.readouterr().out
 
 
 def test_the_runs_own_copy_of_the_tokenizer_serves_a_resume(train, tmp_path):

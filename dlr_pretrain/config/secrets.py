@@ -1,0 +1,30 @@
+"""Passwords and tokens have no place in what a run writes, sends or prints."""
+
+from __future__ import annotations
+
+import os
+import re
+
+HIDDEN = "***"
+SHORTEST = 8  # characters of a variable's value that counts as a secret
+NAME = re.compile(r"[\w.+]*(?:token|api_?key|access_?key|secret|passw(?:or)?d)", re.IGNORECASE)  # of what holds one
+FORMS = (
+    re.compile(r"(?<=://)[^/\s@]+(?=@)"),  # user:password of a URL
+    re.compile(r"\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_)\w{20,}"),
+)
+
+
+def redact(text: str) -> str:
+    """``text`` without the values of variables such as HF_TOKEN, passwords of URLs, and tokens of a known form."""
+    for name, value in os.environ.items():
+        if NAME.fullmatch(name) and len(value) >= SHORTEST:
+            text = text.replace(value, HIDDEN)
+    for form in FORMS:
+        text = form.sub(HIDDEN, text)
+    return text
+
+
+def redact_word(word: str) -> str:
+    """A word of a command line, which may be Hydra's as well: hydra.job.env_set.HF_TOKEN=..."""
+    key, sign, _ = word.partition("=")
+    return f"{key}={HIDDEN}" if sign and NAME.fullmatch(key) else redact(word)

@@ -1,0 +1,73 @@
+"""Tensors of which each rank holds some rows: DTensors that are sharded on their first dimension.
+
+Every function takes plain tensors too, of which a rank holds all rows. DTensors are known by what they have: importing
+their module takes half a second, and only ``parallel=fsdp`` makes any.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Stored(Protocol):
+    """A tensor elsewhere, read as it is asked for."""
+
+    def whole(self) -> Tensor: ...
+
+    def rows(self, first: int, end: int) -> Tensor: ...
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The first row of a sharded ``tensor`` that is here, and the one after the last: dealt out as by torch.chunk."""
+    (placement,), count = tensor.placements, tensor.shape[0]
+    if not placement.is_shard(0):
+        raise ValueError(f"tensors are sharded by rows here, not {tensor.placements}")
+    each = -(-count // tensor.device_mesh.size())
+    first = min(each * tensor.device_mesh.get_local_rank(), count)
+    return first, min(first + each, count)
+
+
+@torch.no_grad()
+def here(tensor: Tensor) -> Tensor:
+    """The rows of ``tensor`` that are here, in its own memory: the same object at each call, as optimizers need it."""
+    if not is_sharded(tensor):
+        return tensor
+    if not hasattr(tensor, "_here"):
+        tensor._here = tensor.to_local()
+    return tensor._here
+
+
+def like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+    """The tensor of ``shape`` (that of ``tensor`` if None), sharded as ``tensor``, whose rows here are ``own``."""
+    if not is_sharded(tensor):
+        return own
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size(shape or tensor.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def whole(stored: Tensor | Stored) -> Tensor:
+    return stored if isinstance(stored, Tensor) else stored.whole()
+
+
+def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
+    """Those rows of a tensor, ``stored`` whole, that this rank holds of ``tensor``."""
+    if not is_sharded(tensor):
+        return whole(stored)
+    first, end = span(tensor)
+    return stored[first:end] if isinstance(stored, Tensor) else stored.rows(first, end)
+
+
+@torch.no_grad()
+def gathered(tensor: Tensor) -> Tensor:
+    """All rows of ``tensor``, on every rank; all ranks must call."""
+    return tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()

@@ -1,0 +1,74 @@
+"""Files that a crash leaves whole: replaced at once, or written through to the disk before they count."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+WRITE_BYTES = 1 << 22  # hashed and written at once
+Rest = Callable[[float], object]
+
+
+def at_once(seconds: float) -> None:
+    """The rest of one who has none: see ``write_safetensors``."""
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(aside)
+    os.replace(aside, path)
+    sync(path.parent)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at_once) -> dict:
+    """Write ``tensors`` durably in one pass, hashed on the way; {"bytes", "sha256"} of the file.
+
+    ``rest(seconds)`` is called after each block, with the time that it took.
+    The library's writer first makes a copy of everything, and would have to be read again for the checksum.
+    """
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=0) as file:
+        for content in _contents(encoded, tensors.values()):
+            for at in range(0, len(content), WRITE_BYTES):
+                block, began = content[at : at + WRITE_BYTES], time.perf_counter()
+                digest.update(block)
+                if file.write(block) != len(block):  # what an unbuffered file does before it says that it is full
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                size += len(block)
+                rest(time.perf_counter() - began)
+        os.fsync(file.fileno())
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _contents(header: bytes, tensors: Iterable[Tensor]) -> Iterable[memoryview]:
+    yield memoryview(len(header).to_bytes(8, "little") + header)
+    for tensor in tensors:
+        if tensor.numel():
+            yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""A run that goes on from another run's checkpoint with other settings, on purpose (``run.fork_from``)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train import checkpoint
+from dlr_pretrain.train.checkpoint import Checkpoint
+from dlr_pretrain.train.files import sync, write_durably
+from dlr_pretrain.train.record import differences, update_record
+
+METRICS = "metrics.jsonl"
+# A position in the data says nothing under other values of these keys; moments do under other values of those.
+DATA = ("data.", "tokenizer.", "train.global_batch", "train.seq_len")
+RATES = ("optimizer.beta", "optimizer.eps", "optimizer.weight_decay")
+
+
+def fork(
+    fork_from: Path, run_dir: Path, identity: dict, shapes: Mapping[str, tuple[int, ...]], say: Callable[[str], None]
+) -> Path:
+    """Make the newest valid checkpoint of the run ``fork_from``, or the one it names, the first one of ``run_dir``.
+
+    Its metrics come with it, and ``manifest.json`` keeps where it is from and which keys differ. Raises UserError where
+    its weights have not the ``shapes`` of this run's.
+    """
+    source, found = _source(fork_from.resolve(), say)
+    origin = checkpoint.load(found)
+    theirs = {name: stored.shape for name, stored in origin.model.items()}
+    unfit = [name for name in (shapes | theirs) if shapes.get(name) != theirs.get(name)]
+    if unfit:
+        name = unfit[0]
+        sizes = f"{name} is {theirs.get(name, 'missing')} there, and {shapes.get(name, 'unknown')} here"
+        raise UserError(f"run.fork_from={fork_from}: another model ({len(unfit)} tensors differ: {sizes})")
+    changed = departures(origin, identity)
+    step, steps = checkpoint.step_of(found), identity["train.steps"]
+    if step >= steps:
+        raise UserError(f"train.steps={steps}: run.fork_from={fork_from} has trained {step} already. Set it above that")
+    aside = run_dir / "checkpoints" / ".writing_fork"
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(found, aside, copy_function=_link)
+    for path in (*aside.iterdir(), aside):
+        sync(path)
+    count = sum(record["step"] <= step for record in read_metrics(source / METRICS))
+    lines = (source / METRICS).read_bytes().splitlines(keepends=True) if count else []
+    write_durably(run_dir / METRICS, b"".join(lines[:count]))
+    update_record(run_dir, {"forked": {"checkpoint": str(found), "step": step, "changed": changed}, "saved": step})
+    os.rename(aside, run_dir / "checkpoints" / found.name)
+    sync(run_dir / "checkpoints")
+    for name, (there, here) in changed.items():
+        say(f"fork: {name} was {there}, and is {here} after step {step:,}")
+    return run_dir / "checkpoints" / found.name
+
+
+def departures(found: Checkpoint, identity: dict) -> dict[str, tuple[object, object]]:
+    """The keys whose values in the run that made a checkpoint are not those of ``identity``, with both."""
+    changed = differences(found.state["identity"], identity)
+    changed.pop("run.fork_from", None)
+    return changed
+
+
+def adapt(found: Checkpoint, identity: dict, forked: dict | None, say: Callable[[str], None]) -> None:
+    """Drop from the checkpoint that a run was ``forked`` from what says nothing under this run's settings.
+
+    Raises UserError where the checkpoint is of another run, and this one was not forked from it.
+    """
+    changed = departures(found, identity)
+    if changed and (forked is None or found.step != forked["step"]):
+        name, (there, here) = next(iter(changed.items()))
+        what = f"it is of another run ({len(changed)} keys differ: {name} was {there} there, and is {here} here)"
+        raise UserError(f"{found.path}: {what}. Move it away, or start from it with run.fork_from")
+    if any(name.startswith(("optimizer.", "precision.")) and not name.startswith(RATES) for name in changed):
+        found.optimizer.clear(), found.optimizer_layout.clear()
+        say("fork: the optimizer's state starts anew")
+    if any(name.startswith(DATA) for name in changed):
+        found.state["streams"] = None
+        say("fork: the data start anew")
+    if forked and best_after(forked):
+        found.state |= {"losses": [], "best": None}
+
+
+def best_after(forked: dict) -> int:
+    """The step up to which evaluations are of other text than this run's."""
+    other = any(name.startswith((*DATA, "eval.")) for name in forked["changed"])
+    return forked["step"] if other else 0
+
+
+def _source(given: Path, say: Callable[[str], None]) -> tuple[Path, Path]:
+    """The run directory, and the checkpoint in it."""
+    if re.fullmatch(r"step_\d+", given.name):
+        if damage := checkpoint.fault(given):
+            raise UserError(f"run.fork_from={given}: {damage}. Name another checkpoint")
+        return given.parent.parent, given
+    found, skipped = checkpoint.newest(given / "checkpoints")
+    for reason in skipped:
+        say(f"warning: fork: passed over {reason}")
+    if found is None:
+        raise UserError(f"run.fork_from={given}: no checkpoint there. Name a run, or <run>/checkpoints/step_*")
+    return given, found
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name, where the file system can: checkpoints are never changed in place."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,140 @@
+"""``parallel=fsdp``: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run.
+
+What is sharded is the state: fp32 masters under ``bf16_mixed``, which are rounded to the working weights as they are
+gathered; residuals are published into the rows of the state before that, so that they are rounded with it, once.
+Scalars (alpha, theta) are on every rank. Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from dlr_pretrain import shards
+from dlr_pretrain.models import dlr
+from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.train.gradients import global_norm
+from dlr_pretrain.train.weights import Weights
+
+
+class ShardedWeights(Weights):
+    """The parameters of ``model``, given whole on every rank in ``STATE_DTYPE[precision]``, as rows on each.
+
+    ``accumulate`` as in ``ShardedGradients``. Makes the process group of a single rank where there is none.
+    """
+
+    sharded = True
+
+    def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
+        shard_(model, WORKING_DTYPE[precision], torch.float32 if accumulate == "fp32" else None)
+        super().__init__(model, precision)
+
+    def gradients(self, accumulate: str, world_size: int) -> ShardedGradients:
+        return ShardedGradients(self, accumulate)
+
+    @contextmanager
+    def published(self) -> Iterator[None]:
+        with super().published():
+            yield
+            self.model.reshard()  # the root keeps what it gathered in a forward pass without a backward pass
+
+
+def shard_(model: Llama, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> None:
+    """Leave this rank's rows of the parameters of ``model``; blocks are gathered one by one, the rest for the step.
+
+    The model multiplies by ``dtype``. Gradients are summed over ranks (the loss is divided by the global count) in
+    ``reduce_dtype``, or their own.
+    """
+    device = model.lm_head.weight.device
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    scalars = {p for p in model.parameters() if p.dim() == 0}
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+class ShardedGradients:
+    """Runs backward passes and hands the optimizer their sum over micro-batches and ranks, each rank its rows.
+
+    Ranks sum after every micro-batch. ``native`` sums over ranks in the gradients' own dtype, and over micro-batches in
+    that of the state; ``fp32`` sums both in fp32. Either keeps 1/ranks of what a replicated model's buffers take.
+    """
+
+    def __init__(self, weights: ShardedWeights, accumulate: str):
+        self.weights = weights
+        self.forward: nn.Module = weights.model
+        self.scalars = [p for p in weights.working.values() if not shards.is_sharded(p)]
+        self.totals: list[_Total] = []
+        if accumulate == "fp32" and weights.model.lm_head.weight.dtype != torch.float32:
+            for module in weights.model.modules():
+                if isinstance(module, FSDPModule):
+                    self.totals.append(_Total())
+                    module.set_all_reduce_hook(self.totals[-1])
+
+    def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
+        """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
+        for p in self.weights.working.values() if self.totals else ():
+            p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold it
+        loss = self.forward(*inputs) / count
+        loss.backward()
+        return loss.detach()
+
+    @torch.no_grad()
+    def collect(self) -> list[Tensor]:
+        """Give each tensor that is optimized its gradient, in its own dtype, and return the rows that are here."""
+        weights = self.weights
+        own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.working.items()})
+        partial = [*(p.grad for p in self.scalars), *own.values()]
+        if partial:
+            summed = torch.stack([g.float() for g in partial])
+            dist.all_reduce(summed)
+            scalars = [*self.scalars, *(weights.model.get_parameter(name) for name in own)]
+            for p, gradient in zip(scalars, summed.unbind(), strict=True):
+                p.grad = gradient.to(p.dtype)
+        return [shards.here(p.grad) for p in weights.optimized.values()]
+
+    def norm(self, gradients: list[Tensor]) -> Tensor:
+        """The l2 norm over all that ``collect`` returned, on all ranks."""
+        sharded = [shards.is_sharded(p) for p in self.weights.optimized.values()]
+        rows = [g for g, is_sharded in zip(gradients, sharded, strict=True) if is_sharded]
+        scalars = [g for g, is_sharded in zip(gradients, sharded, strict=True) if not is_sharded]
+        square = global_norm(rows).square()
+        dist.all_reduce(square)
+        return torch.sqrt(square + global_norm(scalars).square() if scalars else square)
+
+    def clear(self) -> None:
+        self.forward.zero_grad()
+        for total in self.totals:
+            total.fresh = True
+
+
+class _Total:
+    """The sum over micro-batches of what the ranks have summed of one block, before it is rounded to the state's dtype.
+
+    Called by FSDP with its buffer, on its own stream.
+    """
+
+    def __init__(self):
+        self.sum: Tensor | None = None
+        self.fresh = True
+
+    def __call__(self, reduced: Tensor) -> None:
+        if self.sum is None:
+            self.sum = torch.empty_like(reduced)
+        if self.fresh:
+            self.sum.copy_(reduced)
+            self.fresh = False
+        else:
+            reduced.copy_(self.sum.add_(reduced))

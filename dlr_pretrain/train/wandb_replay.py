@@ -1,0 +1,59 @@
+"""The whole history of a run directory as one run of W&B, from ``metrics.jsonl`` alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.metrics import missing_steps
+from dlr_pretrain.train.record import read_record
+from dlr_pretrain.train.wandb_sender import choose_mode, first_line, lacks_key, last_step, log, open_run
+from dlr_pretrain.train.wandb_view import wandb_id
+
+
+def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new_id: bool = False, **logger) -> None:
+    """Send what W&B lacks of a run, under the run's own W&B id or a ``new_id``; says where it is.
+
+    ``logger`` replaces the project and the entity of the run's configuration. WANDB_MODE=offline writes a file for
+    ``wandb sync`` instead. Raises UserError where the run is in use, unfinished (unless ``partial``) or no run at all,
+    and where W&B does not take it: what it has taken by then is not sent again.
+    """
+    if not (run_dir / "config.yaml").exists():
+        raise UserError(f"{run_dir} is no run: it has no config.yaml")
+    mode = choose_mode()
+    if mode not in ("online", "offline"):
+        raise UserError(f"WANDB_MODE={mode}: must be online, or offline for a file that `wandb sync` sends")
+    with RunLock(run_dir) as lock:
+        lock.acquire()
+        try:
+            config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
+            config["logger"] |= {name: value for name, value in logger.items() if value is not None}
+            steps = config["train"]["steps"]
+        except Exception as error:  # YAML's own types, or a tree of another kind
+            raise UserError(f"{run_dir / 'config.yaml'} is damaged ({first_line(error)})") from error
+        records = read_metrics(run_dir / "metrics.jsonl")
+        step = records[-1]["step"] if records else 0
+        if not partial and step < steps:
+            raise UserError(f"{run_dir} is at step {step} of {steps}. Let it finish, or send what there is: --partial")
+        first = read_record(run_dir).get("forked", {"step": 0})["step"] + 1
+        if missing := missing_steps((record["step"] for record in records), first, step):
+            say(f"warning: {run_dir}: metrics.jsonl lacks steps {missing}")
+        try:
+            settings = {"x_disable_stats": True, "x_disable_meta": True}  # they would be this machine's
+            run = open_run(run_dir, wandb_id(run_dir, new_id), config, mode, **settings)
+            after = last_step(run)
+            log(run, records, after)
+            run.finish(exit_code=0)
+        except Exception as error:
+            if lacks_key(error):
+                raise UserError("no API key found: set WANDB_API_KEY, or WANDB_MODE=offline for a file") from None
+            raise UserError(f"{run_dir}: W&B: {first_line(error)}. The same command sends the rest") from error
+    sent = sum(record["step"] > after for record in records)
+    where = run.url if mode == "online" else f"wandb sync {os.path.dirname(run.dir)}"
+    say(f"{run_dir}: {sent} of {len(records)} steps sent, {where}")

@@ -1,0 +1,103 @@
+"""Some steps of the trainer on this rank, without data room and run directory, and all that they leave."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain import shards
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch
+from dlr_pretrain.models import build
+from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.optim import quantized
+from dlr_pretrain.train import merging
+from dlr_pretrain.train.benchmark import NoSaver
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.weights import place
+from tests.conftest import SMALL, on_ranks
+from tests.golden.regenerate import VOCAB, batches
+
+
+@dataclass
+class Outcome:
+    """Loss and gradient norm of every step; the whole tensors of the state, of moments by value, and folded."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    folded: dict[str, Tensor]
+
+
+def config(*words: str) -> Config:
+    """A configuration for two ranks."""
+    default = {word.split("=")[0]: word for word in (*SMALL, "data=sample", "train.lr=1e-3", "train.steps=10")}
+    given = {word.split("=")[0] for word in words} | ({"scale.rank"} if "backbone=full" in words else set())
+    return load([*(word for name, word in default.items() if name not in given), *words], 2)
+
+
+def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Trainer:
+    """A trainer of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
+    built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
+    weights = place(cfg, build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name]))
+    if cfg.compile:
+        weights.model.compile_()
+    return Trainer(cfg, runtime, weights, lambda _: {}, Console(cfg, False), lambda _: None, NoSaver(), None)
+
+
+def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
+    """This rank's part of the run's batches."""
+    share = cfg.train.global_batch // runtime.world_size
+    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    some = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
+    return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
+
+
+def trained(trainer: Trainer, steps: list[Batch]) -> Outcome:
+    losses, norms = [], []
+    for step, batch in enumerate(steps, 1):
+        loss, norm, *_ = trainer.update(batch, trainer.lr(step - 1)).tolist()
+        losses.append(loss), norms.append(norm)
+        if merging.is_due(trainer.cfg, step):
+            merging.merge(trainer.cfg, trainer.weights, trainer.optimizer, step)
+    state = {name: shards.gathered(value) for name, value in trainer.weights.state.items()}
+    return Outcome(losses, norms, state, moments(trainer), trainer.weights.folded(keep=True))
+
+
+def moments(trainer: Trainer) -> dict[str, Tensor]:
+    """The optimizer's state, whole, what is quantised by value."""
+    parameters, found = trainer.optimizer.parameters, {}
+    for name, entry, value in trainer.optimizer._entries():
+        value = quantized.values(value)
+        whole = shards.gathered(shards.like(parameters[name], value)) if value.dim() else value
+        found[f"{name}/{entry}"] = whole
+    return found
+
+
+def on_two_ranks(act: Callable[[Runtime], object]) -> None:
+    def with_runtime():
+        with Runtime(config()) as runtime:
+            act(runtime)
+
+    on_ranks(with_runtime, 2)
+
+
+def run(runtime: Runtime, *words: str, plain: bool = False) -> Outcome:
+    """The steps of ``config(*words)`` on this rank."""
+    cfg = config(*words)
+    return trained(made(cfg, runtime, plain), own_batches(cfg, runtime))
+
+
+def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].shape == b[name].shape, name
+        assert torch.equal(a[name], b[name]), f"{name}: {(a[name].double() - b[name].double()).abs().max():.1e}"

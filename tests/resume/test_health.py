@@ -1,0 +1,71 @@
+"""What a run remembers of itself: unusual losses, the best evaluation, the evaluation that had to wait."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.errors import Stopped
+from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.health import SETTLED, WINDOW, SpikeScore
+from dlr_pretrain.train.trainer import Trainer
+from tests.resume.test_resume import assert_same, final
+
+pytestmark = pytest.mark.usefixtures("no_export")
+
+
+def test_a_score_is_in_standard_deviations_of_the_losses_before():
+    losses = [4 + 0.01 * (i % 7) for i in range(200)] + [4.5]
+    scores = SpikeScore()
+    found = [scores.score(loss) for loss in losses]
+    assert found[:SETTLED] == [None] * SETTLED and None not in found[SETTLED:]
+    before = losses[-1 - WINDOW : -1]
+    assert found[-1] == pytest.approx((4.5 - statistics.fmean(before)) / statistics.pstdev(before)) and found[-1] > 20
+    assert scores.score(float("nan")) is None and len(scores.losses) == WINDOW
+    flat = SpikeScore([1.0] * 50)
+    assert flat.score(1.0) is None
+
+
+def test_a_resumed_run_logs_the_same_scores(train, tmp_path):
+    long = ("train.steps=40", "eval.every=100")
+    whole = final(train(tmp_path / "whole", *long))
+    with pytest.raises(Stopped):
+        train(tmp_path / "parts", *long, "train.stop_after=33")
+    assert_same(final(train(tmp_path / "parts", *long)), whole)
+    assert [r["train/spike"] is None for r in whole[1]] == [True] * SETTLED + [False] * (40 - SETTLED)
+
+
+@pytest.mark.parametrize("step", [10, 15])
+def test_an_evaluation_that_is_due_when_the_run_is_stopped_waits_for_the_next_start(train, tmp_path, monkeypatch, step):
+    whole = final(train(tmp_path / "whole"))
+    update, evaluated, call = Trainer.update, [], Evaluator.__call__
+
+    def stopped(self, batch, lr):
+        self.runtime.stop_requested = self.step + 1 == step
+        return update(self, batch, lr)
+
+    monkeypatch.setattr(Evaluator, "__call__", lambda *given: evaluated.append(1) or call(*given))
+    with monkeypatch.context() as asked:
+        asked.setattr(Trainer, "update", stopped)
+        with pytest.raises(Stopped, match=f"after step {step} of 20"):
+            train(tmp_path / "parts")
+    assert len(evaluated) == step // 10 - (step == 10)
+    assert_same(final(train(tmp_path / "parts")), whole)
+
+
+def test_the_best_evaluation_is_saved_as_it_is_found_and_kept(train, tmp_path, monkeypatch):
+    losses = iter([5.0, 3.0, 4.0, 4.5, 4.0])
+    whole = {"eval/perplexity": 1.0, "eval/perplexity_galore": 1.0}
+    monkeypatch.setattr(Evaluator, "__call__", lambda *_: {"eval/loss": next(losses)} | whole)
+    given = ("checkpoint.every=100", "checkpoint.keep_best=true", "checkpoint.keep_last=1", "eval.every=4")
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *given, "train.stop_after=13")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert {d.name for d in checkpoints.iterdir()} == {"step_00000008", "step_00000013"}
+    folder = train(tmp_path / "run", *given)
+    assert {d.name for d in checkpoints.iterdir()} == {"step_00000008", "step_00000020"}
+    assert json.loads((checkpoints / "step_00000008" / "state.json").read_text())["eval_loss"] == 3.0
+    assert len(read_metrics(folder / "metrics.jsonl")) == 20

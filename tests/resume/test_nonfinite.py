@@ -1,0 +1,138 @@
+"""An update that is not finite is never applied: it ends the run, or is left out, and its batch is kept for a look."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.data import Tokenizer, TrainLoader
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.gradients import Gradients
+from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train.trainer import Trainer
+from tests.conftest import saved
+from tests.resume.test_merging import Late
+from tests.resume.test_resume import assert_same, final
+
+pytestmark = pytest.mark.usefixtures("no_export")
+SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """``poison(6, 7)`` makes the loss and the gradient of these steps not finite."""
+    bad, at, update, add = set(), {}, Trainer.update, Gradients.add
+
+    def counted(self, batch, lr):
+        at["step"] = self.step + 1
+        return update(self, batch, lr)
+
+    def poisoned(self, inputs, count, last):
+        return add(self, inputs, count * (0.0 if at["step"] in bad else 1.0), last)
+
+    monkeypatch.setattr(Trainer, "update", counted)
+    monkeypatch.setattr(Gradients, "add", poisoned)
+    return lambda *steps: bad.update(steps)
+
+
+def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch_kept(train, corpus, tmp_path, poison):
+    poison(7)
+    with pytest.raises(UserError, match=r"step 7: loss (inf|nan).*The 6 steps before it are saved.*nonfinite"):
+        train(tmp_path / "run", "train.global_batch=4", "train.micro_batch=4")
+    assert (tmp_path / "run" / "checkpoints" / "step_00000006").is_dir()
+    kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
+    assert kept["step"] == 7 and len(kept["streams"]) == 4
+    tokenizer = Tokenizer(corpus / "spiece.model")
+    for stream in kept["streams"]:
+        assert stream["from"]["shard"] in {path.name for path in corpus.glob("c4-train*")}
+        (row,) = stream["tokens"]
+        assert len(row) == 33 and stream["text"] == [tokenizer.decode(row)] and len(stream["text"][0]) > 40
+        assert stream["from"] != stream["to"]
+
+
+def test_a_batch_begins_where_the_one_before_it_ended(train, tmp_path, poison):
+    poison(5, 6)
+    train(tmp_path / "run", *SKIP, "train.steps=6")
+    one, two = (json.loads((tmp_path / f"run/nonfinite/step_0000000{n}_rank_0.json").read_text()) for n in (5, 6))
+    assert [s["to"] for s in one["streams"]] == [s["from"] for s in two["streams"]]
+    assert [s["tokens"][0][-1] for s in one["streams"]] == [s["tokens"][0][0] for s in two["streams"]]
+
+
+@pytest.mark.parametrize(
+    "choice", [("backbone=cola", "dlr=on"), ("precision=bf16_mixed",), ("optimizer=adamw_foreach",)]
+)
+def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys, poison, choice):
+    poison(6)
+    folder = train(tmp_path / "run", *SKIP, *choice, "checkpoint.every=1", "train.steps=8")
+    before, left_out, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6, 7))
+    assert all(torch.equal(before[name], left_out[name]) for name in before)
+    assert any(not torch.equal(after[name], left_out[name]) for name in after)
+    records = read_metrics(folder / "metrics.jsonl")
+    assert [r["step"] for r in records] == list(range(1, 9)) and records[-1]["train/tokens"] == 8 * 8 * 32
+    assert [r["train/skipped"] for r in records] == [0] * 5 + [1] * 3
+    assert records[5]["train/loss"] is None and records[5]["train/grad_norm"] is None
+    assert all(math.isfinite(r["train/loss"]) for r in records if r["step"] != 6)
+    assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "was left out; its batch is in" in out
+
+
+def test_the_weights_at_the_time_are_saved_too(train, tmp_path, poison):
+    poison(14)
+    folder = train(tmp_path / "run", *SKIP, "checkpoint.every=100")
+    assert {d.name for d in (folder / "checkpoints").iterdir()} == {"step_00000014", "step_00000020"}
+
+
+@pytest.mark.parametrize("pending", [Pending, Late])
+def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison, pending):
+    poison(6, 7, 9)
+    whole = final(train(tmp_path / "whole", *SKIP))
+    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    for stop in (6, 8):
+        with pytest.raises(Stopped):
+            train(tmp_path / "parts", *SKIP, f"train.stop_after={stop}")
+    assert_same(final(train(tmp_path / "parts", *SKIP)), whole)
+
+
+@pytest.mark.parametrize(("pending", "last"), [(Pending, 11), (Late, 12)])
+def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pending, last):
+    poison(3, 4, *range(8, 20))
+    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    with pytest.raises(UserError, match=r"the last 4 updates were not finite, and train.max_skipped=3"):
+        train(tmp_path / "run", *SKIP, "train.max_skipped=3", "checkpoint.every=100")
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
+    assert newest.name == f"step_{last:08d}"
+    assert json.loads((newest / "state.json").read_text())["skipped"] == [last - 5, last - 7, last]
+
+
+@pytest.mark.parametrize("pending", [Pending, Late])
+def test_a_stop_while_waiting_for_data_skips_nothing(train, tmp_path, monkeypatch, pending):
+    """The step that has no data is not taken; it is no update that was left out."""
+    whole = final(train(tmp_path / "whole", *SKIP))
+    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    take, taken = TrainLoader.take, []
+
+    def waiting(self, stop):
+        taken.append(1)
+        if len(taken) == 8:
+            raise Stopped("asked to stop while waiting for data")
+        return take(self, stop)
+
+    with monkeypatch.context() as asked:
+        asked.setattr(TrainLoader, "take", waiting)
+        with pytest.raises(
+            Stopped, match=r"stopped after step 7 of 20 \(asked to stop while waiting for data\); saved"
+        ):
+            train(tmp_path / "parts", *SKIP)
+    assert not (tmp_path / "parts" / "nonfinite").exists()
+    assert_same(final(train(tmp_path / "parts", *SKIP)), whole)
+
+
+def test_weights_that_are_not_finite_are_not_saved(train, tmp_path):
+    """A gradient that is finite, and a rate that is not of this world: the next loss shows it, and nothing saves it."""
+    with pytest.raises(UserError, match=r"not finite"):
+        train(tmp_path / "run", "train.lr=1e39", "checkpoint.every=1", "train.warmup_steps=0", "precision=fp32")
+    for directory in (tmp_path / "run").glob("checkpoints/step_*"):
+        assert all(torch.isfinite(t).all() for t in saved(directory).values())
