@@ -7,31 +7,49 @@ from pathlib import Path
 
 import torch
 
+from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.deploy.fold import fold_checkpoint
 from dlr_pretrain.errors import EXIT_FAILED, UserError
-from dlr_pretrain.train.checkpoint import fault
+from dlr_pretrain.train.checkpoint import fault, load
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write a checkpoint's folded weights as a transformers folder.")
     parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
-    parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>)")
+    parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
-    parser.add_argument("--merge", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
+    form.add_argument("--layout", choices=("own", "cola"), default="own", help="cola: names of the CoLA authors' code")
+    parser.add_argument("--tokens", type=int, default=50_000, help="validation text for the report; 0: without it")
     given = parser.parse_args()
-    output = given.output or given.checkpoint.parent.parent / f"folded_{given.checkpoint.name}"
+    given.checkpoint = given.checkpoint.resolve()
+    forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
+    name = "_".join(["folded", given.checkpoint.name, *filter(None, forms)])
+    output = given.output or given.checkpoint.parent.parent / name
     try:
         if not re.fullmatch(r"step_\d+", given.checkpoint.name):
             raise UserError(f"{given.checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
         if damage := fault(given.checkpoint):
             raise UserError(f"{given.checkpoint}: {damage}. Name another checkpoint")
-        dtype = getattr(torch, given.dtype or "", None)
-        layers, merged = fold_checkpoint(given.checkpoint, output, dtype, given.merge)
+        run, found = given.checkpoint.parent.parent, load(given.checkpoint)
+        tensors = {name: stored.whole() for name, stored in found.model.items()}
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
+        report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", EXIT_FAILED)
-    print(f"folded {layers} layers{', merged into dense weights,' if merged else ''} into {output}")
+    print("\n".join([*report, f"written       {output}"]))
     return 0
+
+
+def facts(run: Path, state: dict) -> dict[str, object]:
+    """What the folder's README tells of the checkpoint: where it stands, and the newest evaluation until then."""
+    record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
+    past = (line for line in newest_first(run / "metrics.jsonl") if line["step"] <= record["step"])
+    newest = next((line for line in past if "eval/loss" in line), {})
+    return record | {name: value for name, value in newest.items() if name.startswith("eval/")}
 
 
 if __name__ == "__main__":

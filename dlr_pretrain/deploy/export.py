@@ -16,7 +16,9 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.tokenizer import EOS, PAD
+from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
+from dlr_pretrain.deploy.card import card
+from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
@@ -36,13 +38,15 @@ def export(
     record: dict[str, object],
     check: Callable[[Path], None] = lambda _: None,
     trained: Config | None = None,
+    layout: str = "own",
 ) -> None:
     """Write ``folder`` from folded weights.
 
     ``tensors`` are the parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all bf16,
     folded; ``tokenizer_path`` is the sentencepiece model; ``record`` the final numbers of the run, by name, for the
     folder's README; ``trained`` its configuration where that is not ``cfg`` (see ``deployed``). ``check`` looks at the
-    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``.
+    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``. With ``layout``
+    "cola" a CoLA model is written for its authors' code.
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
@@ -50,17 +54,20 @@ def export(
         raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
     if folder.exists() and not _is_export(folder):
         raise UserError(f"{folder} is in the way: it is no earlier export. Move it away, or name another folder")
+    settings = model_config(cfg, vocab_size, dtype) | {"spiece_sha256": Tokenizer(tokenizer_path).fingerprint}
+    if layout == "cola":
+        tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
     aside, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     write_weights(aside, tensors)
     if loadable(cfg):
-        _write_json(aside / "config.json", model_config(cfg, vocab_size, dtype))
+        _write_json(aside / "config.json", settings)
         _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
-    if cfg.backbone.name in exported_layers()[0]:
+    if layout == "own" and cfg.backbone.name in exported_layers()[0]:
         shutil.copyfile(MODELING, aside / MODELING.name)
     export_tokenizer(aside, tokenizer_path, positions(cfg))
-    (aside / "README.md").write_text(readme(cfg, record, trained or cfg), encoding="utf-8")
+    (aside / "README.md").write_text(card(cfg, record, trained or cfg, how_to_load(cfg, layout)), encoding="utf-8")
     check(aside)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -70,8 +77,8 @@ def export(
 
 
 def _is_export(folder: Path) -> bool:
-    """Whether an export has written ``folder``, or nobody anything into it."""
-    if not folder.is_dir():
+    """Whether an export has written ``folder``, and nobody has tuned it since; or nobody anything into it."""
+    if not folder.is_dir() or (folder / "sft.json").exists():
         return False
     return not any(folder.iterdir()) or ((folder / "spiece.model").exists() and any(folder.glob("model*.safetensors")))
 
@@ -182,40 +189,20 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def readme(cfg: Config, record: dict[str, object], trained: Config) -> str:
-    """How to load the folder, and what was trained."""
+def how_to_load(cfg: Config, layout: str) -> str:
+    if layout == "cola":
+        return 'In the layout of the CoLA authors\' code: `ColaForCausalLM.from_pretrained(".")` of their repository.'
     if not loadable(cfg):
-        return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet.\n"
+        return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
     trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
-    title = trained.backbone.name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
-    title += ", merged into dense weights" if trained.backbone.name != cfg.backbone.name else ""
-    facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
-    rows = {name: value for name, value in (facts | record).items() if value is not None}
-    numbers = "\n".join(f"| {name} | {_shown(value)} |" for name, value in rows.items())
-    return f"""# LLaMA {cfg.scale.name}, {title}
-
-```python
+    return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{trust})
 tokenizer = AutoTokenizer.from_pretrained("."{trust})
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
-```
-
-| | |
-| --- | --- |
-{numbers}
-
-The tokenizer appends no end of sequence, and reads "</s>" in a text as four ordinary characters, as in training; load
-it with `split_special_tokens=False` where a text is to spell its special tokens.
-"""
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+```"""
 
 
 def _write_json(path: Path, content: dict) -> None:

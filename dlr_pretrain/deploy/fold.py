@@ -1,43 +1,87 @@
-"""Fold a saved checkpoint: from a run directory to a folder that ``transformers`` loads, at any step."""
+"""Fold a saved checkpoint: from a run directory to a folder that ``transformers`` loads, at any step, and checked."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from torch import Tensor
 
 from dlr_pretrain.config import Config, ConfigError, parse
-from dlr_pretrain.deploy.export import export
+from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
+from dlr_pretrain.deploy.consistency import consistency
+from dlr_pretrain.deploy.export import export, loadable
 from dlr_pretrain.deploy.merge import deployed
+from dlr_pretrain.deploy.verify import BOUNDS, plain_logits, verify
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import folded_state, residuals
 
+VERIFIED_SEQUENCES = 2
+
 
 def fold_checkpoint(
-    checkpoint: Path, output: Path, dtype: torch.dtype | None = None, merge: bool = False
-) -> tuple[int, bool]:
-    """Write the folded weights of ``<run>/checkpoints/step_*`` to ``output``.
+    run: Path,
+    tensors: Mapping[str, Tensor],
+    record: dict[str, object],
+    output: Path,
+    dtype: torch.dtype | None = None,
+    dense: bool = False,
+    layout: str = "own",
+    tokens: int = 0,
+    device: torch.device | None = None,
+) -> list[str]:
+    """Write the folded weights of a checkpoint of ``run``, its model's ``tensors``, to ``output``; returns a report.
 
     ``dtype`` casts the folded weights; None keeps the checkpoint's own: fp32 for runs with masters, whose bf16 cast
-    equals the working weights bit for bit. ``merge`` multiplies linear factors out into a plain LLaMA. Returns the
-    number of folded layers, and whether they were merged.
+    equals the working weights bit for bit. ``dense`` multiplies linear factors out into a plain LLaMA, ``layout``
+    "cola" writes CoLA's layers for their authors' code. ``record`` is what the folder's README tells of the checkpoint.
+
+    With ``tokens`` of the run's validation text, ``consistency`` is measured on ``device`` and stands in ``fold.json``.
+    The folder is held against our own model through transformers; what differs raises UserError, and stays aside.
     """
-    run = checkpoint.resolve().parent.parent
-    cfg = read_config(run / "config.yaml")
-    tensors = load_file(checkpoint / "model.safetensors")
+    cfg, device = read_config(run / "config.yaml"), device or torch.device("cpu")
     rows = len(tensors["lm_head.weight"])
-    model = build(cfg, rows, torch.device("meta"))
-    own, tensors = deployed(cfg, folded_state(model, tensors), merge)
+    meta = build(cfg, rows, torch.device("meta"))
+    folded = folded_state(meta, tensors)
+    own, weights = deployed(cfg, folded, dense)
     if dtype is not None:
-        tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    state = json.loads((checkpoint / "state.json").read_text())
-    record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
-    export(output, tensors, own, rows, run / "spiece.model", record, trained=cfg)
-    return len(residuals(model)), own.backbone != cfg.backbone
+        weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}
+    layers = len(residuals(meta))
+    report = [] if layers else ["layers        nothing to fold"]
+    ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
+    if tokens and layers:
+        found = consistency(cfg, tensors, folded, _validation(cfg, run, tokens), device)
+        report, record = found.lines(), record | found.numbers()
+        if found.differs:
+            raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
+
+    def check(folder: Path) -> None:
+        (folder / "fold.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        if layout == "own" and loadable(own):
+            bound = BOUNDS[weights["lm_head.weight"].dtype if own is not cfg else torch.float32]  # a merge rounds again
+            reference = plain_logits(cfg, rows, weights if own is cfg else folded, device)
+            difference = verify(folder, reference, ids, torch.float32, bound)
+            checked = "not asked: 4.57 or newer is not installed"
+            if difference is not None:
+                checked = f"loads it, its logits agree to {difference:.0e} of their standard deviation"
+            report.append(f"transformers  {checked}")
+
+    export(output, weights, own, rows, run / "spiece.model", record, check, trained=cfg, layout=layout)
+    return report
+
+
+def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
+    """About ``tokens`` of the run's own validation text."""
+    few = replace(cfg, eval=replace(cfg.eval, tokens=tokens))
+    try:
+        return validation_set(few, open_source(few), Tokenizer(run / "spiece.model"))
+    except (UserError, OSError) as error:
+        raise UserError(f"the validation text of {run} cannot be read: {error}\n--tokens 0 folds without it") from error
 
 
 def read_config(path: Path) -> Config:

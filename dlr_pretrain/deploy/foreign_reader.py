@@ -31,7 +31,8 @@ def main(folder: str, question: str, answer: str) -> None:
         sys.exit(f"not loaded strictly: {problems}")
     with torch.inference_mode():
         logits = model.eval()(input_ids=asked["ids"]).logits.float()
-    probe = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)(asked["probe"]).input_ids
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    probe = tokenizer(asked["probe"], split_special_tokens=True).input_ids
     torch.save({"logits": logits, "dtype": model.dtype, "probe": probe}, answer)
 
 

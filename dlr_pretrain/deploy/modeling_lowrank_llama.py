@@ -10,15 +10,18 @@ cache, generation and everything else are the library's own LLaMA; the seven pro
     cola_lax   the same, with a SiLU between the factors
 
 Blocks of the library hand on hidden states alone. The latents of lax and cola_lax go from block to block beside them,
-within one forward pass: each projection leaves its latent in a ``Crossing``, which the next block's empties. A latent
-belongs to its position, so a cached position needs no latent any more, and nothing is left over for the next call.
-What would run blocks again or side by side is refused: gradient checkpointing, and ``nn.DataParallel``.
+within one forward pass: a ``CrossedBlock`` takes them as inputs and returns them, so that gradient checkpointing sees
+them, and leaves them in a ``Crossing`` that the next block empties. A latent belongs to its position, so a cached
+position needs no latent any more, and nothing is left over for the next call. What runs blocks side by side in one
+process is refused: ``nn.DataParallel``.
 """
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 PROJECTIONS = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -67,26 +70,13 @@ class LowRankLlamaConfig(LlamaConfig):
         super().__init__(**kwargs)
 
 
-class Crossing:
-    """The latent on its way from a projection to the same projection of the next block."""
-
-    def __init__(self):
-        self.latent: Tensor | None = None
-
-    def take(self) -> Tensor:
-        latent, self.latent = self.latent, None
-        if latent is None:
-            raise RuntimeError("a block runs without the block before it: gradient checkpointing is not possible here")
-        return latent
-
-
 class LowRankLinear(nn.Module):
     """y = s B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
     ``initial`` says how a module's parameters start where a model is trained from scratch, in the terms of ``nn.init``.
     """
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
         super().__init__()
         self.a = nn.Linear(d_in, config.rank, bias=False)
         self.b = nn.Linear(config.rank, d_out, bias=False)
@@ -115,8 +105,8 @@ class ColaLinear(LowRankLinear):
 class LostLinear(LowRankLinear):
     """y = gamma B phi(A x) + (1 - gamma) S x_I; I are the ``channels``."""
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
-        super().__init__(d_in, d_out, config, block, crossing)
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
+        super().__init__(d_in, d_out, config, block)
         count = max(1, int(config.sparsity * d_in))
         self.s = nn.Linear(count, d_out, bias=False)
         self.register_buffer("channels", torch.arange(count) * d_in // count)
@@ -174,10 +164,12 @@ class LaxLinear(LowRankLinear):
     phi(A x) where that is not recursive.
     """
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, crossing: Crossing):
-        super().__init__(d_in, d_out, config, block, crossing)
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
+        super().__init__(d_in, d_out, config, block)
         self.first, self.last = block == 0, block == config.num_hidden_layers - 1
-        self.crossing, self.recursive, self.pre_act = crossing, config.recursive, config.crossing == "pre_act"
+        self.recursive, self.pre_act = config.recursive, config.crossing == "pre_act"
+        self.received: Tensor | None = None  # the latent of the block before, and this one's, while the block runs
+        self.latent: Tensor | None = None
         self.norm_of = "none" if self.first else config.norm
         if not self.first:
             self.gate = GATES[config.gate](config.rank)
@@ -185,15 +177,13 @@ class LaxLinear(LowRankLinear):
             self.norm = nn.LayerNorm(config.rank if self.norm_of == "latent" else d_out, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError("latents cross between blocks: use DistributedDataParallel instead of nn.DataParallel")
         h = self.a(x)
         z = own = self.activate(h)
         if not self.first:
-            crossed = self.gate(self.crossing.take().to(h.device))
+            crossed = self.gate(self.received.to(h.device))
             z = self.activate(self.normalise(h + crossed)) if self.pre_act else self.normalise(own + crossed)
         if not self.last:
-            self.crossing.latent = z if self.recursive else own
+            self.latent = z if self.recursive else own
         y = self.b(z)
         return self.norm(y) if self.norm_of == "output" else y
 
@@ -217,22 +207,66 @@ LAYERS = {
 }
 
 
+class Crossing:
+    """The latents on their way from a block to the next: one for each projection."""
+
+    def __init__(self):
+        self.latents: list[Tensor] | None = None
+
+    def take(self) -> list[Tensor]:
+        latents, self.latents = self.latents, None
+        if latents is None:
+            raise RuntimeError("a block runs without the block before it")
+        return latents
+
+
+class CrossedBlock(LlamaDecoderLayer):
+    """The library's block with lax projections: latents go in and come out beside the hidden states.
+
+    As positional arguments, since reentrant checkpointing follows gradients through those alone.
+    """
+
+    def __init__(self, config: LowRankLlamaConfig, block: int, crossing: Crossing):
+        super().__init__(config, block)
+        self.crossing, self.first = crossing, block == 0
+
+    def __call__(self, hidden_states: Tensor, **kwargs) -> Tensor:
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError("latents cross between blocks: use DistributedDataParallel instead of nn.DataParallel")
+        latents = [] if self.first else self.crossing.take()
+        hidden_states, *self.crossing.latents = super().__call__(hidden_states, *latents, **kwargs)
+        return hidden_states
+
+    def forward(self, hidden_states: Tensor, *latents: Tensor, **kwargs) -> tuple[Tensor, ...]:
+        crossed = [m for m in self.modules() if isinstance(m, LaxLinear)]
+        try:
+            for projection, latent in zip(crossed, latents, strict=not self.first):
+                projection.received = latent
+            hidden_states = super().forward(hidden_states, **kwargs)
+            return hidden_states, *(projection.latent for projection in crossed if not projection.last)
+        finally:  # a checkpoint's second run may end in the middle
+            for projection in crossed:
+                projection.received = projection.latent = None
+
+
 class LowRankLlamaModel(LlamaModel):
     """The library's LLaMA without its head, the projections of each block replaced by the backbone's layers."""
 
     config_class = LowRankLlamaConfig
+    _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")
 
     def __init__(self, config: LowRankLlamaConfig):
         super().__init__(config)
         layer = LAYERS[config.backbone]
-        self.supports_gradient_checkpointing = not issubclass(layer, LaxLinear)
-        crossings = {name: Crossing() for names in PROJECTIONS.values() for name in names}
+        if issubclass(layer, LaxLinear):
+            crossing = Crossing()
+            self.layers = nn.ModuleList(CrossedBlock(config, i, crossing) for i in range(len(self.layers)))
         for i, block in enumerate(self.layers):
             for part, names in PROJECTIONS.items():
                 parent = getattr(block, part)
                 for name in names:
                     dense = getattr(parent, name)
-                    setattr(parent, name, layer(dense.in_features, dense.out_features, config, i, crossings[name]))
+                    setattr(parent, name, layer(dense.in_features, dense.out_features, config, i))
         self.post_init()  # once more: the new layers have not been seen yet
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -248,11 +282,27 @@ class LowRankLlamaForCausalLM(LlamaForCausalLM):
     """The same with its head: loss, cache and generation are the library's."""
 
     config_class = LowRankLlamaConfig
+    _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")
 
     def __init__(self, config: LowRankLlamaConfig):
         super(LlamaForCausalLM, self).__init__(config)  # not LlamaForCausalLM's own, which builds a dense model
         self.model = LowRankLlamaModel(config)
-        self.supports_gradient_checkpointing = self.model.supports_gradient_checkpointing
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+        """The library's, which would draw what is missing at random, and drop what it has no place for."""
+        model, report = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        kinds = ("missing_keys", "unexpected_keys")
+        wrong = [f"{name} ({kind.split('_')[0]})" for kind in kinds for name in sorted(report[kind])]
+        if any(".dlr_" in name for name in report["unexpected_keys"]):
+            wrong.insert(0, "a residual that was not folded (dlr_pretrain.models.fold_ does)")
+        if wrong:
+            more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+            raise ValueError(f"these weights are not those of {cls.__name__}: {', '.join(wrong[:10])}{more}")
+        on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
+        if on_disk and model.config.backbone == "lost" and int(transformers.__version__.split(".")[0]) < 5:
+            raise ValueError("transformers 4 does not read the channels of lost where blocks stay on the disk; 5 does")
+        return (model, report) if output_loading_info else model

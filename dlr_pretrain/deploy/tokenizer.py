@@ -69,8 +69,8 @@ def read_spiece(path: Path) -> Spiece:
 def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
     """Write ``model`` into ``folder`` with the files that make ``AutoTokenizer.from_pretrained(folder)`` work.
 
-    No end of sequence is appended, and "</s>" in a text is four ordinary characters, as in training
-    (``split_special_tokens``; pass ``split_special_tokens=False`` when loading for the usual behaviour).
+    No end of sequence is appended. "</s>" in a text is the end of sequence, as tools expect that write it there (TRL,
+    chat templates); with ``split_special_tokens=True`` it is four ordinary characters, as in training.
     """
     spiece = read_spiece(model)
     shutil.copyfile(model, folder / "spiece.model")
@@ -80,7 +80,6 @@ def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
         "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
-        "split_special_tokens": True,
         "clean_up_tokenization_spaces": False,
     }
     for name, content in (

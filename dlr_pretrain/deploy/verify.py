@@ -15,8 +15,10 @@ from pathlib import Path
 
 import torch
 
+from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.models import Llama
 
 # Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
@@ -26,6 +28,22 @@ BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 READER = Path(__file__).with_name("foreign_reader.py")
 CANNOT_IMPORT = 4  # exit code of the reader
+
+
+def plain_logits(
+    cfg: Config, rows: int, tensors: dict[str, torch.Tensor], device: torch.device
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The fp32 logits [B, T, vocabulary] of our own model that holds ``tensors`` and no residual."""
+    with torch.device("meta"):
+        model = Llama(cfg, rows)
+    model.to_empty(device=device)
+    model.load_state_dict(tensors)
+
+    @torch.no_grad()
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        return model.logits(ids.to(device)).cpu()
+
+    return logits
 
 
 def verify(

@@ -12,17 +12,24 @@ unchanged, weight decay acts on B alone, and folding is to leave the residual in
     optimizer.step()
     ...
     fold_(model)                      # the plain low-rank model, at no cost
+
+A ``state_dict`` that is taken in between holds B, and beside each one ``dlr_beta``: what does not know the residual
+finds a name that it cannot load, and what does checks that it is the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from dlr_pretrain import shards
 from dlr_pretrain.models.residual import GROUPINGS, Residual, columns_of, with_branch
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
@@ -43,6 +50,7 @@ def attach_dlr(
     seed: int = 0,
     learn_alpha: bool = False,
     train_b: bool = True,
+    keep_output: bool = False,
 ) -> list[str]:
     """Give the up-projections of ``module`` a duplicated latent residual; returns their names.
 
@@ -55,20 +63,22 @@ def attach_dlr(
     the module that holds the up-projection, see ``columns_of``); ``learn_alpha`` makes alpha a parameter ``dlr_alpha``
     of each layer, whose gradient is there after ``active``; without ``train_b`` B is frozen at zero.
 
-    Raises ValueError where nothing matches, where a residual is there already, or after folding.
+    With ``keep_output`` beta R^T is taken off B first, so that the module starts from what it computes now: for weights
+    that are trained already, such as the truncated SVD of dense ones.
+
+    Raises ValueError where nothing matches, where a residual is there already or the module was folded, where a weight
+    has another user that the residual would reach, and for arguments that contradict each other.
     """
     if impl not in ("weight", "branch"):
         raise ValueError(f"impl={impl!r}: must be 'weight' or 'branch'")
     if grouping not in GROUPINGS:
         raise ValueError(f"grouping={grouping!r}: must be one of {', '.join(GROUPINGS)}")
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha={alpha}: must be a finite number")
+    if not train_b and (learn_alpha or keep_output):
+        raise ValueError("train_b=False: B stays zero, and neither learn_alpha nor keep_output can act through it")
     targets = dict(_up_projections(module, match))
-    if not targets:
-        raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
-    for name, linear in targets.items():
-        if hasattr(linear, "residual"):
-            raise ValueError(f"{name or 'the module'} has a residual already")
-        if getattr(linear, "dlr_folded", False):
-            raise ValueError(f"{name or 'the module'} was folded: its weight holds a residual already")
+    _require_fit(module, targets, learn_alpha)
     for name, linear in targets.items():
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
@@ -77,7 +87,12 @@ def attach_dlr(
             linear.dlr_alpha = nn.Parameter(linear.weight.new_full((), alpha))
         if not train_b:
             linear.weight.requires_grad_(False).zero_()
+        if keep_output:
+            with torch.no_grad():
+                linear.residual.add(linear.weight, linear.residual.entries(linear.weight), share=-1.0)
         linear.register_state_dict_pre_hook(_refuse_while_active)
+        linear.register_state_dict_post_hook(_mark_as_unfolded)
+        linear.register_load_state_dict_pre_hook(_check_mark)
         if impl == "branch":
             linear.__class__ = with_branch(type(linear))
     return list(targets)
@@ -87,14 +102,19 @@ def attach_dlr(
 def active(module: nn.Module) -> Iterator[None]:
     """Within, the weights are B + beta R^T, and forward and backward are those of DLR; outside they are B again.
 
-    B is restored bit for bit, also when the body raises.
+    B is restored bit for bit, also when the body raises. What changes B belongs outside: ``optimizer.step`` and
+    ``load_state_dict`` raise RuntimeError within, before they change anything, and other changes are found at the end.
     """
     _require_restored(residuals(module))
+    watch = register_optimizer_step_pre_hook(partial(_refuse_step, module))
     try:
         publish(module)
         yield
     finally:
-        restore(module)
+        watch.remove()
+        changed = restore(module)
+    if changed:
+        raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
     gradients = {f"{name}.weight": linear.weight.grad for name, linear in residuals(module)}
     for name, gradient in strength_gradients(module, gradients).items():
         parameter = module.get_parameter(name.lstrip("."))
@@ -153,21 +173,27 @@ def publish(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> N
             continue
         alpha = getattr(linear, "dlr_alpha", None)
         if masters is None:
-            residual.saved = entries = residual.entries(weight)
+            entries = residual.entries(weight)
+            residual.saved = weight, entries
         else:
             entries = residual.entries(masters[f"{name}.weight".lstrip(".")])
             alpha = masters.get(f"{name}.dlr_alpha".lstrip("."))
         residual.add(weight, entries, alpha)
+        residual.version = shards.here(weight)._version
 
 
 @torch.no_grad()
-def restore(module: nn.Module) -> None:
-    """Take the residual out of the weights again, bit for bit."""
-    for _, linear in residuals(module):
+def restore(module: nn.Module) -> list[str]:
+    """Take the residual out of the weights again, bit for bit; returns the names of those that changed meanwhile."""
+    changed = []
+    for name, linear in residuals(module):
         residual = linear.residual
         if residual.saved is not None:
-            residual.write(linear.weight, residual.saved)
+            if shards.here(residual.saved[0])._version != residual.version:
+                changed.append(name or "the module")
+            residual.write(*residual.saved)  # not into what now stands in its place, as when FSDP was interrupted
             residual.saved = None
+    return changed
 
 
 @torch.no_grad()
@@ -177,6 +203,7 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     for name, linear in residuals(module):
         value = folded[f"{name}.weight".lstrip(".")]
         alpha = folded.pop(f"{name}.dlr_alpha".lstrip("."), None)
+        folded.pop(f"{name}.dlr_beta".lstrip("."), None)
         linear.residual.add(value, linear.residual.entries(value), alpha)
     return folded
 
@@ -242,6 +269,52 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
         for name, linear in module.named_modules():
             if isinstance(linear, nn.Linear) and chosen(name, linear):
                 yield name, linear
+
+
+def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool) -> None:
+    """Raise ValueError where a residual would do other than what ``attach_dlr`` says."""
+    if not targets:
+        raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
+    users: dict[int, list[str]] = {}
+    for name, m in module.named_modules():
+        for leaf, p in m.named_parameters(recurse=False):
+            users.setdefault(id(p), []).append(f"{name}.{leaf}".lstrip("."))
+    for name, linear in targets.items():
+        here = name or "the module"
+        if hasattr(linear, "residual"):
+            raise ValueError(f"{here} has a residual already")
+        if getattr(linear, "dlr_folded", False):
+            raise ValueError(f"{here} was folded: its weight holds a residual already")
+        if "weight" not in dict(linear.named_parameters(recurse=False)) or not linear.weight.is_floating_point():
+            raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
+        if len(shared := users[id(linear.weight)]) > 1:
+            raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
+        if learn_alpha and not linear.weight.requires_grad:
+            raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
+
+
+def _refuse_step(module: nn.Module, optimizer: torch.optim.Optimizer, *_) -> None:
+    published = {id(m.weight): name for name, m in residuals(module) if m.residual.saved is not None}
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in published):
+        where = published[id(p)] or "the module"
+        raise RuntimeError(f"{where}: its weight holds the published residual; call optimizer.step() outside `active`")
+
+
+def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
+    residual = getattr(linear, "residual", None)
+    if residual is not None and not hasattr(linear, "dlr_alpha"):  # a learned one is in the state by itself
+        state[f"{prefix}dlr_beta"] = torch.tensor(residual.beta, dtype=torch.float64)
+
+
+def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
+    residual = getattr(linear, "residual", None)
+    if residual is None:
+        return
+    if residual.saved is not None:
+        raise RuntimeError(f"{prefix}weight holds the published residual; load outside `active`")
+    mark = state.pop(f"{prefix}dlr_beta", None)
+    if mark is not None and mark.item() != residual.beta:
+        raise RuntimeError(f"{prefix}weight was trained with beta={mark.item():g}, here it is {residual.beta:g}")
 
 
 def _require_restored(carrying: list[tuple[str, nn.Linear]]) -> None:

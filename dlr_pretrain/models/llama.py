@@ -58,6 +58,17 @@ def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
+def attention_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to attention's scores [B, 1, T, T] so that a position sees no other document and nothing later.
+
+    ``documents`` [B, T] numbers the document of each position. Rotary embeddings turn by differences of positions, so a
+    document's are what they are when it stands alone. It is no boolean mask, of which each block would make (and keep
+    for its backward pass) this very tensor.
+    """
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return torch.zeros_like(same, dtype=dtype).masked_fill_(~same.tril_(), -torch.inf)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, T, E] turned by its position."""
     left, right = x.chunk(2, dim=-1)
@@ -84,10 +95,10 @@ class Attention(GroupHolder):
         self.qkv = self.add_group(layer, qkv, knobs, grouped)
         self.o = self.add_group(layer, GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped)
 
-    def attend(self, z: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The latent of q, k and v -> what the output projection reads [B, T, D]."""
+    def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
+        """The latent of q, k and v -> what the output projection reads [B, T, D]; causal also without a bias."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias, is_causal=bias is None)
         return y.transpose(1, 2).flatten(2)
 
 
@@ -125,8 +136,10 @@ class Block(nn.Module):
     def to_qkv(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.self_attn.qkv.latent(self.input_layernorm(x), carried)
 
-    def to_o(self, z: Tensor, cos: Tensor, sin: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.self_attn.o.latent(self.self_attn.attend(z, cos, sin), carried)
+    def to_o(
+        self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.self_attn.o.latent(self.self_attn.attend(z, cos, sin, bias), carried)
 
     def to_gate_up(self, z: Tensor, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         (y,) = self.self_attn.o.expand(z)
@@ -141,11 +154,11 @@ class Block(nn.Module):
         return x + y
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, carried: Carry, run: Callable = _call
+        self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry, run: Callable = _call
     ) -> tuple[Tensor, Carry]:
         """``run(stage, *arguments)`` runs all stages but the last."""
         z, qkv = run(self.to_qkv, x, carried[0])
-        z, o = run(self.to_o, z, cos, sin, carried[1])
+        z, o = run(self.to_o, z, cos, sin, bias, carried[1])
         x, z, gate_up = run(self.to_gate_up, z, x, carried[2])
         z, down = run(self.to_down, z, carried[3])
         return self.to_next(z, x), (qkv, o, gate_up, down)
@@ -170,6 +183,9 @@ class Body(nn.Module):
 class Llama(nn.Module):
     """``forward(ids, targets)`` is the training loss; ``logits(ids)`` the model.
 
+    A position sees what comes before it in its row; with ``documents`` [B, T], the number of each position's document,
+    what of that is in its document.
+
     ``grouped=False`` calls each projection's own modules, without common storages or padding. With
     ``train.activation_checkpointing`` "latent" the backward pass has kept the latents of every group and the block's
     input, 7 r + d values a position and block, and computes the rest again (CoLA-M; Liu et al., 2025, count 2 d); with
@@ -183,27 +199,28 @@ class Llama(nn.Module):
         self.model = Body(cfg, vocab_size, grouped)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
 
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the residual stream after the last block [B, T, D], before the final norm."""
         x = self.model.embed_tokens(ids)
         cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
+        bias = None if documents is None else attention_bias(documents, x.dtype)
         carried = NO_CARRY
         for block in self.model.layers:
             if self.checkpointing == "block":
-                x, carried = _recompute(block, x, cos, sin, carried)
+                x, carried = _recompute(block, x, cos, sin, bias, carried)
             elif self.checkpointing == "latent":
-                x, carried = block(x, cos, sin, carried, _recompute)
+                x, carried = block(x, cos, sin, bias, carried, _recompute)
             else:
-                x, carried = block(x, cos, sin, carried)
+                x, carried = block(x, cos, sin, bias, carried)
         return x
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        return self.lm_head(self.model.norm(self.hidden(ids)))
+        return self.lm_head(self.model.norm(self.hidden(ids, documents)))
 
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The sum (not the mean) of the cross-entropy over the scored targets [B, T], in fp32."""
-        return self.summed_loss(self.hidden(ids), targets)
+        return self.summed_loss(self.hidden(ids, documents), targets)
 
     def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = self.lm_head(self.model.norm(x)).flatten(0, -2)
@@ -217,7 +234,7 @@ class Llama(nn.Module):
             if self.checkpointing == "latent":
                 block.compile_stages()
             else:
-                block.compile(dynamic=False, fullgraph=True)
+                block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)  # and not FSDP's hooks
         self.summed_loss = torch.compile(self.summed_loss, dynamic=False, fullgraph=True)
 
     @torch.no_grad()
@@ -247,8 +264,9 @@ def build(
     Without ``initialize`` its values are whatever the memory held: a checkpoint is to be loaded.
     """
     branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
+    sharded = cfg.parallel.name == "fsdp"  # each projection's parameters by themselves, which have no common storage
     with torch.device("meta"):
-        model = Llama(cfg, vocab_size, grouped=not branch).to(dtype)
+        model = Llama(cfg, vocab_size, grouped=not (branch or sharded)).to(dtype)
     if device.type != "meta":
         model.to_empty(device=device)
         if initialize:

@@ -71,7 +71,8 @@ class LowRank(FactorizedGroup):
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         z = self.activate(self.down(x))
         if self.knobs.get("learn_latent_scale", False):
-            return z * torch.stack([p.theta for p in self.projections]).tanh()[:, None], None
+            scale = torch.stack([p.theta for p in self.projections]).tanh()  # under FSDP wider than z
+            return z * scale.to(z.dtype)[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dlr_pretrain import shards
 from dlr_pretrain.models.linear import Draw
 from dlr_pretrain.models.lora import Lora, down_factor, merged
 
@@ -28,9 +29,10 @@ class Relora(Lora):
         factors = []
         for name in self.spec.names:
             w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
-            state[w].copy_(merged(state[w], state[b], state[a], self.scale))
-            state[a].copy_(down_factor(draw, f"{a}/{number}", state[a].shape))
-            state[b].zero_()
+            own_w, own_a, own_b = (shards.here(state[name]) for name in (w, a, b))  # W0 and B share their rows
+            own_w.copy_(merged(own_w, own_b, shards.gathered(state[a]), self.scale))
+            own_a.copy_(shards.own_part(state[a], down_factor(draw, f"{a}/{number}", state[a].shape)))
+            own_b.zero_()
             factors += [a, b]
         return factors
 

@@ -9,6 +9,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain import shards
+
 GROUPINGS = ("contiguous", "balanced", "random")
 
 
@@ -17,7 +19,8 @@ class Residual:
 
     beta = alpha / sqrt(K), K = ceil(d_out / rank) (alpha itself without ``variance_correction``). ``columns`` is
     floor(i / K) unless given. alpha may be learned: then it is the parameter ``dlr_alpha`` of the layer, and ``add``
-    is given its value.
+    is given its value. Of a weight that is sharded by rows, those that are here receive the residual of their index in
+    the whole.
     """
 
     def __init__(
@@ -35,20 +38,29 @@ class Residual:
         self.rows = torch.arange(d_out)
         self.contiguous = columns is None
         self.columns = self.rows // self.copies if columns is None else columns
-        self.saved: Tensor | None = None  # the entries of B while the residual is published into it
+        self.saved: tuple[Tensor, Tensor] | None = None  # B and its entries while the residual is published into it
+        self.version = 0  # of B's memory when it was published
 
     @property
     def beta(self) -> float:
         return self.alpha / self.divisor
 
     def entries(self, weight: Tensor) -> Tensor:
-        """The d_out entries (i, columns[i]) of ``weight``."""
-        self._follow(weight.device)
-        return weight[self.rows, self.columns]
+        """The entries (i, columns[i]) of ``weight``, one for each of its rows that are here."""
+        own, at = self._entries_of(weight)
+        return own[at]
 
     def write(self, weight: Tensor, entries: Tensor) -> None:
+        own, at = self._entries_of(weight)
+        own[at] = entries
+
+    def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The rows of ``weight`` that are here, and the indices of the entries in them."""
         self._follow(weight.device)
-        weight[self.rows, self.columns] = entries
+        if not shards.is_sharded(weight):
+            return weight, (self.rows, self.columns)
+        first, end = shards.span(weight)
+        return shards.here(weight), (self.rows[: end - first], self.columns[first:end])
 
     def add(self, weight: Tensor, entries: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Make the entries of ``weight`` entries + share beta, formed in fp32 (fp64 for fp64) and rounded once.
@@ -60,7 +72,10 @@ class Residual:
         self.write(weight, (wide + share * beta).to(weight.dtype))
 
     def strength_gradient(self, gradient: Tensor) -> Tensor:
-        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): B and beta R^T enter the same product."""
+        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): B and beta R^T enter the same product.
+
+        Of a gradient that is sharded by rows, it is the part of those that are here.
+        """
         wide = torch.promote_types(gradient.dtype, torch.float32)
         return self.entries(gradient).sum(dtype=wide) / self.divisor
 

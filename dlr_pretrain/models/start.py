@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,14 @@ class DenseStart:
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
             return file.get_tensor(name)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the content of all its files."""
+        whole = hashlib.sha256()
+        for path in sorted(set(self.files.values())):
+            with path.open("rb") as file:
+                whole.update(hashlib.file_digest(file, "sha256").digest())
+        return whole.hexdigest()
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:

@@ -1,0 +1,116 @@
+"""Instructions and responses as token ids: rows in the form of Stanford Alpaca, under its prompt.
+
+The prompt and the response are encoded by themselves, then joined and closed with </s>. Sentencepiece turns line breaks
+into spaces and marks the start of a word: no piece reaches over the joint, and a model that is asked with the prompt
+alone sees exactly the ids that it was tuned on. T5's pieces have no line break: those of a response are not learned.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlr_pretrain.data import hub
+from dlr_pretrain.data.tokenizer import EOS, Tokenizer
+from dlr_pretrain.errors import UserError
+
+DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
+PROMPT = """Below is an instruction that describes a task. Write a response that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Response:
+"""
+PROMPT_WITH_INPUT = """Below is an instruction that describes a task, paired with an input that provides further \
+context. Write a response that appropriately completes the request.
+
+### Instruction:
+{instruction}
+
+### Input:
+{input}
+
+### Response:
+"""
+
+
+@dataclass(frozen=True)
+class Example:
+    """``ids``: the prompt, of ``prompt`` tokens, then what is learned: the response and </s>."""
+
+    ids: list[int]
+    prompt: int
+
+    @property
+    def targets(self) -> int:
+        """How many tokens have a loss."""
+        return len(self.ids) - self.prompt
+
+
+@dataclass(frozen=True)
+class Examples:
+    """What fits of the rows: ``cut`` of them end in the middle, and ``dropped`` had no room for any response."""
+
+    kept: list[Example]
+    cut: int
+    dropped: int
+
+    def describe(self) -> str:
+        return f"{len(self.kept):,} rows, {self.cut:,} cut to the length, {self.dropped:,} dropped: longer prompts"
+
+
+def read_rows(source: str | Path) -> list[dict[str, str]]:
+    """Rows of a file (.json: a list; .jsonl: one a line), or of the split "train" of a dataset of the hub.
+
+    Each has ``instruction`` and ``output``, and may have ``input``. Raises UserError naming the row that has not.
+    """
+    path = Path(source)
+    if path.suffix in (".json", ".jsonl") or path.exists():
+        rows = _from_file(path)
+    else:
+        rows = _from_hub(str(source))
+    for i, row in enumerate(rows):
+        for field in ("instruction", "output"):
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                raise UserError(f"{source}: row {i} has no text in {field!r}. Rows are instruction, input and output")
+    if not rows:
+        raise UserError(f"{source}: has no rows")
+    return rows
+
+
+def _from_file(path: Path) -> list:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else list(json.loads(text))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read as rows of JSON: {error}") from error
+
+
+def _from_hub(name: str) -> list:
+    from datasets import load_dataset
+    from huggingface_hub import HfApi, constants
+
+    mend = "Name a local .json or .jsonl file with --data"
+    if not constants.HF_HUB_OFFLINE:  # then the library looks into its cache alone
+        hub.first_contact(name, lambda: HfApi().dataset_info(name, timeout=hub.FIRST_CONTACT_SECONDS), mend)
+    try:
+        return load_dataset(name, split="train").to_list()
+    except Exception as error:  # whatever the library raises: it differs between its versions
+        raise UserError(f"{name}: cannot be loaded: {hub.reason(error)}. {mend}") from error
+
+
+def prompt_of(instruction: str, given: str = "") -> str:
+    """The text that a response to ``instruction``, about the input ``given``, follows."""
+    form = PROMPT_WITH_INPUT if given.strip() else PROMPT
+    return form.format(instruction=instruction, input=given)
+
+
+def encode(rows: list[dict[str, str]], tokenizer: Tokenizer, length: int) -> Examples:
+    """The rows as ids, at most ``length`` tokens each: a longer response is cut, and has no </s> then."""
+    prompts = tokenizer.encode([prompt_of(row["instruction"], row.get("input") or "") for row in rows])
+    responses = tokenizer.encode([row["output"] for row in rows])
+    whole = [Example([*p, *r, EOS], len(p)) for p, r in zip(prompts, responses, strict=True)]
+    kept = [Example(one.ids[:length], one.prompt) for one in whole if one.prompt < length]
+    return Examples(kept, sum(len(one.ids) > length > one.prompt for one in whole), len(whole) - len(kept))

@@ -1,0 +1,75 @@
+"""The README.md of an exported folder: how to load it, what was trained, and how to cite it."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.identity import to_dict
+
+CITED = {
+    "cola": "CoLA: Compute-Efficient Pre-Training of LLMs via Low-Rank Activation (Liu et al., 2025)",
+    "lost": "LOST: Low-rank and Sparse Pre-training for Large Language Models (Li et al., 2025)",
+    "lax": "LaX: Boosting Low-Rank Training of Foundation Models via Latent Crossing (2025)",
+    "sltrain": "SLTrain: a sparse plus low-rank approach for parameter and memory efficient pretraining (Han et al.)",
+    "lora": "LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021)",
+    "relora": "ReLoRA: High-Rank Training Through Low-Rank Updates (Lialin et al., 2023)",
+}
+CITATION = """```bibtex
+@misc{dlr2026,
+  title  = {Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training},
+  author = {Wang and Tang and Cheng and Saukh},
+  year   = {2026}
+}
+```"""
+OF_THE_MACHINE = ("run", "logger", "log", "checkpoint", "device")  # sections that say nothing about the model
+PATHS = (("data", "root"), ("data", "cache"), ("tokenizer", "path"), ("train", "init_from"))
+
+
+def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) -> str:
+    """``loading`` says how the folder is loaded, ``cfg`` what it holds, ``trained`` what was run, ``record`` the final
+    numbers by name; None is left out."""
+    name = trained.backbone.name
+    title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
+    title += ", merged into dense weights" if name != cfg.backbone.name else ""
+    facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
+    rows = {key: value for key, value in (facts | record).items() if value is not None}
+    numbers = "\n".join(f"| {key} | {_shown(value)} |" for key, value in rows.items())
+    cited = [CITATION] if trained.dlr.enabled else []
+    cited += [f"* {CITED[part]}" for part in name.split("_") if part in CITED]
+    citation = "\n\n".join(["", "## Citation", *cited]) if cited else ""
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [pre-training, low-rank, {name}{", dlr" if trained.dlr.enabled else ""}]
+---
+
+# LLaMA {cfg.scale.name}, {title}
+
+{loading}
+
+| | |
+| --- | --- |
+{numbers}
+
+The tokenizer appends no end of sequence. Training read "</s>" in a text as four ordinary characters; the tokenizer
+takes it for the end of sequence, as the tools of fine-tuning expect, unless `split_special_tokens=True` is given.
+
+## Configuration
+
+```yaml
+{_configuration(trained)}```{citation}
+"""
+
+
+def _configuration(cfg: Config) -> str:
+    tree = {section: value for section, value in to_dict(cfg).items() if section not in OF_THE_MACHINE}
+    for section, key in PATHS:
+        tree[section].pop(key)
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

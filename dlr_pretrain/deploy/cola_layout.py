@@ -1,0 +1,50 @@
+"""The layout of the CoLA authors' repository: names, shapes and configuration of their ``ColaForCausalLM``.
+
+There a projection is ``cola_a`` [d_in, rank] and ``cola_b`` [rank, d_out], the transposes of ours, and the SiLU of the
+SwiGLU is gone where ``only_lr_act`` is true.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.lowrank import latent_scale
+
+
+def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The folded ``tensors`` of a CoLA model under the other names; a scale of its latents is multiplied into B.
+
+    Raises UserError for other backbones.
+    """
+    if cfg.backbone.name != "cola":
+        raise UserError(f"--layout cola holds CoLA's layers alone, and this is backbone={cfg.backbone.name}")
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".a.weight"):
+            renamed[name.removesuffix(".a.weight") + ".cola_a"] = tensor.T
+        elif name.endswith(".b.weight"):
+            stem = name.removesuffix(".b.weight")
+            own = {"theta": tensors[f"{stem}.theta"]} if f"{stem}.theta" in tensors else {}
+            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            renamed[f"{stem}.cola_b"] = (wide * latent_scale(own, cfg.backbone.knobs)).to(tensor.dtype).T
+        elif not name.endswith(".theta"):
+            renamed[name] = tensor
+    return renamed
+
+
+def cola_config(cfg: Config, settings: dict[str, object]) -> dict[str, object]:
+    """``config.json`` from that of our own layout."""
+    knobs = cfg.backbone.knobs
+    shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}
+    return shape | {
+        "model_type": "cola",
+        "architectures": ["ColaForCausalLM"],
+        "rank": knobs["rank"],
+        "hidden_act": "silu",  # there also what stands between the factors
+        "only_lr_act": not knobs.get("swiglu_silu", True),
+        "max_sequence_length": settings["max_position_embeddings"],
+        "torch_dtype": settings["dtype"],  # the library of their time knows this name
+    }

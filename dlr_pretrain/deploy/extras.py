@@ -1,0 +1,21 @@
+"""Optional packages: what is missing is said with the command that installs it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from dlr_pretrain.errors import UserError
+
+
+def need(package: str, extra: str, oldest: tuple[int, ...] = ()) -> str:
+    """The version of an installed package of ``pip install -e ".[extra]"``; UserError where it is absent or older."""
+    mend = f'Install it with: pip install -e ".[{extra}]"'
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        raise UserError(f"this command needs {package}, which is not installed. {mend}") from None
+    if tuple(map(int, re.findall(r"\d+", found)[: len(oldest)])) < oldest:
+        wanted = ".".join(map(str, oldest))
+        raise UserError(f"this command needs {package} {wanted} or newer, and finds {found}. {mend}")
+    return found

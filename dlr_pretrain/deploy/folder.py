@@ -1,0 +1,86 @@
+"""Open a deployed folder: the model through ``transformers``, and its tokenizer through sentencepiece."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import torch
+
+from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.errors import UserError
+
+FILES = ("config.json", "spiece.model")
+
+
+def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
+    """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its ``Tokenizer``.
+
+    ``dtype`` is what the weights are cast to; "auto" keeps that of the file. The low-rank layers are this package's
+    own: no code of the folder runs. Raises UserError, with every name, where the folder is not what an export wrote.
+    """
+    folder = Path(folder)
+    for name in FILES:
+        if not (folder / name).is_file():
+            mend = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
+            raise UserError(f"{folder}: has no {name}. {mend}")
+    tokenizer = Tokenizer(folder / "spiece.model")
+    model = _load(folder, dtype)
+    if getattr(model.config, "spiece_sha256", tokenizer.fingerprint) != tokenizer.fingerprint:
+        raise UserError(f"{folder}/spiece.model: is another tokenizer than the one this model was trained with")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        rule = f"more than the {model.config.vocab_size:,} rows of the model's embedding: it is another model's"
+        raise UserError(f"{folder}/spiece.model: has {tokenizer.vocab_size:,} pieces, {rule}")
+    return model.eval(), tokenizer
+
+
+def _load(folder: Path, dtype: torch.dtype | str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
+
+    with contextlib.suppress(ValueError):  # an earlier call has registered them
+        AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig)
+        AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM)
+    logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder}/config.json: transformers does not take it: {error}") from error
+    check_weights(folder, {name: list(tensor.shape) for name, tensor in expected.items()})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+
+
+def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
+    """Hold names and shapes of the folder's safetensors against ``expected``; UserError names what differs."""
+    found = stored_shapes(folder)
+    if unfolded := [name for name in found if name.endswith((".dlr_beta", ".dlr_alpha"))]:
+        mend = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
+        raise UserError(f"{folder}: {unfolded[0]} and {len(unfolded) - 1} more residuals were not folded; {mend}")
+    wrong = [f"{name}: missing" for name in expected if name not in found]
+    wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
+    wrong += [
+        f"{name}: has shape {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if found.get(name, shape) != shape
+    ]
+    if wrong:
+        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *wrong[:10], *more]))
+
+
+def stored_shapes(folder: Path) -> dict[str, list[int]]:
+    """Shapes by name, from the headers of ``model*.safetensors``."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise UserError(f"{file}: not a whole safetensors file: {error}. Export the folder again") from error
+    return shapes

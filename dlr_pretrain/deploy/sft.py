@@ -1,0 +1,316 @@
+"""Supervised fine-tuning of deployed folders by transformers' Trainer, with the protocol of the DLR paper.
+
+All parameters, the loss on the response and its </s> alone: the sum over the targets of a batch divided by their count,
+whatever the micro-batches and ranks. Weights and moments are fp32 also where the forward is bf16: at 2e-5 most updates
+are smaller than half a step of bf16 at the size of a weight (|w| ~ 0.03: 6e-5), and pure bf16 would round them away.
+What the paper leaves open: its prompt (here Alpaca's own), warm-up (3%), weight decay (0), AdamW's betas and eps (0.9,
+0.999, 1e-8), clipping (1.0).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlr_pretrain.config import ConfigError, Problem
+from dlr_pretrain.data.packing import IGNORE
+from dlr_pretrain.data.tokenizer import PAD
+from dlr_pretrain.deploy.alpaca import Example, Examples, encode
+from dlr_pretrain.deploy.export import write_weights
+from dlr_pretrain.deploy.extras import need
+from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.errors import UserError
+
+PRECISIONS = ("bf16_autocast", "fp32")
+RECORD = "sft.json"
+LOG_EVERY = 10  # updates
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Epochs, rows an update, peak learning rate (cosine to 0), tokens a row at most, share of updates that warm up,
+    norm that gradients are clipped to, rows a rank takes at once (None: 8 or what the ranks leave), arithmetic.
+    """
+
+    epochs: int = 3
+    batch: int = 64
+    lr: float = 2e-5
+    length: int = 512
+    warmup: float = 0.03
+    clip: float = 1.0
+    micro_batch: int | None = None
+    precision: str = "bf16_autocast"
+
+    def __post_init__(self):
+        least = {"epochs": 1, "batch": 1, "length": 2, "micro_batch": 1}
+        given = {name: getattr(self, name) for name in least if getattr(self, name) is not None}
+        problems = [
+            Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least[name]}")
+            for name, value in given.items()
+            if value < least[name]
+        ]
+        if not 0 < self.lr < 1:
+            problems.append(Problem("--lr", self.lr, "must be above 0 and below 1", "The paper's is 2e-5"))
+        if problems:
+            raise ConfigError(problems)
+
+    def updates(self, rows: int) -> int:
+        return self.epochs * -(-rows // self.batch)
+
+    def accumulation(self, ranks: int) -> tuple[int, int]:
+        """(rows a rank takes at once, how many times before an update)."""
+        micro = self.micro_batch or min(8, max(1, self.batch // ranks))
+        if self.batch % (micro * ranks):
+            rule = f"must be a multiple of {ranks} ranks x {micro} rows at once"
+            mend = "Change --batch, --micro-batch or the number of ranks"
+            raise ConfigError([Problem("--batch", self.batch, rule, mend)])
+        return micro, self.batch // (micro * ranks)
+
+
+def tune(
+    folders: dict[str, Path],
+    rows: list[dict[str, str]],
+    held_out: list[dict[str, str]],
+    recipe: Recipe,
+    seeds: list[int],
+    output: Path,
+    device: str | None = None,
+    say: Callable[[str], None] = print,
+) -> list[dict]:
+    """Tune every folder with every seed; the records of all, in order.
+
+    ``folders`` are by name; with a seed, each becomes ``<output>/<name>/s<seed>``. One that is there already is left as
+    it is, and its record read, where it was made from the same weights and rows with the same recipe; else UserError.
+    """
+    need("accelerate", "sft", (1, 1))
+    tokenizers = {name: open_folder(folder)[1] for name, folder in folders.items()}  # refuses before hours are spent
+    texts = {
+        part: _digest(json.dumps(part_rows).encode()) for part, part_rows in (("rows", rows), ("held_out", held_out))
+    }
+    common = {name: value for name, value in asdict(recipe).items() if name != "micro_batch"} | texts
+    settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
+    plan = {(name, seed): output / name / f"s{seed}" for name in folders for seed in seeds}
+    done = {(name, seed): _finished(folder, settings[name]) for (name, seed), folder in plan.items()}
+    for name, folder in folders.items():
+        missing = [seed for seed in seeds if not done[name, seed]]
+        if missing:
+            learned, held = (encode(part, tokenizers[name], recipe.length) for part in (rows, held_out))
+            if not learned.kept:
+                raise UserError(f"--length {recipe.length}: no row fits, prompts alone are longer. Raise it")
+            say(f"{name}: {learned.describe()}; {recipe.updates(len(learned.kept)):,} updates")
+        for seed in missing:
+            facts = {"name": name, "seed": seed, "setting": settings[name]}
+            done[name, seed] = fine_tune(folder, plan[name, seed], learned, held, recipe, facts, device, say)
+    return list(done.values())
+
+
+def _digest_of_weights(folder: Path) -> str:
+    digests = []
+    for file in sorted(folder.glob("model*.safetensors")):
+        with file.open("rb") as weights:
+            digests.append(hashlib.file_digest(weights, "sha256").hexdigest())
+    return _digest(" ".join(digests).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _finished(folder: Path, setting: dict) -> dict | None:
+    """The record of an earlier call; UserError where that was another one's."""
+    if not folder.exists():
+        return None
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is in the way: it has no {RECORD}. Name another --output") from error
+    other = [name for name, value in setting.items() if record["setting"].get(name) != value]
+    if other:
+        raise UserError(f"{folder} was tuned with another {', '.join(other)}. Name another --output, or remove it")
+    return record
+
+
+def fine_tune(
+    folder: Path,
+    output: Path,
+    learned: Examples,
+    held_out: Examples,
+    recipe: Recipe,
+    facts: dict,
+    device: str | None = None,
+    say: Callable[[str], None] = print,
+) -> dict:
+    """Tune ``folder`` on the examples in the order of ``facts["seed"]``, and write ``output``; returns its record.
+
+    On rank 0's disk alone, whole or not at all: everything of ``folder``, with fp32 weights and ``sft.json``.
+    """
+    model, _ = open_folder(folder, torch.float32)
+    trainer = trainer_of(model, learned.kept, recipe, facts["seed"], output.parent, device, say)
+    before = response_loss(model, held_out.kept, recipe)
+    trainer.train()
+    after = response_loss(model, held_out.kept, recipe)
+    losses = [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
+    broken = [step for step, loss in losses if not math.isfinite(loss)]
+    if broken or not math.isfinite(after or 0.0):
+        where = f"from update {broken[0]} on" if broken else "on the held-out rows"
+        raise UserError(f"{output}: the loss is not finite {where}. Nothing was written. Lower --lr {recipe.lr:g}")
+    record = facts | {
+        "source": str(folder),
+        "updates": trainer.state.global_step,
+        "rows": len(learned.kept),
+        "rows_cut": learned.cut,
+        "rows_dropped": learned.dropped,
+        "response_tokens": recipe.epochs * sum(example.targets for example in learned.kept),
+        "response_loss_before": before,
+        "response_loss": after,
+        "training_loss": losses,
+    }
+    if trainer.is_world_process_zero():
+        write(model.state_dict(), folder, output, record)
+        if after is not None:
+            say(f"held-out response loss {before:.4f} -> {after:.4f}")
+        say(f"written {output}")
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()  # what rank 0 has written, all may read
+    return record
+
+
+def trainer_of(
+    model,
+    examples: list[Example],
+    recipe: Recipe,
+    seed: int,
+    output: Path,
+    device: str | None = None,
+    say: Callable[[str], None] = print,
+):
+    """A transformers ``Trainer`` that follows the recipe, on ``device`` (None: the GPU where there is one).
+
+    It saves nothing, but makes the folder ``output``.
+    """
+    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class Say(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            if state.is_world_process_zero and "loss" in logs:
+                at = f"{state.global_step:,}/{state.max_steps:,}"
+                say(f"update {at}  loss {float(logs['loss']):.4f}  lr {float(logs['learning_rate']):.2e}")
+
+    on_cpu = device == "cpu" or not torch.cuda.is_available()
+    ranks = world_size()
+    if not on_cpu and ranks == 1 and torch.cuda.device_count() > 1:
+        gpus = torch.cuda.device_count()
+        mend = f"Start with torchrun --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to one"
+        raise UserError(f"{gpus} GPUs are visible to one process. {mend}")
+    micro, accumulated = recipe.accumulation(ranks)
+    model.config.use_cache = False
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, or an earlier Trainer: it overrules bf16=
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=on_cpu,
+        seed=seed,
+        data_seed=seed,
+        num_train_epochs=recipe.epochs,
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=accumulated,
+        average_tokens_across_devices=True,
+        learning_rate=recipe.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(recipe.warmup * recipe.updates(len(examples))),
+        optim="adamw_torch",
+        weight_decay=0.0,
+        max_grad_norm=recipe.clip,
+        bf16=recipe.precision == "bf16_autocast",
+        logging_steps=LOG_EVERY,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+        ddp_find_unused_parameters=False,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=examples, data_collator=collate, callbacks=[Say()])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def collate(examples: list[Example]) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels`` [B, longest], padded on the right; no label on the prompt."""
+    shape = len(examples), max(len(example.ids) for example in examples)
+    ids, mask, labels = (torch.full(shape, fill) for fill in (PAD, 0, IGNORE))
+    for i, example in enumerate(examples):
+        end = len(example.ids)
+        ids[i, :end] = torch.tensor(example.ids)
+        mask[i, :end] = 1
+        labels[i, example.prompt : end] = ids[i, example.prompt : end]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@torch.no_grad()
+def response_loss(model, examples: list[Example], recipe: Recipe) -> float | None:
+    """Mean negative log-likelihood of the targets of ``examples``, in nats a token; None without any.
+
+    Every target counts the same. Ranks take their share of the examples, and all get the result.
+    """
+    if not examples:
+        return None
+    ranks, rank = world_size(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    device, training = model.device, model.training
+    mine = sorted(examples, key=lambda example: len(example.ids))[rank::ranks]
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, and how many
+    bf16 = recipe.precision == "bf16_autocast"
+    with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
+        model.eval()
+        for at in range(0, len(mine), 8):
+            batch = {name: tensor.to(device) for name, tensor in collate(mine[at : at + 8]).items()}
+            labels = batch.pop("labels")[:, 1:]
+            logits = model(**batch).logits[:, :-1]
+            total[0] += F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            total[1] += labels.ne(IGNORE).sum()
+        model.train(training)
+    if ranks > 1:
+        torch.distributed.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def write(tensors: dict[str, Tensor], source: Path, output: Path, record: dict) -> None:
+    """``output``: the folder ``source`` with the tuned ``tensors``, and what was done in sft.json and README.md."""
+    aside = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("model*.safetensors*"))
+    write_weights(aside, tensors)
+    config = json.loads((aside / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    (aside / "config.json").write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n")
+    (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    card = (aside / "README.md").read_text() if (aside / "README.md").exists() else ""
+    (aside / "README.md").write_text(card + f"\n## Fine-tuned\n\n{_card(record)}", encoding="utf-8")
+    aside.rename(output)
+
+
+def _card(record: dict) -> str:
+    setting = record["setting"]
+    losses = [f"{record[name]:.4f}" for name in ("response_loss_before", "response_loss") if record[name] is not None]
+    held_out = f" Held-out response loss {' -> '.join(losses)}." if losses else ""
+    return (
+        f"All parameters, on the responses of {record['rows']:,} instructions: {setting['epochs']} epochs of "
+        f"{setting['batch']} rows an update, {record['updates']:,} updates, lr {setting['lr']:g} (cosine), at most "
+        f"{setting['length']} tokens, {setting['precision']} with fp32 weights, seed {record['seed']}.{held_out}\n"
+    )

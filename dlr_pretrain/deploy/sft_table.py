@@ -1,0 +1,85 @@
+"""What fine-tuning has come to: zero-shot accuracy of every tuned folder, and the table of models over their seeds."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.sft import RECORD
+from dlr_pretrain.errors import UserError
+
+Measures = dict[str, dict[str, float]]  # by task, as of zero_shot.measures
+
+
+def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setting: dict, first: bool = True) -> dict:
+    """The record with the zero-shot accuracy of ``folder``, by ``evaluate(model, tokenizer)``; kept in its sft.json.
+
+    ``setting`` says how it is measured; what was measured in that way before is not measured again. Every rank calls
+    this, the ``first`` writes.
+    """
+    if record.get("zero_shot", {}).get("setting") != setting:
+        record["zero_shot"] = {"setting": setting, "tasks": evaluate(*open_folder(folder))}
+        if first:
+            aside = folder / f".{RECORD}.tmp"
+            aside.write_text(json.dumps(record, indent=1) + "\n")
+            aside.replace(folder / RECORD)  # a kill leaves the old one or the new one
+    return record
+
+
+def write_table(output: Path, records: list[dict]) -> str:
+    """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies in percent."""
+    models: dict[str, list[dict]] = {}
+    for record in records:
+        models.setdefault(record["name"], []).append(record)
+    rows = {name: summary(seeds) for name, seeds in models.items()}
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row["columns"]))
+    lines = [f"| {' | '.join(['model', 'seeds', *columns])} |", "| --- " * (len(columns) + 2) + "|"]
+    for name, row in rows.items():
+        cells = [_shown(column, row["columns"].get(column)) for column in columns]
+        lines.append(f"| {' | '.join([name, ' '.join(map(str, row['seeds'])), *cells])} |")
+    settings = {"setting": records[0]["setting"]}
+    measured = [record["zero_shot"]["setting"] for record in records if "zero_shot" in record]
+    if any(setting != measured[0] for setting in measured):
+        raise UserError(f"{output}: its zero-shot accuracies were measured in different ways. Give --tasks again")
+    if measured:
+        settings["zero_shot"] = measured[0]
+        lines += ["", f"Zero-shot: {', '.join(f'{name}={value}' for name, value in measured[0].items())}."]
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "table.json").write_text(json.dumps({"models": rows, **settings}, indent=1) + "\n")
+    (output / "table.md").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines)
+
+
+def summary(records: list[dict]) -> dict:
+    """The seeds of one model: mean and standard deviation (n - 1; None for one seed) of each figure that all have."""
+    columns = {
+        "loss before": _spread([records[0]["response_loss_before"]]),
+        "loss after": _spread([record["response_loss"] for record in records]),
+    }
+    tasks = [record["zero_shot"]["tasks"] if "zero_shot" in record else {} for record in records]
+    for task in tasks[0]:
+        columns[task] = _spread([100 * each[task]["acc"] if task in each else None for each in tasks])
+    if tasks[0]:
+        averages = [statistics.fmean(task["acc"] for task in each.values()) if each else None for each in tasks]
+        columns["average"] = _spread([100 * average if average is not None else None for average in averages])
+    return {
+        "seeds": [record["seed"] for record in records],
+        "columns": {name: column for name, column in columns.items() if column is not None},
+    }
+
+
+def _spread(values: list[float | None]) -> dict[str, float | None] | None:
+    if None in values:
+        return None
+    return {"mean": statistics.fmean(values), "std": statistics.stdev(values) if len(values) > 1 else None}
+
+
+def _shown(column: str, figure: dict[str, float | None] | None) -> str:
+    if figure is None:
+        return ""
+    digits = 4 if column.startswith("loss") else 2
+    spread = "" if figure["std"] is None else f" ± {figure['std']:.{digits}f}"
+    return f"{figure['mean']:.{digits}f}{spread}"

@@ -1,0 +1,177 @@
+"""Zero-shot accuracy by lm-evaluation-harness: its prompts and its metrics, on log-likelihoods of ``likelihood``.
+
+The harness's own model class reads prompts through the folder's tokenizer with its special tokens. T5's, as published,
+ends every text with </s>; the DLR paper's BoolQ 37.83 and MMLU 22.95, the same for each model, are what that gives.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+
+import datasets
+import jinja2
+import lm_eval.tasks
+from lm_eval import evaluator
+from lm_eval.api.model import LM
+
+from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.deploy.likelihood import encode_pairs, log_likelihoods
+from dlr_pretrain.errors import UserError
+
+# Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.
+TASKS = {
+    "arc_challenge": "arc",
+    "boolq": "super_glue/boolq",
+    "hellaswag": "hellaswag",
+    "mmlu": "mmlu/default",
+    "piqa": "piqa",
+    "winogrande": "winogrande",
+}
+Tasks = dict[str, dict[str, object]]  # name -> the harness's tasks that it consists of, by their names
+
+
+def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
+    """The harness's tasks, with their documents: from the hub, or from ``data``.
+
+    ``data`` holds JSON lines under the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    home = Path(lm_eval.tasks.__file__).parent
+    folders = [str(home / TASKS[name]) for name in names]
+    manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folders)
+    subjects = [name for name in manager.all_subtasks if name.startswith("mmlu_")]
+    return {name: _load(manager, name, subjects if name == "mmlu" else [name], data) for name in names}
+
+
+def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, object]:
+    """The parts of one task. No example precedes a question, so only the split with the questions is read."""
+    where = {part: data / part.replace("mmlu_", "mmlu/", 1) for part in parts} if data else {}
+    local = {part: {"custom_dataset": _reader(folder)} for part, folder in where.items()}
+    unread = {"training_split": None, "fewshot_split": None}
+    group = [{"task": part, **unread, **local.get(part, {})} for part in parts]
+    try:
+        return manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
+    except (KeyError, TypeError, ValueError, jinja2.UndefinedError) as error:
+        if data is None:
+            raise
+        rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
+        raise UserError(f"{data}: its files of {name} have {rule}") from error
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        mend = "Name a folder that has them with --data"
+        raise UserError(f"the documents of {name} do not come from the hub ({error}). {mend}") from error
+
+
+def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
+    """What the harness calls for the splits of ``folder``."""
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"{folder}: has no <split>.jsonl. Name the folder that has it with --data")
+
+    def rows(file: Path) -> list[dict]:
+        try:
+            with file.open(encoding="utf-8") as lines:  # str.splitlines would cut at Unicode's separators too
+                return [json.loads(line) for line in lines if line.strip()]
+        except ValueError as error:
+            raise UserError(f"{file}: not JSON lines: {error}") from error
+
+    return lambda **_: {file.stem: datasets.Dataset.from_list(rows(file)) for file in files}
+
+
+class Scorer(LM):
+    """A model as the harness asks it; ``cut`` collects the pairs of texts whose beginning did not fit."""
+
+    def __init__(self, score: Callable[[list], list[float]], encode: Callable[[list], list], positions: int):
+        super().__init__()
+        self.score, self.encode, self.positions = score, encode, positions
+        self.cut: set[tuple[str, str]] = set()
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        texts = [request.args for request in requests]
+        pairs = self.encode(texts)
+        lengths = [len(before) + len(after) for before, after in pairs]
+        self.cut = {text for text, length in zip(texts, lengths, strict=True) if length > self.positions + 1}
+        return [(score, False) for score in self.score(pairs)]  # no metric here asks whether a choice is greedy
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False):
+        raise NotImplementedError("the tasks here are multiple choice")
+
+    generate_until = loglikelihood_rolling
+
+
+def evaluate(
+    model,
+    tokenizer: Tokenizer,
+    tasks: Tasks,
+    positions: int,
+    as_in_paper: bool = False,
+    limit: int | None = None,
+    batch_size: int = 64,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> dict[str, dict[str, float]]:
+    """``measures`` of each task, on its first ``limit`` documents (of each of MMLU's 57 subjects)."""
+    scorer = Scorer(
+        lambda pairs: log_likelihoods(model, pairs, positions, batch_size, progress),
+        lambda texts: encode_pairs(tokenizer, texts, as_in_paper),
+        positions,
+    )
+    parts = {name: task for task in tasks.values() for name, task in task.items()}
+    answers = evaluator.evaluate(scorer, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)["samples"]
+    return {name: measures([answers[part] for part in task], scorer.cut) for name, task in tasks.items()}
+
+
+def measures(parts: list[list[dict]], cut: set[tuple[str, str]] = frozenset()) -> dict[str, float]:
+    """What the harness's samples of a task's parts come to; accuracies as shares of one.
+
+    ``acc`` over all documents and, where the task has it, ``acc_norm`` (scores divided by the choices' characters);
+    ``stderr`` of acc over documents, pooled over parts as in the harness (None where each has a single one); ``n``
+    documents; ``distinct_choices``, how many of the choices were ever picked: 1 where the answer is always the same;
+    ``tied``, documents whose best score several choices share, of which the first counts; ``cut``, documents of which
+    a beginning did not fit.
+    """
+    documents = list(chain.from_iterable(parts))
+    scores = [[score for score, _ in document["filtered_resps"]] for document in documents]
+    squares = sum(len(part) * statistics.pvariance(document["acc"] for document in part) for part in parts)
+    n, free = len(documents), len(documents) - len(parts)
+    found = {
+        "acc": statistics.fmean(document["acc"] for document in documents),
+        "stderr": math.sqrt(squares / free / n) if free else None,
+        "n": n,
+        "distinct_choices": len({each.index(max(each)) for each in scores}),
+        "tied": sum(each.count(max(each)) > 1 for each in scores),
+        "cut": sum(any(tuple(text) in cut for text in document["arguments"]) for document in documents),
+    }
+    if "acc_norm" in documents[0]:
+        found["acc_norm"] = statistics.fmean(document["acc_norm"] for document in documents)
+    return found
+
+
+def combine(checkpoints: Sequence[dict[str, dict[str, float]]]) -> tuple[dict[str, dict[str, float]], dict]:
+    """(measures by task, those of the average over tasks) of several checkpoints, such as the seeds of a method.
+
+    One checkpoint's measures are its own. Of several: mean of ``acc``, its standard deviation ``std`` over the
+    checkpoints (n - 1 in the denominator), the mean of ``stderr``, and the fewest ``distinct_choices`` of any.
+    """
+    averages = [statistics.fmean(task["acc"] for task in each.values()) for each in checkpoints]
+    if len(checkpoints) == 1:
+        return dict(checkpoints[0]), {"acc": averages[0]}
+
+    def spread(values: list[float]) -> dict[str, float]:
+        return {"acc": statistics.fmean(values), "std": statistics.stdev(values)}
+
+    tasks = {}
+    for name, first in checkpoints[0].items():
+        each = [checkpoint[name] for checkpoint in checkpoints]
+        errors = [task["stderr"] for task in each]
+        tasks[name] = spread([task["acc"] for task in each]) | {
+            "stderr": None if None in errors else statistics.fmean(errors),
+            "n": first["n"],
+            "distinct_choices": min(task["distinct_choices"] for task in each),
+        }
+    return tasks, spread(averages)

@@ -1,0 +1,129 @@
+"""DLR in models and loops of somebody else's: factors for their linear layers, and a mix-in for their trainer.
+
+factorize_(model, rank=128, match="*_proj")          # W becomes B A: its truncated SVD, or drawn anew
+attach_dlr(model, keep_output=True)
+class MyTrainer(TrainsWithDlr, transformers.Trainer): ...
+MyTrainer(model, ...).train()
+fold_(model)
+multiply_(model)                                     # on request: B A as one matrix again, the model's own layout
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.models.dlr import active, residuals
+from dlr_pretrain.models.spectrum import factors
+
+
+class Factors(nn.Module):
+    """y = B phi(A x) + bias, x [..., d_in] -> y [..., d_out]; A [rank, d_in] is ``a.weight``, B [d_out, rank]
+    ``b.weight``, the bias that of ``b``; phi is ``activation``, the identity where None."""
+
+    def __init__(self, like: nn.Linear, rank: int, activation: Callable[[Tensor], Tensor] | None):
+        super().__init__()
+        where = {"device": like.weight.device, "dtype": like.weight.dtype}
+        self.a = nn.Linear(like.in_features, rank, bias=False, **where)
+        self.b = nn.Linear(rank, like.out_features, bias=like.bias is not None, **where)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.a(x)
+        return self.b(z if self.activation is None else self.activation(z))
+
+
+@torch.no_grad()
+def factorize_(
+    module: nn.Module,
+    rank: int,
+    match: str | Callable[[str, nn.Linear], bool],
+    *,
+    from_weights: bool = True,
+    activation: Callable[[Tensor], Tensor] | None = None,
+) -> list[str]:
+    """Replace the linear layers of ``module`` that ``match`` chooses by ``Factors`` of ``rank``; returns their names.
+
+    ``match`` is a glob over names or a predicate (name, linear). B A is the best approximation of the weight by that
+    rank, singular values shared out evenly; not ``from_weights``, both are drawn from torch's generator with
+    Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start. Biases are kept.
+
+    Raises ValueError where nothing matches, a layer is smaller than ``rank`` or used under two names, or an
+    ``activation`` would follow the SVD of a weight that was trained without one.
+    """
+    if from_weights and activation is not None:
+        raise ValueError("activation: B A approximates the weight only without one; set from_weights=False")
+    chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
+    linears = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if n and isinstance(m, nn.Linear)]
+    targets = {name: linear for name, linear in linears if chosen(name, linear)}
+    if not targets:
+        raise ValueError(f"match={match!r}: no linear layer has such a name")
+    for name, linear in targets.items():
+        if not 1 <= rank <= min(linear.weight.shape):
+            raise ValueError(f"rank={rank}: {name} has a weight of shape {list(linear.weight.shape)}")
+        users = [m for m in module.modules() for p in m.parameters(recurse=False) if p is linear.weight]
+        if len(users) > 1 or sum(m is linear for _, m in linears) > 1:
+            raise ValueError(f"{name}: its weight is used under two names, which factors would part")
+    for name, linear in targets.items():
+        made = Factors(linear, rank, activation)
+        if from_weights:
+            b, a = factors(linear.weight, rank)
+            made.b.weight.copy_(b), made.a.weight.copy_(a)
+        else:
+            for factor in (made.a, made.b):
+                nn.init.normal_(factor.weight, std=(rank * sum(linear.weight.shape)) ** -0.25)
+        if linear.bias is not None:
+            made.b.bias.copy_(linear.bias)
+        for factor in (made.a, made.b):
+            factor.requires_grad_(linear.weight.requires_grad)
+        _put(module, name, made)
+    return list(targets)
+
+
+@torch.no_grad()
+def multiply_(module: nn.Module) -> int:
+    """Make each of ``factorize_``'s layers one ``nn.Linear`` again, W = B A formed in fp32; returns their number.
+
+    Raises ValueError where there is none, where a residual is not folded yet, or where an activation stands between.
+    """
+    layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, Factors)]
+    if not layers:
+        raise ValueError("this module has no layers of factorize_")
+    for name, layer in layers:
+        if residuals(layer):
+            raise ValueError(f"{name}: call fold_ first, its residual is not in the weight yet")
+        if layer.activation is not None:
+            raise ValueError(f"{name}: what has an activation between its factors is no matrix")
+    for name, layer in layers:
+        a, b = layer.a.weight, layer.b.weight
+        dense = nn.Linear(a.shape[1], b.shape[0], layer.b.bias is not None, device=b.device, dtype=b.dtype)
+        wide = torch.promote_types(b.dtype, torch.float32)
+        dense.weight.copy_(b.to(wide) @ a.to(wide))
+        if layer.b.bias is not None:
+            dense.bias.copy_(layer.b.bias)
+        _put(module, name, dense)
+    return len(layers)
+
+
+def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, layer)
+
+
+class TrainsWithDlr:
+    """Mixed into a ``transformers.Trainer``, or one of TRL's, before it: ``class Mine(TrainsWithDlr, SFTTrainer)``.
+
+    Forward and backward see B + beta R^T, in training and in evaluation; clipping, the optimizer and what is saved see
+    B. Call ``fold_(trainer.model)`` after the training and before ``trainer.save_model()``.
+    """
+
+    def training_step(self, model: nn.Module, *args, **kwargs):
+        with active(model):
+            return super().training_step(model, *args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, *args, **kwargs):
+        with active(model):
+            return super().prediction_step(model, *args, **kwargs)

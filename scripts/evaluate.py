@@ -1,0 +1,155 @@
+"""Zero-shot accuracy of exported folders: ``python scripts/evaluate.py runs/<name>/folded --data DIR``; several, as the
+seeds of one method, give mean and standard deviation. Under torchrun each rank, a GPU each, takes its share."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from difflib import get_close_matches
+from pathlib import Path
+
+from dlr_pretrain.deploy.extras import need
+from dlr_pretrain.errors import EXIT_FAILED, UserError
+
+OLDEST_HARNESS = (0, 4, 13)
+TASKS = ("arc_challenge", "boolq", "hellaswag", "mmlu", "piqa", "winogrande")
+CONVENTIONS = {
+    "plain": "prompts and choices as the model was trained to read them, no </s> added (--as-in-paper adds it)",
+    "as_in_paper": "as in the paper: </s> ends prompts and choices, so that of choices of one token (BoolQ, MMLU) the "
+    "first one always wins (plain, the default, adds none)",
+}
+LINE_SECONDS = 10.0
+FIRST = int(os.environ.get("RANK", 0)) == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Zero-shot accuracy by lm-evaluation-harness; mean and std of several folders.", allow_abbrev=False
+    )
+    parser.add_argument("folders", type=Path, nargs="+", metavar="folder", help="exported, as runs/<name>/folded")
+    parser.add_argument("--tasks", type=names, default=list(TASKS), help=f"of {','.join(TASKS)} (default: all)")
+    parser.add_argument("--data", type=Path, help="local <task>/<split>.jsonl instead of the hub")
+    parser.add_argument("--limit", type=at_least_1, metavar="N", help="documents of each task, or subject of MMLU")
+    parser.add_argument("--as-in-paper", action="store_true", help="end prompts and choices with </s>")
+    parser.add_argument("--context", type=at_least_1, metavar="TOKENS", help="longest input (default: the model's)")
+    parser.add_argument("--batch-size", type=at_least_1, default=64, metavar="N", help="sequences (default: 64)")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the file's")
+    parser.add_argument("--device", help="default: a GPU where there is one")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results as JSON as well")
+    given = parser.parse_args()
+    try:
+        harness = need("lm-eval", "eval", OLDEST_HARNESS)
+        if given.output:
+            given.output.parent.mkdir(parents=True, exist_ok=True)
+        report = evaluate(given) | {"harness": harness}
+        if FIRST and given.output:
+            given.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", EXIT_FAILED)
+    if FIRST:
+        print(table(report))
+    return 0
+
+
+def names(text: str) -> list[str]:
+    """Tasks from a list with commas, in the order of TASKS."""
+    given = {name.strip() for name in text.split(",")}
+    for name in sorted(given.difference(TASKS)):
+        near = get_close_matches(name, TASKS, 1)
+        mend = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}"
+        raise argparse.ArgumentTypeError(f"{name!r} is no task: {mend}")
+    return [name for name in TASKS if name in given]
+
+
+def at_least_1(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
+def evaluate(given: argparse.Namespace) -> dict:
+    """Everything that is printed and written, of all folders."""
+    os.environ["TQDM_DISABLE"] = "1"  # before the harness is imported: it draws a bar for each of MMLU's subjects
+    import torch
+
+    from dlr_pretrain.deploy import zero_shot
+    from dlr_pretrain.deploy.folder import open_folder
+
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # gloo: only scores are exchanged, when all of a model's are there
+        torch.distributed.init_process_group("gloo", timeout=timedelta(days=1))
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    tasks, checkpoints = zero_shot.load_tasks(given.tasks, given.data), []
+    for folder in given.folders:
+        model, tokenizer = open_folder(folder, "auto" if given.dtype == "auto" else getattr(torch, given.dtype))
+        positions = given.context or model.config.max_position_embeddings
+        how = {"context_length": positions, "dtype": str(model.dtype).removeprefix("torch.")}
+        if checkpoints and not how.items() <= checkpoints[0].items():
+            rule = f"{how} differs from that of {given.folders[0]}"
+            raise UserError(f"{folder}: {rule}. Set --context and --dtype, or evaluate it by itself")
+        model.to(given.device or gpu)
+        try:
+            found = zero_shot.evaluate(
+                model, tokenizer, tasks, positions, given.as_in_paper, given.limit, given.batch_size, Progress(folder)
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"out of GPU memory at --batch-size {given.batch_size}: give a smaller one") from error
+        checkpoints.append({"folder": str(folder), **how, "tasks": found})
+    means, average = zero_shot.combine([each["tasks"] for each in checkpoints])
+    return {
+        "tasks": means,
+        "average": average,
+        "convention": "as_in_paper" if given.as_in_paper else "plain",
+        **how,
+        "data": str(given.data or "hub"),
+        "limit": given.limit,
+        "checkpoints": checkpoints,
+    }
+
+
+class Progress:
+    """A line now and then on standard error, from the first rank."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.shown = folder, time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        now = time.monotonic()
+        if FIRST and now - self.shown > LINE_SECONDS:
+            self.shown = now
+            print(f"{self.folder}: {done:,} of {of:,} batches", file=sys.stderr, flush=True)
+
+
+def table(report: dict) -> str:
+    """The report for reading, in percent."""
+    several = len(report["checkpoints"]) > 1
+
+    def percent(value: float | None) -> str:
+        return f"{100 * value:8.2f}" if value is not None else " " * 8
+
+    def row(name: str, task: dict, remark: str = "") -> str:
+        counts = f"{task.get('n', ''):>8}{task.get('distinct_choices', ''):>8}"
+        spread = percent(task.get("std")) if several else percent(task.get("acc_norm"))
+        return f"{name:15}{percent(task['acc'])}{percent(task.get('stderr'))}{spread}{counts}{remark}".rstrip()
+
+    columns = ("acc", "stderr", "std" if several else "norm", "n", "picked")
+    lines = ["zero-shot, %    " + "".join(f"{column:>8}" for column in columns)[1:]]
+    for name, task in report["tasks"].items():
+        lines.append(row(name, task, "  always the same choice" if task["distinct_choices"] == 1 < task["n"] else ""))
+    cut = max(sum(task["cut"] for task in each["tasks"].values()) for each in report["checkpoints"])
+    lines += [
+        row("average", report["average"]),
+        "",
+        f"convention      {report['convention']}: {CONVENTIONS[report['convention']]}",
+        f"context length  {report['context_length']:,} tokens; documents whose beginning does not fit: {cut:,}",
+        f"scored by       lm-evaluation-harness {report['harness']}, {report['dtype']} weights, data: {report['data']}"
+        + (f", first {report['limit']} documents" if report["limit"] else ""),
+        *(f"checkpoint      {each['folder']}" for each in report["checkpoints"]),
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
