@@ -1,5 +1,5 @@
 # Shortcuts; the README's commands work without make.
-.PHONY: test fast matrix style
+.PHONY: test fast matrix kill-soak style
 
 test:       # everything that this machine can run
 	python -m pytest
@@ -9,6 +9,9 @@ fast:       # a minute or two: no compilation, no torchrun
 
 matrix:     # every backbone, DLR, optimizer: 20 steps on 1 and 2 ranks with inductor, resumed, exported, reloaded
 	DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix
+
+kill-soak:  # a hundred kills of two-rank runs, each compared with an undisturbed one (half an hour)
+	DLR_KILLS=100 python -m pytest tests/kill -k soak -s
 
 style:
 	ruff check . && ruff format --check .

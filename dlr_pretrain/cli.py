@@ -18,7 +18,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import CommandLine, read
 from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Stopped, UserError, record
 
 EXIT_INTERRUPTED = 130
 
@@ -54,8 +54,12 @@ def load(words: list[str], ranks: int = 1, machine: bool = True) -> Config:
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """The number of ranks that torchrun started; raises ConfigError where its variables make no sense."""
+    ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    if ranks.isdecimal() and rank.isdecimal() and int(rank) < int(ranks):
+        return int(ranks)
+    rule = f"no rank of that many can be RANK={rank}"
+    raise ConfigError([Problem("WORLD_SIZE", ranks, rule, "torchrun sets both: unset them to start one process")])
 
 
 def _refuse_sweep_of_ranks(line: CommandLine) -> None:
@@ -79,7 +83,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> None:
         except UserError as error:
             sys.exit(_report(error))
         except Exception as error:
-            _record(error)
+            record(error)
             raise
 
     sys.argv = [typed[0], *line.argv]
@@ -92,17 +96,8 @@ def _report(error: UserError) -> int:
         _say(f"stopped: {error}")
     else:
         _say(f"error: {error}")
-    error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True  # its message says it all
-    _record(error)
+    record(error)
     return error.exit_code
-
-
-def _record(error: Exception) -> None:
-    """Write the error where torchrun's summary of failures looks for it."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,13 @@
 """Errors that a user can mend. They end a run with one clear message and no traceback."""
 
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run stood in the way
+EXIT_LOST = 4  # a rank was lost or hangs: the same command continues from the last checkpoint
 EXIT_STOPPED = 75  # stopped early and saved: the same command continues the run
 
 
@@ -11,7 +17,35 @@ class UserError(Exception):
     exit_code = EXIT_FAILED
 
 
+class RankLost(UserError):
+    """Ranks wait for one that has died or does not advance."""
+
+    exit_code = EXIT_LOST
+
+
 class Stopped(UserError):
     """The run was asked to stop before its last step, and has saved its state."""
 
     exit_code = EXIT_STOPPED
+
+
+def record(error: BaseException) -> None:
+    """Write the error where torchrun's summary of failures looks for it; without a traceback where it needs none."""
+    if isinstance(error, UserError):
+        error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
+def leave(error: UserError, say: bool = True) -> NoReturn:
+    """End the process from any thread, at once and without another write to the run."""
+    if say:
+        os.write(2, f"\nerror: {error}\n".encode())
+    try:
+        raise error  # torchrun's handler looks at what is being handled
+    except UserError:
+        record(error)
+    finally:
+        os._exit(error.exit_code)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import json
+import math
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
@@ -123,11 +128,32 @@ def train(words):
     return run_in
 
 
+def script(name: str):
+    """The module of ``scripts/<name>.py``."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def saved(checkpoint: Path) -> dict:
+    """The tensors of a checkpoint: parameters by name, optimizer state as <parameter>/<entry>."""
+    from dlr_pretrain.train.checkpoint import load
+
+    found = load(checkpoint)
+    return {name: stored.whole() for name, stored in (found.model | found.optimizer).items()}
+
+
 def forked(words: list[str], ranks: int) -> None:
     """The run of ``words`` on ``ranks`` gloo ranks that are forked from this process: no imports, and its patches."""
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
 
+    on_ranks(lambda: run(load(words, ranks)), ranks)
+
+
+def on_ranks(act: Callable[[], object], ranks: int) -> None:
+    """``act`` in ``ranks`` processes that are forked from this one, as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -142,7 +168,7 @@ def forked(words: list[str], ranks: int) -> None:
                 sys.stdout = sys.stderr = output
                 job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
                 os.environ |= {name: str(value) for name, value in (job | {"MASTER_PORT": port}).items()}
-                run(load(words, ranks))
+                act()
                 code = 0
             except BaseException:
                 traceback.print_exc(file=output)
@@ -150,12 +176,25 @@ def forked(words: list[str], ranks: int) -> None:
                 output.flush()
                 os._exit(code)
         children.append(child)
-    failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children]
+    running, failed, deadline = dict(enumerate(children)), [], None
+    while running:
+        time.sleep(0.01)
+        for rank, child in list(running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                del running[rank]
+            if ended and status:
+                failed.append(rank)
+                deadline = deadline or time.time() + 5
+        if deadline and time.time() > deadline:  # what still runs waits for a rank that is gone
+            for child in running.values():
+                os.kill(child, signal.SIGKILL)
+            deadline = math.inf
     said = []
     for output in outputs:
         output.seek(0)
         said.append(output.read()[-3000:])
-    assert not any(failed), "\n\n".join(text for text, bad in zip(said, failed, strict=True) if bad)
+    assert not failed, "\n\n".join(said[rank] for rank in failed if said[rank])
 
 
 def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:

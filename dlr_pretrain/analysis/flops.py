@@ -85,14 +85,17 @@ class _Products(TorchDispatchMode):
 
 @contextmanager
 def attention_as_on_a_gpu() -> Iterator[None]:
-    """Within, attention on the meta device is the operator that a GPU runs: meta would take the one that forms all
+    """Within, attention on the meta device is an operator that a GPU runs: meta would take the one that forms all
     weights [T, T].
     """
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
+        if bias is None:
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+        shared = bias.expand(-1, q.shape[1], -1, -1)
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, shared, True, 0.0, is_causal)[0]
 
-    with patch.object(F, "scaled_dot_product_attention", flash):
+    with patch.object(F, "scaled_dot_product_attention", attention):
         yield
 
 

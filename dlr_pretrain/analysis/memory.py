@@ -34,6 +34,9 @@ class Memory:
     the update reads, with the copies that it casts; ``activations`` what one micro-batch keeps for its backward pass,
     logits included; ``temporaries`` what is alive beside them at the peak of forward and backward. Temporaries of the
     optimizer are not counted.
+
+    With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which is its own master, and what every rank
+    holds; ``temporaries`` include what is gathered of the others' rows, and gradients before they are shared out.
     """
 
     weights: int
@@ -46,7 +49,11 @@ class Memory:
 
 
 def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """The memory of a replicated model (``parallel=ddp``) on one of ``ranks`` GPUs."""
+    """The memory of ``cfg`` on one of ``ranks`` GPUs."""
+    return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
+
+
+def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -57,17 +64,52 @@ def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # DDP's buckets, or micro-batches before
     wide = cfg.train.accumulate == "fp32"
     buffer = 4 * entries if wide else 0
-    step = step_bytes(model, micro_batch, cfg.train.seq_len, held=summed and not wide, saved=working == state)
+    held, saved = summed and not wide, working == state
+    step = step_bytes(model, micro_batch, cfg.train.seq_len, held, saved, cfg.data.mask_documents)
     source = torch.float32 if wide else working
     casts = entries * state.itemsize if source != state else 0
-    held = buffer if wide else step.gradients
+    gradients = buffer if wide else step.gradients
 
     weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
     masters = everything * state.itemsize if state != working else 0
     optimizer = state_bytes(cfg.optimizer, optimized)
-    backward = step.peak + (held if summed or wide else 0)
-    total = weights + masters + optimizer + max(backward, held + casts)
-    return Memory(weights, masters, held + casts, optimizer, step.kept, step.peak - step.kept, total)
+    backward = step.peak + (gradients if summed or wide else 0)
+    total = weights + masters + optimizer + max(backward, gradients + casts)
+    return Memory(weights, masters, gradients + casts, optimizer, step.kept, step.peak - step.kept, total)
+
+
+def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
+    """Of rank 0, which has the most rows. At the peak two blocks are gathered, the one at work and the next, beside
+    embedding, final norm and head, whose gradients wait, whole, for the end of the backward pass.
+    """
+    working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
+    model = build(cfg, vocab_size, META, working)
+    own = {name: _rows(p, ranks).to(state) for name, p in model.named_parameters()}
+    trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
+    micro_batch = cfg.micro_batch(ranks)
+    step = step_bytes(model, micro_batch, cfg.train.seq_len, held=True, saved=True, masked=cfg.data.mask_documents)
+
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
+    root = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    summed = 4 if cfg.train.accumulate == "fp32" else working.itemsize
+    gathered = (root + 2 * max(blocks)) * working.itemsize
+    unshared = root * working.itemsize + max(blocks) * (working.itemsize + summed)
+    rows = sum(p.numel() for p in trained.values())
+    scalars = sum(p.dim() == 0 for p in trained.values())
+    totals = 4 * (rows - scalars) if summed > state.itemsize else 0  # held in fp32 where the state is not
+
+    weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())
+    gradients = rows * state.itemsize + totals
+    optimizer = state_bytes(cfg.optimizer, trained)
+    temporaries = step.peak - step.kept + gathered + unshared
+    start = (sum(blocks) + root) * state.itemsize  # the model is whole when it is made
+    total = weights + max(start, optimizer + gradients + step.kept + temporaries)
+    return Memory(weights, 0, gradients, optimizer, step.kept, temporaries, total)
+
+
+def _rows(p: Tensor, ranks: int) -> Tensor:
+    """What rank 0 holds of ``p``: the first part of its rows, as torch.chunk deals them out; a scalar whole."""
+    return p if p.dim() == 0 else p[: -(-len(p) // ranks)]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -86,11 +128,14 @@ class StepBytes:
     gradients: int
 
 
-def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True) -> StepBytes:
+def step_bytes(
+    model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True, masked: bool = False
+) -> StepBytes:
     """Run forward and backward of a micro-batch on the device of ``model``, and count.
 
     With ``held`` every parameter has a gradient beforehand, to be added to; with ``saved`` the entries of B are put
-    aside while residuals are in their place (they are not where there are masters).
+    aside while residuals are in their place (they are not where there are masters); with ``masked`` documents do not
+    see each other.
     """
     device = next(model.parameters()).device
     with dlr.active(model):
@@ -102,7 +147,7 @@ def step_bytes(model: Llama, micro_batch: int, seq_len: int, held: bool, saved: 
     attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
     with attention, _Alive(device, known) as alive, dlr.active(model) if saved else nullcontext():
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
-        loss = model(ids, ids)
+        loss = model(ids, ids, ids if masked else None)
         kept = alive.now()
         loss.backward()
     gradients = sum(_storages(p.grad for p in trained if p.grad is not None).values())

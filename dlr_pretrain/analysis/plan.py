@@ -2,7 +2,7 @@
 
 Everything is counted on the meta device, without data, GPU or network. ``plan`` returns plain values with stable keys:
 
-    run               scale, backbone, dlr, optimizer, precision, dir
+    run               scale, backbone, dlr, optimizer, precision, data, dir
     vocabulary        size; assumed (true where the tokenizer will say it)
     parameters        total; trainable; folded (of the model that is deployed)
     flops_per_token   forward and backward, see ``flops``; flops_total for all steps
@@ -13,6 +13,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     steps             updates; warmup_steps
     tokens            positions of the whole run; paper_budget at this scale (or null); budget_steps, the updates for it
     schedule          update (from 0) and lr, at the corners of the schedule and between them
+    resume            where the data are gzipped text (or null): streams of a rank; seconds and bytes to find the place
+                      in them again, at most, with shards of C4's size
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.optim.schedule import rate
 
+SHARD_BYTES = 319_000_000  # of one of the 1,024 shards of C4's en, gzipped
+SEEK_RATE = 80e6  # of these bytes a second and core, decompressed but not parsed: scripts/benchmark.py data
+
 
 def plan(cfg: Config, ranks: int) -> dict:
     """The plan of ``cfg`` on ``ranks`` GPUs, as described above."""
@@ -44,7 +49,7 @@ def plan(cfg: Config, ranks: int) -> dict:
     paper = {"weights": of.weight_bytes, "optimizer_state": of.state, "indices": of.index_bytes}
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     return {
-        "run": {group: getattr(cfg, group).name for group in groups} | {"dir": cfg.run.dir},
+        "run": {group: getattr(cfg, group).name for group in groups} | {"data": cfg.data.source, "dir": cfg.run.dir},
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
         "parameters": {"total": of.total, "trainable": of.trained, "folded": folded_parameters(cfg, vocab_size)},
         "flops_per_token": flops,
@@ -60,6 +65,7 @@ def plan(cfg: Config, ranks: int) -> dict:
             "budget_steps": budget and round(budget / batch["positions"]),
         },
         "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
+        "resume": _resume(cfg, ranks),
     }
 
 
@@ -81,6 +87,14 @@ def _batch(cfg: Config, ranks: int) -> dict[str, int]:
         "seq_len": cfg.train.seq_len,
         "positions": batch * cfg.train.seq_len,
     }
+
+
+def _resume(cfg: Config, ranks: int) -> dict[str, float] | None:
+    """What a resume in compressed text takes: each stream passes over its shard up to where it stands."""
+    if cfg.data.source not in ("c4", "c4_local") or not cfg.data.train_files.endswith(".gz"):
+        return None
+    streams = cfg.num_streams // ranks
+    return {"streams": streams, "bytes": streams * SHARD_BYTES, "seconds": streams * SHARD_BYTES / SEEK_RATE}
 
 
 def _corners(cfg: Config) -> list[int]:
@@ -113,6 +127,13 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     if tokens["paper_budget"]:
         yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
     yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
+    if resume := p["resume"]:
+        streams, minutes, fetched = resume["streams"], resume["seconds"] / 60, resume["bytes"] / 1e9
+        passed = f"{streams} shards of {SHARD_BYTES / 1e6:.0f} MB (as C4's) at {SEEK_RATE / 1e6:.0f} MB/s"
+        yield "resume", f"the data take a rank up to {minutes:.1f} min of one core, shared by those it has: {passed}"
+        if run["data"] == "c4":
+            yield "", f"and {fetched:,.1f} GB are fetched for it, where data.cache does not hold them"
+        yield "", "data=tokens resumes at once"
     yield "memory", "of one GPU, in GB, as eager code allocates it; torch.compile needs less"
     labels = {"optimizer_state": "optimizer", "total": "peak"}
     notes = {

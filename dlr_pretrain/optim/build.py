@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from dlr_pretrain import shards
 from dlr_pretrain.config import Choice
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.parameters import empty_state, wide
+from dlr_pretrain.shards import Stored
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -20,7 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def build(choice: Choice, parameters: Mapping[str, Tensor], undecayed: Collection[str] = ()) -> Optimizer:
     """The optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
-    Those named in ``undecayed`` have no weight decay. The learning rate is given to every update.
+    Those named in ``undecayed`` have no weight decay. The learning rate is given to every update. Where parameters are
+    sharded by rows, each rank updates its own; optimizers of matrices do not take such.
     """
     parts = _module(choice).build(dict(parameters), choice.knobs, undecayed)
     return Optimizer(parameters, parts)
@@ -44,7 +47,7 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, Tensor], parts: list[torch.optim.Optimizer]):
         self.parameters, self.parts = dict(parameters), parts
         owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(p)] for name, p in self.parameters.items()}
+        self.part_of = {name: owner[id(shards.here(p))] for name, p in self.parameters.items()}
         self.masked_on_device = all(map(_reads_found_inf, parts))
 
     def update(self, lr: float, skip: Tensor) -> None:
@@ -56,6 +59,8 @@ class Optimizer:
         """
         if not self.masked_on_device and bool(skip):
             return
+        for p in filter(shards.is_sharded, self.parameters.values()):
+            shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
             for group in part.param_groups:
                 if isinstance(group["lr"], Tensor):
@@ -65,13 +70,18 @@ class Optimizer:
             if _reads_found_inf(part):
                 part.grad_scale, part.found_inf = None, skip
             part.step()
+        for p in filter(shards.is_sharded, self.parameters.values()):
+            shards.here(p).grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``)."""
+        """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``).
+
+        What has the shape of a parameter that is sharded is sharded like it.
+        """
         return {
             f"{name}/{entry}{suffix}": tensor
             for name, entry, value in self._entries()
-            for suffix, tensor in quantized.stored(value).items()
+            for suffix, tensor in quantized.stored(value, self.parameters[name]).items()
         }
 
     def state_layout(self) -> dict[str, dict]:
@@ -82,27 +92,30 @@ class Optimizer:
             if quantized.is_quantized(value)
         }
 
-    def load_state_tensors(self, tensors: Mapping[str, Tensor], layout: Mapping[str, dict]) -> None:
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored], layout: Mapping[str, dict]) -> None:
         """The inverse of ``state_tensors`` and ``state_layout``: bit for bit, in each parameter's own memory layout.
 
-        Raises UserError for state of a parameter that is not this optimizer's.
+        ``tensors`` are whole; of sharded parameters' each rank takes its rows. Where these cut a block of quantised
+        state, the state is taken by value and is not quantised from then on. Raises UserError for state of a parameter
+        that is not this optimizer's.
         """
-        by_entry: dict[str, dict[str, Tensor]] = {}
+        by_entry: dict[str, dict[str, Tensor | Stored]] = {}
         for full, value in tensors.items():
             name, entry = full.rsplit("/", 1)
             if name not in self.parameters:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
             entry, dot, suffix = entry.partition(".")
             by_entry.setdefault(f"{name}/{entry}", {})[dot + suffix] = value
-        for name, p in self.parameters.items():
-            self.part_of[name].state[p] = {}
+        for name in {full.rsplit("/", 1)[0] for full in by_entry}:
+            self.part_of[name].state[shards.here(self.parameters[name])] = {}
         for full, stored in by_entry.items():
             name, entry = full.rsplit("/", 1)
             p, part = self.parameters[name], self.part_of[name]
             if full in layout:
-                part.state[p][entry] = quantized.restored(stored, layout[full], p.device)
+                state = quantized.restored(stored, layout[full], p)
             else:
-                part.state[p][entry] = _own(p, part, entry, stored[""])
+                state = _own(p, part, entry, stored[""])
+            part.state[shards.here(p)][entry] = state
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
@@ -114,11 +127,14 @@ class Optimizer:
         """
         for name, entry, value in self._entries():
             if name in names and entry in MOMENTS:
-                quantized.zero_(value, _dropped(quantized.values(value), keep, f"{seed}/{name}/{entry}", by))
+                p = self.parameters[name]
+                whole = shards.gathered(shards.like(p, quantized.values(value)))
+                dropped = _dropped(whole, keep, f"{seed}/{name}/{entry}", by)
+                quantized.zero_(value, shards.own_part(p, dropped))
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, p in self.parameters.items():
-            for entry, value in self.part_of[name].state.get(p, {}).items():
+            for entry, value in self.part_of[name].state.get(shards.here(p), {}).items():
                 yield name, entry, value
 
 
@@ -126,11 +142,12 @@ def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
     return getattr(part, "_step_supports_amp_scaling", False)  # what torch's gradient scaler asks
 
 
-def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, value: Tensor) -> Tensor:
-    """A copy of ``value`` as ``part`` would have made it for ``p``; only fused kernels count steps on the device."""
-    if entry == "step" and not _reads_found_inf(part):
+def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:
+    """A copy of what is ``stored`` as ``part`` would have made it for the rows of ``p`` that are here."""
+    value = shards.whole(stored) if entry == "step" else shards.own_part(p, stored)
+    if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
-    return empty_state(p, value.shape, value.dtype).copy_(value)
+    return empty_state(shards.here(p), value.shape, value.dtype).copy_(value)
 
 
 def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from dlr_pretrain import shards
+
 
 def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The two-dimensional parameters of the transformer blocks: those that matrix optimizers treat as matrices."""
@@ -18,9 +20,13 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
 
 
 def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
-    """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty."""
-    decayed, others = without(parameters, undecayed), [p for name, p in parameters.items() if name in undecayed]
-    groups = [{"params": list(decayed.values()), "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty.
+
+    Of parameters that are sharded, they hold the rows that are here.
+    """
+    decayed = [shards.here(p) for p in without(parameters, undecayed).values()]
+    others = [shards.here(p) for name, p in parameters.items() if name in undecayed]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

@@ -1,7 +1,8 @@
 """Block-quantised state of torchao's optimizers as the plain tensors that it is made of, and back.
 
 An entry of 8-bit state is codes (uint8, of the parameter's shape), one fp32 scale a block of consecutive entries in
-row-major order, and the fp32 map from codes to values: value = map[code] * scale.
+row-major order, and the fp32 map from codes to values: value = map[code] * scale. Of a parameter that is sharded by
+rows, the blocks are those of the whole, as long as no rank's rows cut one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from dlr_pretrain import shards
+from dlr_pretrain.shards import Stored
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -32,11 +36,25 @@ def is_quantized(value: Tensor) -> bool:
     return type(value) not in PLAIN
 
 
-def stored(value: Tensor) -> dict[str, Tensor]:
-    """The tensors that hold ``value``, by the suffix of each one's name; of a plain tensor itself."""
+def whole_blocks(p: Tensor, block_size: int) -> bool:
+    """Whether the rows of ``p`` that any rank holds are whole blocks of the whole."""
+    if not shards.is_sharded(p):
+        return p.numel() % block_size == 0
+    row, ranks = p.shape[1:].numel(), p.device_mesh.size()
+    return row % block_size == 0 or (p.shape[0] % ranks == 0 and p.shape[0] // ranks * row % block_size == 0)
+
+
+def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold ``value``, an entry of the state of ``p``, by the suffix of each one's name.
+
+    A plain tensor is held by itself. Where ``p`` is sharded and its rows are whole blocks, scales have a row for each.
+    """
     if not is_quantized(value):
-        return {"": value}
-    return {".codes": value.codes, ".scale": value.scale, ".map": value.qmap}
+        return {"": shards.like(p, value) if value.dim() else value}
+    scale, shape = value.scale, (p.numel() // value.block_size,)
+    if shards.is_sharded(p) and p.shape[1:].numel() % value.block_size == 0:
+        scale, shape = scale.view(len(value), -1), (len(p), p.shape[1:].numel() // value.block_size)
+    return {".codes": shards.like(p, value.codes), ".scale": shards.like(p, scale, shape), ".map": value.qmap}
 
 
 def layout(value: Tensor) -> dict:
@@ -45,15 +63,27 @@ def layout(value: Tensor) -> dict:
     return {"rule": "blockwise_8bit", "signed": value.signed, "block_size": value.block_size, "dtype": dtype}
 
 
-def restored(tensors: Mapping[str, Tensor], described: Mapping, device: torch.device) -> Tensor:
-    """The inverse of ``stored`` and ``layout``, on ``device``; nothing is shared with ``tensors``."""
+def restored(tensors: Mapping[str, Tensor | Stored], described: Mapping, p: Tensor) -> Tensor:
+    """The inverse of ``stored`` and ``layout`` for ``p``, on its device; nothing is shared with ``tensors``.
+
+    A plain tensor of the same values where the rows of ``p`` that a rank holds cut a block.
+    """
     torchao_optim()
     from torchao.optim.subclass_8bit import OptimState8bit
 
     if described["rule"] != "blockwise_8bit":
         raise ValueError(f"optimizer state quantised by {described['rule']}, which is not known here")
-    parts = [tensors[suffix].to(device, copy=True).contiguous() for suffix in (".codes", ".scale", ".map")]
-    return OptimState8bit(*parts, described["signed"], dtype=getattr(torch, described["dtype"]))
+    block, signed, dtype = described["block_size"], described["signed"], getattr(torch, described["dtype"])
+    scale, qmap = shards.whole(tensors[".scale"]).flatten(), shards.whole(tensors[".map"])
+    if not whole_blocks(p, block):
+        everything = OptimState8bit(shards.whole(tensors[".codes"]), scale, qmap, signed, dtype=dtype)
+        return shards.own_part(p, everything.dequantize()).to(p.device, copy=True)
+    codes = shards.own_part(p, tensors[".codes"])
+    if shards.is_sharded(p):
+        first, end = (row * p.shape[1:].numel() // block for row in shards.span(p))
+        scale = scale[first:end]
+    parts = [part.to(p.device, copy=True).contiguous() for part in (codes, scale, qmap)]
+    return OptimState8bit(*parts, signed, dtype=dtype)
 
 
 def values(value: Tensor) -> Tensor:

@@ -88,6 +88,16 @@ def test_a_sweep_under_torchrun_is_refused(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("ranks", "rank"), [("abc", "0"), ("2", "-1"), ("2", "two"), ("2", "2"), ("", "0")])
+def test_a_rank_that_makes_no_sense_is_refused(tmp_path, ranks, rank):
+    done = python(str(ROOT / "train.py"), "scale=tiny", cwd=tmp_path, RANK=rank, WORLD_SIZE=ranks)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    if rank == "0":
+        assert done.stderr.startswith(
+            f"error: WORLD_SIZE={ranks}: no rank of that many can be RANK={rank}. torchrun sets"
+        )
+
+
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
     done = stub("", "+scale=tiny", "train.lr=1e-3")
     assert (done.returncode, done.stderr) == (0, "")

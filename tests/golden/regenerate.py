@@ -12,17 +12,14 @@ import itertools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
-from dlr_pretrain.models import build
-from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.runtime import Runtime
-from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.weights import Weights
 from tests.conftest import SMALL
 
 CURVES = Path(__file__).with_name("curves.json")
@@ -64,12 +61,9 @@ def curve(*overrides: str) -> list[float]:
     cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
     records: list[dict] = []
     with Runtime(cfg) as runtime:
-        precision = cfg.precision.name
-        weights = Weights(build(cfg, VOCAB, runtime.device, STATE_DTYPE[precision]), precision)
-        console = Console(cfg, enabled=False)
-        trainer = Trainer(cfg, runtime, weights, lambda _: {}, console, records.append, lambda *_: None)
+        trainer = bare_trainer(cfg, runtime, VOCAB, records.append)
         steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
-        trainer.train(steps)
+        trainer.train(SimpleNamespace(take=lambda stop: next(steps)))
     return [record["train/loss"] for record in records]
 
 

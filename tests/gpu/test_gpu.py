@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,14 +17,12 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, build, fold_
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Snapshot
-from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.weights import Weights
 from tests.golden.regenerate import VOCAB, batches
 
 pytestmark = [
@@ -51,13 +50,8 @@ def trainer():
 
         def make(*overrides: str, records: list | None = None) -> Trainer:
             cfg = config(*overrides)
-            runtime, precision = opened.enter_context(Runtime(cfg)), cfg.precision.name
-            weights = Weights(build(cfg, VOCAB, runtime.device, STATE_DTYPE[precision]), precision)
-            if cfg.compile:
-                torch._dynamo.reset()
-                weights.model.compile_()
             write = (records if records is not None else []).append
-            return Trainer(cfg, runtime, weights, lambda _: {}, Console(cfg, False), write, lambda *_: None)
+            return bare_trainer(cfg, opened.enter_context(Runtime(cfg)), VOCAB, write)
 
         yield make
 
@@ -71,7 +65,7 @@ def gradients(trainer: Trainer) -> tuple[float, torch.Tensor]:
     (batch,) = steps(1)
     ids, targets = inputs_and_targets(*map(trainer.runtime.to_device, (batch.tokens, batch.lengths)))
     with trainer.weights.published():
-        loss = trainer.gradients.add(ids, targets, (targets >= 0).sum(), last=True)
+        loss = trainer.gradients.add((ids, targets), (targets >= 0).sum(), last=True)
     found = torch.cat([g.flatten().double() for g in trainer.gradients.collect()])
     trainer.gradients.clear()
     return loss.item(), found
@@ -205,10 +199,13 @@ def test_a_checkpoint_restores_parameters_and_optimizer_bit_for_bit(trainer, tmp
     one, two = trainer(f"precision={precision}"), trainer(f"precision={precision}", "seed=7")
     for batch in steps(3):
         one.update(batch, 1e-3)
-    state = {"step": 3, "tokens": 1, "real_tokens": 1, "streams": {}}
-    tensors = one.optimizer.state_tensors()
-    path = checkpoint.save(tmp_path, 3, Snapshot(one.weights.state, tensors, one.runtime.random_state(), state), 1)
-    two.resume(checkpoint.load(path))
+    one.step = 3
+    one.saver = Saver(tmp_path, one.runtime, checkpoint.Keep(1))
+    one.checkpoint(None, wait=False)
+    one.update(next(iter(steps(1))), 1e-3)  # what the thread writes is a copy
+    one.saver.wait()
+    for trained in (one, two):
+        trained.resume(checkpoint.load(tmp_path / "step_00000003"))
 
     def assert_equal() -> None:
         a, b = (x.weights.state | x.optimizer.state_tensors() for x in (one, two))
@@ -233,7 +230,8 @@ def test_a_run_reports_every_step_in_order_at_most_one_late_with_memory_and_thro
     write = a.write
     a.write = lambda record: (seen.append((record["step"], a.step)), write(record))
     torch.cuda.reset_peak_memory_stats()
-    a.train(iter(steps(20)))
+    twenty = iter(steps(20))
+    a.train(SimpleNamespace(take=lambda stop: next(twenty)))
     assert [step for step, _ in seen] == list(range(1, 21))
     assert all(0 <= at - step <= 1 for step, at in seen) and any(at > step for step, at in seen)
     state = sum(p.numel() * p.element_size() for p in a.weights.state.values()) / 1e9

@@ -14,7 +14,7 @@ from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.gradients import clip, global_norm
 from dlr_pretrain.train.trainer import Trainer
-from tests.conftest import ROOT, forked, torchrun
+from tests.conftest import ROOT, forked, saved, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -104,7 +104,7 @@ def test_a_step_that_is_not_finite_is_masked_named_and_leaves_the_steps_before_i
         train(tmp_path / "run", "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
     steps, newest = steps_and_newest(tmp_path / "run")
     assert steps == list(range(1, steps[-1] + 1)) and newest.name == f"step_{steps[-1]:08d}"
-    assert all(torch.isfinite(t).all() for t in load_file(newest / "model.safetensors").values())
+    assert all(torch.isfinite(t).all() for t in saved(newest).values())
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(
     done = torchrun([w if "data.root" not in w else f"data.root={shards}" for w in given], ranks=2)
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "no data for step" in line and "rank 1" in line and f"{second}: document 60" in line
+    assert "rank 1" in line and f"{second}: document 60" in line
     steps, newest = steps_and_newest(tmp_path / "run")
-    assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1}." in line
+    assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1} was not taken" in line
 
 
 def test_clipping_bounds_the_global_norm():

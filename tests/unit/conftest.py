@@ -1,12 +1,14 @@
-"""A hub on the loopback for the tests of the data room."""
+"""A hub on the loopback, a tokenizer and tokens for the tests of the data room."""
 
 from contextlib import ExitStack
 
 import pytest
-from data_corpus import write_shards
+from data_corpus import make_config, write_shards
 from loopback_hub import TEXTS, Hub, serving_here
 
-from dlr_pretrain.data import remote
+from dlr_pretrain.data import open_source, open_tokenizer, remote, sample
+from dlr_pretrain.data.prepare import prepare
+from dlr_pretrain.data.tokens import MODEL
 
 
 @pytest.fixture
@@ -28,3 +30,20 @@ def shards(tmp_path):
 def small_ranges(monkeypatch):
     """Ranges so small that a shard has many."""
     monkeypatch.setattr(remote, "RANGE_BYTES", 500)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tokenizer of a few pieces."""
+    path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
+    sample.train_tokenizer(path, ["a word and more of the words in a text, and one <extra_id_3> two"] * 3, pieces=40)
+    return path
+
+
+@pytest.fixture
+def made(corpus, tmp_path):
+    """Tokens of the corpus of all tests."""
+    cfg = make_config(data__root=corpus, tokenizer__path=corpus / MODEL)
+    source = open_source(cfg)
+    prepare(source, open_tokenizer(cfg, source), tmp_path / "tokens", 1, lambda _: None)
+    return tmp_path / "tokens"

@@ -45,7 +45,9 @@ def facts(folder: Path, ids: torch.Tensor) -> dict:
             "resaved_config": json.loads((again / "config.json").read_text()),
             "fresh_std": {name: p.std().item() for name, p in fresh.named_parameters()},
             "pieces": len(tokenizer),
-            "literal": tokenizer("a </s> b").input_ids,
+            "open": tokenizer("a b").input_ids,
+            "ended": tokenizer("a b" + tokenizer.eos_token).input_ids,
+            "literal": tokenizer("a </s> b", split_special_tokens=True).input_ids,
         }
 
 

@@ -14,14 +14,17 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "dlr_pretrain"
 MAY_IMPORT = {
     "errors": set(),
+    "process": set(),
     "config": {"errors"},
     "cli": {"config", "errors"},
-    "models": {"config", "errors"},
-    "optim": {"config", "errors"},
+    "shards": set(),
+    "models": {"config", "errors", "shards"},
+    "optim": {"config", "errors", "shards"},
     "data": {"config", "errors"},
     "deploy": {"models", "config", "data", "errors"},
     "analysis": {"models", "optim", "config", "errors"},  # a plan tells the optimizer's memory and the schedule
-    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors"},
+    "launch": {"cli", "config", "analysis", "errors"},  # of analysis the history, which needs no torch
+    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process"},
 }
 
 

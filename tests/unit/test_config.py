@@ -207,6 +207,16 @@ def test_rules_that_span_keys(cfg):
     ]
 
 
+def test_a_mask_between_documents_needs_several_in_a_sequence(cfg):
+    cfg.data.mask_documents = True
+    assert broken_rules(cfg) == []
+    cfg.data.packing = "pad"
+    assert broken_rules(cfg) == [
+        "data.mask_documents=true: does nothing where data.packing=pad: a sequence is one document. "
+        "Leave it out, or use data.packing=packed"
+    ]
+
+
 def test_heads_of_odd_width_are_refused(cfg):
     cfg.scale.num_heads = 128
     assert broken_rules(cfg) == ["scale.num_heads=128: rotary embeddings need heads of even width"]

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, validation_set
-from dlr_pretrain.models import build
+from dlr_pretrain.data import ValidationSet, inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data.tokenizer import EOS
+from dlr_pretrain.models import Llama, build
 from dlr_pretrain.train.evaluate import Evaluator, galore_loss
+from dlr_pretrain.train.runtime import Runtime
+from tests.conftest import forked
 
 
 def runtime(rank: int = 0, world_size: int = 1, add=lambda tensor: tensor):
@@ -35,7 +40,7 @@ class Constant(nn.Module):
 
 def validation(rows: int, real_tokens: int):
     lengths = np.random.default_rng(0).integers(2, 8, rows).astype("int32")  # of 7 tokens: some scored, some not
-    return SimpleNamespace(tokens=np.ones((rows, 7), "uint16"), lengths=lengths, real_tokens=real_tokens)
+    return ValidationSet(np.ones((rows, 7), "uint16"), lengths, real_tokens)
 
 
 @pytest.mark.parametrize("loss", [2.5, 3.0])
@@ -63,9 +68,14 @@ def on_ranks(model, whole, micro_batch: int, world_size: int) -> dict[str, float
     return Evaluator(whole, micro_batch, runtime(0, world_size, lambda _: torch.stack(parts).sum(0)))(model)
 
 
-@pytest.mark.parametrize("packing", ["pad", "packed"])
-def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(words, packing):
-    cfg = load(words(f"eval.packing={packing}", "eval.tokens=1000"))
+def pieces(tokens: np.ndarray, mask_documents: bool) -> list[np.ndarray]:
+    """The row itself, or each of its documents."""
+    return np.split(tokens, np.flatnonzero(tokens[:-1] == EOS) + 1) if mask_documents else [tokens]
+
+
+@pytest.mark.parametrize(("packing", "mask"), [("pad", False), ("packed", False), ("pad", True), ("packed", True)])
+def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(words, packing, mask):
+    cfg = load(words(f"eval.packing={packing}", "eval.tokens=1000", f"data.mask_documents={mask}"))
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
     whole = validation_set(cfg, source, tokenizer)
@@ -74,15 +84,41 @@ def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(wor
         model.lm_head.weight.mul_(20)  # far from uniform, so that which target is predicted matters
         summed = count = 0
         for tokens, length in zip(whole.tokens.astype("int64"), whole.lengths, strict=True):
-            ids = torch.from_numpy(tokens[: min(length, len(tokens) - 1)])
-            logits = model.logits(ids[None])[0].double()
-            following = torch.from_numpy(tokens[1:length])
-            summed += -logits.log_softmax(-1)[range(len(following)), following].sum().item()
-            count += len(following)
+            for piece in map(torch.from_numpy, pieces(tokens[:length], mask)):
+                following = piece[1:]
+                if len(following):
+                    logits = model.logits(piece[None, :-1])[0].double()
+                    summed += -logits.log_softmax(-1)[range(len(following)), following].sum().item()
+                    count += len(following)
     assert len(whole.tokens) % 7 and count > 500
     for world_size, micro_batch in itertools.product((1, 2, 4), (1, 7, 16)):
         found = on_ranks(model, whole, micro_batch, world_size)
         assert found["eval/loss"] == pytest.approx(summed / count, abs=1e-6)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(words, train, tmp_path, monkeypatch):
+    """Real ranks, each with its own part of the validation set, and a model that a run has left."""
+    folder = train(tmp_path / "run", "dlr=on", "train.steps=6")
+    choice = ("eval.tokens=1000", "train.global_batch=64")
+
+    def evaluate(cfg):
+        source = open_source(cfg)
+        tokenizer = open_tokenizer(cfg, source)
+        model = Llama(cfg, tokenizer.vocab_size)
+        model.load_state_dict(load_file(folder / "folded" / "model.safetensors"))
+        with Runtime(cfg) as runtime:
+            whole = validation_set(cfg, source, tokenizer)
+            found = [Evaluator(whole, micro_batch, runtime)(model) for micro_batch in (1, 7, 16)]
+        (tmp_path / f"{runtime.world_size}_{runtime.rank}.json").write_text(json.dumps(found))
+
+    monkeypatch.setattr("dlr_pretrain.train.run.run", evaluate)
+    for ranks in (1, 2, 4):
+        forked(words(*choice), ranks)
+    found = [result for path in tmp_path.glob("*_*.json") for result in json.loads(path.read_text())]
+    assert len(found) == 3 * (1 + 2 + 4)
+    for name, value in found[0].items():
+        assert [result[name] for result in found] == pytest.approx([value] * len(found), rel=1e-6)
 
 
 def test_ranks_share_the_sequences():
@@ -96,6 +132,14 @@ def test_ranks_share_the_sequences():
         return sums[0][1].item()
 
     assert seen(0) + seen(1) == (targets != -100).sum()
+
+
+def test_all_ranks_call_the_model_as_often():
+    """Where it is sharded, a call gathers what every rank holds."""
+    models = Constant(1.0), Constant(1.0)
+    for rank, model in enumerate(models):
+        Evaluator(validation(5, 1), 1, runtime(rank, 2))(model)
+    assert models[0].calls == models[1].calls and len(models[0].calls) == 3
 
 
 def test_the_convention_of_the_papers_runs():

@@ -6,16 +6,18 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from safetensors.torch import load_file
 from small_tokenizer import PIECES, train
 
-from dlr_pretrain.config import Choice
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Choice, Config
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import MODELING, export, write_weights
 from dlr_pretrain.deploy.verify import verify
@@ -40,19 +42,15 @@ KNOBS = {
 KINDS = tuple(KNOBS)
 
 
-def config(kind: str) -> SimpleNamespace:
-    """As much of a configuration as models and export read; ``kind`` is a backbone, and what is special about it."""
-    scale = SimpleNamespace(
-        name="test", hidden_size=HIDDEN, intermediate_size=WIDE, num_heads=HEADS, num_layers=LAYERS, rank=RANK
-    )
-    return SimpleNamespace(
-        scale=scale,
+def config(kind: str) -> Config:
+    """A configuration of the small shape; ``kind`` is a backbone, and what is special about it."""
+    shape = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_heads": HEADS, "num_layers": LAYERS, "rank": RANK}
+    cfg = load(["scale=tiny", "precision=fp32", "data=sample", "data.root=/private/texts", "device=cpu"])
+    return replace(
+        cfg,
+        scale=replace(cfg.scale, name="test", **shape),
         backbone=Choice(kind.split("-")[0], KNOBS[kind]),
-        dlr=SimpleNamespace(name="off", enabled=False),
-        precision=SimpleNamespace(name="fp32"),
-        data=SimpleNamespace(packing="packed"),
-        eval=SimpleNamespace(packing="pad"),
-        train=SimpleNamespace(seq_len=256, activation_checkpointing="none"),
+        eval=replace(cfg.eval, packing="pad"),
     )
 
 
@@ -201,7 +199,7 @@ def test_loads_strictly_and_generates(answers, kind):
     assert found["cast"] == torch.bfloat16
     assert (found["eps"], found["bos"], found["positions"]) == (1e-6, None, 1024)
     assert found["pieces"] == PIECES
-    assert 1 not in found["literal"]
+    assert found["ended"] == [*found["open"], 1] and 1 not in found["literal"]
     if kind != "cola-bf16":  # rounding decides between near-equal logits
         assert torch.equal(found["cached"], found["uncached"])
         assert torch.equal(found["batched"], found["alone"])
@@ -244,7 +242,17 @@ def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
     readme = (tmp_path / "folded/README.md").read_text()
     for words in ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23"):
         assert words in readme
-    assert "mfu" not in readme
+    assert "mfu" not in readme and "/private/texts" not in readme
+    card = yaml.safe_load(readme.split("---")[1])
+    assert card["tags"] == ["pre-training", "low-rank", "cola"]
+    written = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
+    assert written["backbone"] == {"name": "cola", **KNOBS["cola"]} and written["train"]["seq_len"] == 256
+    assert "CoLA: Compute-Efficient" in readme and "Latent Residuals" not in readme
+    dlr = replace(config("cola_lax"), dlr=replace(config("cola").dlr, name="on", enabled=True))
+    export(tmp_path / "dlr", trained("cola_lax").state_dict(), dlr, ROWS, spiece, RECORD)
+    readme = (tmp_path / "dlr/README.md").read_text()
+    assert "# LLaMA test, cola_lax + DLR (on), folded" in readme
+    assert all(title in readme for title in ("CoLA: Compute-Efficient", "LaX: Boosting", "Latent Residuals"))
 
 
 def test_shards(tmp_path):
@@ -271,6 +279,36 @@ def test_wrong_tensors_are_refused_by_name(tmp_path, spiece, spoil, message):
     spoil(tensors)
     with pytest.raises(UserError, match=message):
         export(tmp_path / "folded", tensors, config("cola"), ROWS, spiece, RECORD)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("knobs", [{}, {"learn_latent_scale": True, "swiglu_silu": False}, {"latent_scale": 0.3}])
+def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, monkeypatch, knobs):
+    monkeypatch.setitem(KNOBS, "cola-theirs", {"rank": RANK, **knobs})
+    ours = trained("cola-theirs").state_dict()
+    export(tmp_path / "folded", ours, config("cola-theirs"), ROWS, spiece, RECORD, layout="cola")
+    assert not (tmp_path / "folded" / MODELING.name).exists()
+    settings = json.loads((tmp_path / "folded/config.json").read_text())
+    assert (settings["model_type"], settings["architectures"], settings["rank"]) == ("cola", ["ColaForCausalLM"], RANK)
+    assert settings["hidden_act"] == "silu" and settings["only_lr_act"] == ("swiglu_silu" in knobs)
+    stored = load_file(tmp_path / "folded/model.safetensors")
+    assert stored["model.layers.0.mlp.up_proj.cola_a"].shape == (HIDDEN, RANK)
+    assert stored["model.layers.0.mlp.up_proj.cola_b"].shape == (RANK, WIDE)
+    with monkeypatch.context() as theirs:  # y = silu(x A) B
+        theirs.setitem(KNOBS, "theirs", {"swiglu_silu": not settings["only_lr_act"]})
+        theirs.setattr(
+            sys.modules[__name__],
+            "projections",
+            lambda w, _: lambda x, name: F.silu(x @ w[f"{name}.cola_a"]) @ w[f"{name}.cola_b"],
+        )
+        found = formulas(stored, "theirs", ids[0])
+    assert relative(found, formulas(ours, "cola-theirs", ids[0])) < 1e-6
+
+
+def test_other_backbones_have_no_place_in_colas_layout(tmp_path, spiece):
+    with pytest.raises(UserError, match="holds CoLA's layers alone, and this is backbone=lowrank"):
+        tensors = trained("lowrank").state_dict()
+        export(tmp_path / "folded", tensors, config("lowrank"), ROWS, spiece, RECORD, layout="cola")
     assert list(tmp_path.iterdir()) == []
 
 

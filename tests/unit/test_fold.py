@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.deploy.fold import fold_checkpoint
 from dlr_pretrain.deploy.merge import deployed
 from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.models import build, fold_
@@ -19,32 +20,54 @@ from dlr_pretrain.models.llama import Llama
 from tests.conftest import ROOT
 from tests.parity.reference import VOCAB, small
 
-pytestmark = pytest.mark.usefixtures("no_export")
+pytestmark = pytest.mark.usefixtures("no_export", "in_this_process")
 FILE = "model.safetensors"
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def fold(monkeypatch, capsys):
+    """``scripts/fold.py`` in this process: its exit code and what it says."""
+    spec = importlib.util.spec_from_file_location("fold_script", ROOT / "scripts" / "fold.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    def run(*words) -> SimpleNamespace:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["fold.py", *map(str, words)])
+        code = script.main()
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=said.out, stderr=said.err)
+
+    return run
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
-def test_the_last_checkpoint_folds_to_the_runs_own_folder(train, tmp_path, precision):
+def test_the_last_checkpoint_folds_to_the_runs_own_folder(train, tmp_path, fold, precision):
     run = train(tmp_path / "run", "backbone=cola", "dlr=on", f"precision={precision}", "train.steps=4")
     checkpoint = run / "checkpoints" / "step_00000004"
-    script = [sys.executable, ROOT / "scripts" / "fold.py", checkpoint]
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
-    assert "folded 14 layers" in done.stdout
+    assert "14 folded" in fold(checkpoint).stdout
     own, again = load_file(run / "folded" / FILE), load_file(run / "folded_step_00000004" / FILE)
     assert own.keys() == again.keys() and all(torch.equal(own[n], again[n]) for n in own)
     assert own["lm_head.weight"].dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
     if precision == "bf16_mixed":
-        fold_checkpoint(checkpoint, tmp_path / "bf16", torch.bfloat16)
+        fold(checkpoint, "--output", tmp_path / "bf16", "--dtype", "bfloat16")
         cast = load_file(tmp_path / "bf16" / FILE)
         assert all(torch.equal(cast[n], own[n].to(torch.bfloat16)) for n in own)
 
 
-def fold(*words) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, ROOT / "scripts" / "fold.py", *words], capture_output=True, text=True)
+def test_the_script_runs_by_itself(train, tmp_path):
+    run = train(tmp_path / "run", "dlr=on", "train.steps=1")
+    script = [sys.executable, ROOT / "scripts" / "fold.py", run / "checkpoints" / "step_00000001", "--tokens", "200"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert said.keys() == {
+        *("layers", "parameters", "training", "perplexity", "logits", "latency", "transformers", "written")
+    }
+    assert said["transformers"].startswith("loads it, its logits agree to")
 
 
-def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, tmp_path):
+def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, tmp_path, fold):
     run = train(tmp_path / "run", "train.steps=2")
     checkpoint, precious = run / "checkpoints" / "step_00000002", tmp_path / "thesis"
     precious.mkdir()
@@ -58,9 +81,10 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
         refused = fold(*words)
         assert refused.returncode == EXIT_FAILED and refused.stderr.startswith("error: ") and reason in refused.stderr
     assert (precious / "thesis.txt").read_text() == "years"
-    weights = bytearray((checkpoint / FILE).read_bytes())
+    (part,) = checkpoint.glob("*.safetensors")
+    weights = bytearray(part.read_bytes())
     weights[-50] ^= 1
-    (checkpoint / FILE).write_bytes(weights)
+    part.write_bytes(weights)
     assert "fails its checksum" in fold(checkpoint).stderr
 
 
@@ -119,10 +143,12 @@ def test_layers_that_are_no_matrix_are_not_merged(backbone):
 
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16"])
 @pytest.mark.parametrize("backbone", ["relora", "sltrain"])
-def test_a_dense_deployment_is_a_plain_llama_at_the_end_and_from_a_checkpoint(train, tmp_path, backbone, precision):
+def test_a_dense_deployment_is_a_plain_llama_at_the_end_and_from_a_checkpoint(
+    train, tmp_path, fold, backbone, precision
+):
     merges = ["backbone.merge_every=3", "backbone.restart_warmup=1"] if backbone == "relora" else []
     run = train(tmp_path / "run", f"backbone={backbone}", f"precision={precision}", "train.steps=4", *merges)
-    fold_checkpoint(run / "checkpoints" / "step_00000004", tmp_path / "again")
+    fold(run / "checkpoints" / "step_00000004", "--output", tmp_path / "again")
     own, again = load_file(run / "folded" / FILE), load_file(tmp_path / "again" / FILE)
     assert all(torch.equal(own[n], again[n]) for n in own) and own.keys() == again.keys()
     assert own.keys() == Llama(small("full"), VOCAB).state_dict().keys()
@@ -130,20 +156,48 @@ def test_a_dense_deployment_is_a_plain_llama_at_the_end_and_from_a_checkpoint(tr
     assert f"LLaMA tiny, {backbone}, merged into dense weights" in (run / "folded" / "README.md").read_text()
 
 
-def test_a_low_rank_run_is_merged_on_request_and_then_cast(train, tmp_path):
+def test_a_low_rank_run_is_merged_on_request_and_then_cast(train, tmp_path, fold):
     run = train(tmp_path / "run", "dlr=on", "precision=bf16_mixed", "train.steps=2")
     checkpoint = run / "checkpoints" / "step_00000002"
-    done = fold(checkpoint, "--merge", "--dtype", "bfloat16", "--output", tmp_path / "merged")
-    assert "folded 14 layers, merged into dense weights, into" in done.stdout
+    done = fold(checkpoint, "--dense", "--dtype", "bfloat16", "--output", tmp_path / "merged")
+    assert "14 folded" in done.stdout and "transformers  loads it" in done.stdout
     factors, merged = load_file(run / "folded" / FILE), load_file(tmp_path / "merged" / FILE)
     at = "model.layers.0.self_attn.o_proj"
     product = factors[f"{at}.b.weight"] @ factors[f"{at}.a.weight"]
     assert torch.equal(merged[f"{at}.weight"], product.bfloat16())
-    title = (tmp_path / "merged" / "README.md").read_text().splitlines()[0]
+    title = next(line for line in (tmp_path / "merged" / "README.md").read_text().splitlines() if line[:1] == "#")
     assert title == "# LLaMA tiny, lowrank + DLR (on), folded, merged into dense weights"
 
 
-def test_the_script_says_why_it_cannot_merge(train, tmp_path):
+def test_the_script_says_why_it_cannot_merge(train, tmp_path, fold):
     run = train(tmp_path / "run", "backbone=cola", "train.steps=1")
-    refused = fold(run / "checkpoints" / "step_00000001", "--merge")
+    refused = fold(run / "checkpoints" / "step_00000001", "--dense")
     assert refused.returncode == EXIT_FAILED and "Cola layers are no matrix" in refused.stderr
+
+
+def test_a_dense_merge_of_dlr_is_a_plain_llama_that_computes_the_same(train, tmp_path, fold):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    run = train(tmp_path / "run", "dlr=on", "train.steps=3", "train.lr=0.1")
+    fold(run / "checkpoints" / "step_00000003", "--dense", "--output", tmp_path / "merged")
+    factors = AutoModelForCausalLM.from_pretrained(run / "folded", trust_remote_code=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(merged) is LlamaForCausalLM
+    ids = torch.randint(3, 120, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = factors(input_ids=ids).logits
+        assert (merged(input_ids=ids).logits - wanted).abs().max() < 1e-5 * wanted.std()
+
+
+def test_the_script_writes_the_layout_of_the_colas_authors(train, tmp_path, fold):
+    run = train(tmp_path / "run", "backbone=cola", "dlr=on", "train.steps=1")
+    checkpoint, at = run / "checkpoints" / "step_00000001", "model.layers.1.mlp.down_proj"
+    assert fold(checkpoint, "--layout", "cola", "--output", tmp_path / "theirs").returncode == 0
+    own, theirs = load_file(run / "folded" / FILE), load_file(tmp_path / "theirs" / FILE)
+    for ours, name in (("a.weight", "cola_a"), ("b.weight", "cola_b")):
+        assert torch.equal(theirs[f"{at}.{name}"], own[f"{at}.{ours}"].T)
+    other = train(tmp_path / "other", "train.steps=1") / "checkpoints" / "step_00000001"
+    refused = fold(other, "--layout", "cola")
+    assert refused.returncode == EXIT_FAILED and "this is backbone=lowrank" in refused.stderr
+    with pytest.raises(SystemExit):
+        fold(checkpoint, "--layout", "cola", "--dense")

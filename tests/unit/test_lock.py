@@ -8,13 +8,14 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train import lock
-from dlr_pretrain.train.lock import EXPIRY, RunLock
+from dlr_pretrain.train import beat, lock
+from dlr_pretrain.train.lock import RunLock
 
 HOLDER = """
 import sys, time
@@ -31,9 +32,24 @@ def lease(run_dir) -> dict:
     return json.loads((run_dir / ".lock").read_text())
 
 
-def write_lease(run_dir, age: float, host: str = "elsewhere") -> None:
+def write_lease(run_dir, age: float, token: str = "theirs") -> None:
+    """As a process of another machine does."""
     run_dir.mkdir(exist_ok=True)
-    (run_dir / ".lock").write_text(json.dumps({"host": host, "pid": 123, "beat": time.time() - age}))
+    lease = {"host": "elsewhere", "pid": 123, "kernel": "another", "token": token, "beat": time.time() - age}
+    descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT)
+    beat.write(descriptor, lease)
+    os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Everything a hundred times as fast."""
+    for name in ("HEARTBEAT", "EXPIRY", "LISTEN", "POLL", "SETTLE"):
+        monkeypatch.setattr(lock, name, getattr(lock, name) / 100)
+
+
+def unsupported(*_):
+    raise OSError("Function not implemented")
 
 
 def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path):
@@ -60,19 +76,116 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path):
         assert lease(tmp_path)["pid"] == os.getpid()
 
 
-def test_a_fresh_lease_of_another_host_is_respected_until_it_expires(tmp_path):
-    write_lease(tmp_path, age=EXPIRY - 5)
-    with pytest.raises(UserError, match=r"process 123 on elsewhere, last heartbeat 55 s ago. .*its lease ends in 5 s"):
-        RunLock(tmp_path).acquire()
-    assert lease(tmp_path)["host"] == "elsewhere"  # the refused one left it as it was
-    write_lease(tmp_path, age=EXPIRY + 1)
+def test_a_lease_of_another_machine_that_is_not_renewed_is_waited_for_and_taken_over(tmp_path, capsys):
+    write_lease(tmp_path, age=0.2)  # of 0.6 s
+    began = time.monotonic()
     with RunLock(tmp_path) as own:
         own.acquire()
+        assert lock.EXPIRY - 0.3 < time.monotonic() - began < 10
+        assert lease(tmp_path)["pid"] == os.getpid()
+    assert "to see whether process 123 on elsewhere, last heartbeat 0 s ago still lives" in capsys.readouterr().err
 
 
-def test_a_refused_start_keeps_nothing_locked(tmp_path):
+def test_the_lease_of_a_machine_that_died_long_ago_is_taken_at_once(tmp_path, monkeypatch, capsys):
+    write_lease(tmp_path, age=11 * lock.EXPIRY)
+    monkeypatch.setattr(lock, "LISTEN", 600)
+    with RunLock(tmp_path) as own:
+        own.acquire()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("skew", [-3.0, 0.0, 3.0])  # seconds by which that machine's clock is ahead
+def test_a_holder_on_another_machine_that_beats_is_respected_whatever_its_clock_says(tmp_path, skew):
+    ended = threading.Event()
+    write_lease(tmp_path, age=-skew)
+
+    def live():
+        while not ended.wait(lock.HEARTBEAT):
+            write_lease(tmp_path, age=-skew)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match=r"is in use by process 123 on elsewhere, last heartbeat -?\d+ s ago"):
+            RunLock(tmp_path).acquire()
+    finally:
+        ended.set()
+        thread.join()
+    assert lease(tmp_path)["host"] == "elsewhere"
+
+
+def test_a_kernel_lock_that_another_machine_left_behind_is_not_broken(tmp_path):
+    write_lease(tmp_path, age=11 * lock.EXPIRY)
+    with open(tmp_path / ".lock") as left:
+        fcntl.flock(left, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use by process 123 on elsewhere"):
+            RunLock(tmp_path).acquire()
+
+
+def test_a_holder_that_was_away_stops_at_its_next_beat_and_writes_nothing(tmp_path):
+    told = []
+    with RunLock(tmp_path, lost=told.append) as own:
+        own.acquire()
+        write_lease(tmp_path, age=0)
+        taken = (tmp_path / ".lock").read_bytes()
+        with pytest.raises(UserError, match=f"{tmp_path} was taken over by process 123 on elsewhere"):
+            own.require_held()
+        deadline = time.monotonic() + 10
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "It writes nothing more" in str(told[0])
+    assert (tmp_path / ".lock").read_bytes() == taken  # nor does it release what is another's
+
+
+def test_a_holder_that_was_away_while_another_came_and_went_stops_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 600)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with RunLock(tmp_path) as away:
+        away.acquire()
+        away.require_held()
+        with RunLock(tmp_path) as other:
+            other.acquire()
+        with pytest.raises(UserError, match="was taken over"):
+            away.require_held()
+
+
+def test_a_lease_that_was_just_renewed_is_not_looked_at(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT", 600)
+    with RunLock(tmp_path) as own:
+        own.acquire()
+        (tmp_path / ".lock").unlink()
+        own.require_held(at_most=60)
+        with pytest.raises(UserError, match="taken away"):
+            own.require_held()
+
+
+def test_of_two_that_write_the_same_lease_at_once_one_wins(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SETTLE", 0.5)
+    monkeypatch.setattr(fcntl, "flock", unsupported)
     write_lease(tmp_path, age=0)
-    refused = RunLock(tmp_path)
+    results = []
+
+    def start():
+        try:
+            own = RunLock(tmp_path, lost=results.append)
+            own.acquire()
+            results.append(own)
+        except UserError as error:
+            results.append(error)
+
+    starts = [threading.Thread(target=start) for _ in range(4)]
+    [s.start() for s in starts], [s.join() for s in starts]
+    held = [r for r in results if isinstance(r, RunLock)]
+    assert len(held) == 1 and len(results) == 4
+    held[0].require_held()
+    held[0].release()
+
+
+def test_a_refused_start_keeps_nothing_locked(tmp_path, monkeypatch):
+    write_lease(tmp_path, age=0)
+    refused, real = RunLock(tmp_path), RunLock._read
+    beats = iter(range(9))
+    monkeypatch.setattr(RunLock, "_read", lambda self: real(self) | {"beat": time.time() + next(beats)})
     with pytest.raises(UserError, match="elsewhere"):
         refused.acquire()
     with open(tmp_path / ".lock") as file:
@@ -89,9 +202,11 @@ def test_a_damaged_lease_is_no_lease(tmp_path, content):
     with RunLock(tmp_path) as own:
         own.acquire()
         assert lease(tmp_path)["pid"] == os.getpid()
+        own._stopped.set()  # no beat mends it
         (tmp_path / ".lock").write_bytes(content)
         with pytest.raises(UserError, match="in use by another process"):
             RunLock(tmp_path).acquire()
+        own.require_held()
 
 
 def test_the_heart_beats_and_no_reader_ever_sees_half_a_lease(tmp_path, monkeypatch):
@@ -100,7 +215,7 @@ def test_the_heart_beats_and_no_reader_ever_sees_half_a_lease(tmp_path, monkeypa
         own.acquire()
         beats = {lease(tmp_path)["beat"] for _ in range(500)}
     assert len(beats) > 1
-    assert (tmp_path / ".lock").read_text() == ""  # released
+    assert lease(tmp_path)["beat"] == 0  # released
 
 
 def test_a_beat_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
@@ -124,14 +239,11 @@ def test_a_beat_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
         assert lease(tmp_path)["beat"] > first and calls >= 5
 
 
-def test_without_kernel_locks_the_lease_decides_on_this_host_too(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError("Function not implemented")
-
+def test_without_kernel_locks_the_lease_decides_on_this_machine_too(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with RunLock(tmp_path) as own:
         own.acquire()
-        with pytest.raises(UserError, match=f"in use by process {os.getpid()} .*its lease ends in 60 s"):
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} "):
             RunLock(tmp_path).acquire()
     with RunLock(tmp_path) as own:
         own.acquire()

@@ -6,13 +6,12 @@ import copy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_export import KNOBS, ROWS, config, trained
 
 from dlr_pretrain.deploy.export import exported_layers, model_config
 
 pytest.importorskip("transformers")
-from torch.utils.checkpoint import checkpoint
-
 from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
 
 CROSSED = ("lax", "lax-dense", "cola_lax")
@@ -47,28 +46,62 @@ def test_no_latent_is_left_for_another_call_or_another_copy(kind, ids):
     model = exported(kind)
     other = copy.deepcopy(model)
     first = model(input_ids=ids).logits
-    crossings = [m.crossing for m in model.modules() if hasattr(m, "crossing") and hasattr(m.crossing, "latent")]
-    assert len(crossings) == 21 and len({id(c) for c in crossings}) == 7
-    assert all(c.latent is None for c in crossings)
-    assert not {id(c) for c in crossings} & {id(m.crossing) for m in other.modules() if hasattr(m, "crossing")}
+    (crossing,) = {block.crossing for block in model.model.layers}
+    assert crossing.latents == [] and crossing not in {block.crossing for block in other.model.layers}
+    held = [m for m in model.modules() if hasattr(m, "received")]
+    assert len(held) == 21 and all(m.received is None and m.latent is None for m in held)
     model(input_ids=ids[:1, :3])
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits, first) and torch.equal(other(input_ids=ids).logits, first)
 
 
-@pytest.mark.parametrize("kind", ["lax", "cola"])
-def test_gradient_checkpointing_works_or_is_refused(kind, ids):
-    model = exported(kind).train()
-    if kind == "cola":
-        model.gradient_checkpointing_enable()
-        return model(input_ids=ids).logits.sum().backward()
-    with pytest.raises(ValueError, match=r"does not support (gradient|activation) checkpointing"):
-        model.gradient_checkpointing_enable()
-    block = model.model.layers[1]
-    plain = block.forward
-    block.forward = lambda x, **kwargs: checkpoint(plain, x, use_reentrant=False, **kwargs)
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["cola", *CROSSED])
+def test_gradient_checkpointing_changes_no_gradient(kind, reentrant, ids):
+    plain, model = exported(kind).train(), exported(kind).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    runs = []
+    model.model.layers[1].mlp.down_proj.b.register_forward_hook(lambda *_: runs.append(1))
+    for m in (plain, model):
+        m(input_ids=ids).logits.square().sum().backward()
+    assert len(runs) == 2 or not reentrant  # the other kind stops its second run as soon as it has what it needs
+    for name, p in model.named_parameters():
+        wanted = plain.get_parameter(name).grad
+        assert wanted.any() and (p.grad - wanted).abs().max() <= 1e-6 * wanted.abs().max(), name
+    assert all(m.received is None and m.latent is None for m in model.modules() if hasattr(m, "received"))
+
+
+@pytest.mark.parametrize("kind", ["cola", "lax"])
+def test_hidden_states_are_those_of_the_blocks(kind, ids):
+    model = exported(kind)
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(states) == 4 and all(state.shape == (2, 12, 32) for state in states)
+    torch.testing.assert_close(states[-1], model.model(input_ids=ids).last_hidden_state)
+    assert not torch.equal(states[1], states[2])
+
+
+def test_a_block_without_the_block_before_it_is_refused(ids):
+    model = exported("lax")
+    model.model.layers = model.model.layers[1:]
     with pytest.raises(RuntimeError, match="without the block before it"):
-        model(input_ids=ids).logits.sum().backward()
+        model(input_ids=ids)
+
+
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda t: t.pop("model.norm.weight"), r"model.norm.weight \(missing\)"),
+    (lambda t: t.update(extra=torch.ones(1)), r"extra \(unexpected\)"),
+    (lambda t: t.update({"model.layers.0.mlp.up_proj.b.dlr_beta": torch.ones(())}), "a residual that was not folded"),
+])  # fmt: skip
+def test_weights_of_another_model_are_refused_by_name(tmp_path, spoil, message):
+    model = exported("cola")
+    model.save_pretrained(tmp_path)
+    tensors = model.state_dict()
+    spoil(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        LowRankLlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_what_dataparallel_makes_of_a_crossing_model_is_refused(ids):

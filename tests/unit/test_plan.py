@@ -158,20 +158,22 @@ def test_token_budgets_are_the_papers():
         "backbone=lost dlr=no_b",
         "backbone=sltrain",
         "backbone=lora",
+        "backbone=cola data.mask_documents=true",
         "backbone=full scale.intermediate_size=341",
     ],
 )
 def test_meta_tensors_count_as_real_ones(monkeypatch, words, held):
     """The same operators on both: attention is that of a CPU. (Its LayerNorm keeps bf16 statistics, a GPU's fp32.)"""
 
-    def cpu_attention(q, k, v, is_causal):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+    def cpu_attention(q, k, v, bias, is_causal):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias)[0]
 
     monkeypatch.setattr(measuring, "attention_as_on_a_gpu", nullcontext)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cpu_attention)
     cfg = config(*TINY, "scale.num_layers=2", *words.split())
     dtype = torch.float32 if "lax" in words else torch.bfloat16
-    on_meta, real = (step_bytes(build(cfg, 500, torch.device(at), dtype), 2, 64, held) for at in ("meta", "cpu"))
+    models = (build(cfg, 500, torch.device(at), dtype) for at in ("meta", "cpu"))
+    on_meta, real = (step_bytes(model, 2, 64, held, masked=cfg.data.mask_documents) for model in models)
     assert on_meta == real
     assert 0 < real.kept < real.peak
 
@@ -211,6 +213,12 @@ def test_checkpointing_keeps_the_latents_or_the_input_of_each_block(checkpointin
     assert (kept[1] - kept[0]) / 2 == 2 * 64 * values * 2
 
 
+def test_a_mask_between_documents_is_kept_once_for_all_blocks():
+    plain, masked = (memory(config(*TINY, f"data.mask_documents={on}"), 500, 1) for on in (False, True))
+    rows = config(*TINY).micro_batch(1)
+    assert masked.activations - plain.activations == pytest.approx(rows * 64 * 64 * 2, rel=0.1)
+
+
 def test_what_precision_ranks_and_accumulation_add():
     """Bytes a parameter; the buffers of the sums, and what is cast from them, count as gradients."""
     n = counts(config(*TINY, "backbone=cola"), 500).trained
@@ -240,7 +248,7 @@ def test_gradients_that_wait_for_others_add_to_the_peak():
 
 
 KEYS = {
-    "run": {"scale", "backbone", "dlr", "optimizer", "precision", "dir"},
+    "run": {"scale", "backbone", "dlr", "optimizer", "precision", "data", "dir"},
     "vocabulary": {"size", "assumed"},
     "parameters": {"total", "trainable", "folded"},
     "flops_per_token": None,
@@ -252,6 +260,7 @@ KEYS = {
     "warmup_steps": None,
     "tokens": {"positions", "paper_budget", "budget_steps"},
     "schedule": None,
+    "resume": {"streams", "bytes", "seconds"},
 }
 
 
@@ -272,6 +281,24 @@ def test_the_command_prints_json_with_stable_keys_and_needs_no_data():
     assert found["schedule"][2] == {"update": 2_200, "lr": 0.005}
     assert found["schedule"][-1]["update"] == 21_999
     assert found["paper_memory"]["total"] == pytest.approx(0.564e9, rel=1e-3)
+
+
+def test_a_plan_says_how_long_a_resume_in_compressed_text_takes():
+    """64 streams, each of which passes over one shard of 319 MB at most: 255 s of a core at 80 MB/s."""
+
+    def resume(*words: str, ranks: int = 1) -> tuple[dict | None, str]:
+        found = plan(load(["scale=60m", "logger=jsonl", *words], ranks, machine=False), ranks)
+        return found["resume"], " ".join(render(found).split())
+
+    found, text = resume("data=c4_local", "data.root=/c4")
+    assert found == {"streams": 64, "bytes": 64 * 319_000_000, "seconds": pytest.approx(255.2)}
+    assert "the data take a rank up to 4.3 min of one core, shared by those it has: 64 shards of 319 MB" in text
+    assert "data=tokens resumes at once" in text and "fetched" not in text
+    found, text = resume(ranks=8)
+    assert found["streams"] == 8 and "up to 0.5 min" in text and "and 2.6 GB are fetched for it, where" in text
+    for words in (["data=tokens"], ["data=sample"], ["data=c4_local", "data.train_files=/x/*.jsonl"]):
+        found, text = resume(*words)
+        assert found is None and "resumes at once" not in text
 
 
 @pytest.mark.parametrize(("words", "error"), [

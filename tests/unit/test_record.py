@@ -15,7 +15,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import record
-from dlr_pretrain.train.record import describe_device, git_state, open_record, record_start
+from dlr_pretrain.train.record import describe_device, git_state, hold, open_record, record_start, update_record
 
 
 def config(*overrides: str):
@@ -58,6 +58,7 @@ def test_a_second_start_is_added_and_may_change_the_machines_business(tmp_path):
 
 def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
     open_in(tmp_path, "train.clip=1.0")
+    update_record(tmp_path, {"saved": 1})
     before = (tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(UserError) as refused:
         open_in(tmp_path, "train.clip=null", "seed=7", "dlr=on", fingerprint="g")
@@ -72,6 +73,14 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
         "data.shards: f there, g here",
     } == changed
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
+
+
+def test_where_nothing_was_saved_another_run_may_begin(tmp_path):
+    open_in(tmp_path, "train.clip=1.0")
+    hold(tmp_path, {"train.init_from.weights": "w"})
+    assert open_in(tmp_path, "seed=7")["identity"] == json.loads(json.dumps(identity(config("seed=7")))) | {
+        "data.shards": "f"
+    }
 
 
 def test_the_commit_is_named_with_a_mark_on_local_changes(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import active
 from dlr_pretrain.models.start import DenseStart
+from dlr_pretrain.train import checkpoint
 from tests.parity.reference import VOCAB, small
 from tests.resume.test_resume import assert_same, final
 
@@ -166,10 +167,20 @@ def test_a_run_starts_from_another_runs_export_and_a_resumed_one_does_not(train,
     weights = load_file(source / FILE)
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *choice, "train.stop_after=2")
-    state = load_file(tmp_path / "parts" / "checkpoints" / "step_00000002" / FILE)
+    state = checkpoint.load(tmp_path / "parts" / "checkpoints" / "step_00000002").model
     frozen = [name for name in state if name.endswith("_proj.weight")]
-    assert len(frozen) == 14 and all(torch.equal(state[name], weights[name]) for name in frozen)
-    rewritten(source, lambda tensors: [t.zero_() for t in tensors.values()])
+    assert len(frozen) == 14 and all(torch.equal(state[name].whole(), weights[name]) for name in frozen)
+    source.rename(tmp_path / "away")
     assert_same(final(train(tmp_path / "parts", *choice)), whole)
-    shutil.rmtree(tmp_path / "parts")
-    assert final(train(tmp_path / "parts", *choice))[1] != whole[1]
+    (tmp_path / "away").rename(source)
+    with pytest.raises(Stopped):
+        train(tmp_path / "other", *choice, "train.stop_after=1")
+    manifest = tmp_path / "other" / "manifest.json"
+    record = json.loads(manifest.read_text())
+    assert record.pop("saved") == 1
+    manifest.write_text(json.dumps(record))
+    shutil.rmtree(tmp_path / "other" / "checkpoints")  # as where the first start was killed before a checkpoint
+    rewritten(source, lambda tensors: [t.zero_() for t in tensors.values()])
+    assert final(train(tmp_path / "other", *choice))[1] != whole[1]
+    held = "train.init_from.weights"
+    assert json.loads(manifest.read_text())["identity"][held] != record["identity"][held]

@@ -1,0 +1,136 @@
+"""A save goes on beside training, holds what it was given, and says on every rank how it ended."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.cli import load as load_config
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train import checkpoint, saver
+from dlr_pretrain.train.benchmark import saving
+from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
+from dlr_pretrain.train.saver import Saver
+
+ALONE = SimpleNamespace(
+    rank=0,
+    world_size=1,
+    is_main=True,
+    device=torch.device("cpu"),
+    patient=nullcontext,
+    new_group=lambda: None,
+    gather=lambda value, _=None: [value],
+)
+
+
+def snapshot(value: float) -> Snapshot:
+    return Snapshot({"w": torch.full((4, 3), value)}, {}, [torch.get_rng_state()], {"step": int(value)})
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Writing waits for it."""
+    opened, write = threading.Event(), checkpoint.write_part
+
+    def gated(*given):
+        assert opened.wait(30)
+        return write(*given)
+
+    monkeypatch.setattr(checkpoint, "write_part", gated)
+    yield opened
+    opened.set()
+
+
+def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, gate):
+    given = snapshot(1)
+    with Saver(tmp_path, ALONE, Keep(2)) as saving:
+        saving.save(1, given)
+        given.model["w"].fill_(9)
+        assert saving.saved == 0 and newest(tmp_path) == (None, [])
+        gate.set()
+        saving.wait()
+        assert saving.saved == 1
+    assert torch.equal(load(tmp_path / "step_00000001").model["w"].whole(), torch.full((4, 3), 1.0))
+
+
+def test_a_save_waits_for_the_one_before(tmp_path, gate):
+    with Saver(tmp_path, ALONE, Keep(9)) as saving:
+        saving.save(1, snapshot(1))
+        threading.Timer(0.05, gate.set).start()
+        saving.save(2, snapshot(2))
+        assert saving.saved >= 1
+    assert [d.name for d in checkpoint.directories(tmp_path)] == ["step_00000002", "step_00000001"]
+
+
+def test_a_failure_is_told_once_and_the_next_save_is_a_new_one(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Saver(tmp_path, ALONE, Keep(2)) as saving:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, "write_part", full)
+            saving.save(1, snapshot(1))
+            with pytest.raises(UserError, match=r"checkpoint of step 1 could not be written: .*No space left"):
+                saving.wait()
+        saving.wait()
+        saving.save(2, snapshot(2))
+        saving.wait()
+    assert newest(tmp_path) == (tmp_path / "step_00000002", [])
+
+
+def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
+    """What the collective says goes on to the runtime, which knows who is missing."""
+
+    def lost(*_):
+        raise RuntimeError("gloo: Connection closed by peer")
+
+    saving = Saver(tmp_path, SimpleNamespace(**vars(ALONE) | {"gather": lost}), Keep(2))
+    saving.save(1, snapshot(1))
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        saving.wait()
+
+
+def test_what_is_not_permitted_does_not_count(tmp_path):
+    def refuse():
+        raise UserError("the lease is another's")
+
+    saving = Saver(tmp_path, ALONE, Keep(2), refuse)
+    saving.save(1, snapshot(1))
+    with pytest.raises(UserError, match="the lease is another's"):
+        saving.wait()
+    assert newest(tmp_path) == (None, [])
+
+
+@pytest.mark.usefixtures("no_export")
+def test_training_goes_on_meanwhile(train, tmp_path, monkeypatch):
+    """The save of step 5 is held up until step 9 has been logged."""
+    write, begun = checkpoint.write_part, []
+
+    def slow(aside, *rest):
+        if "00000005" in aside.name:
+            begun.append(last_logged(tmp_path / "run"))
+            while last_logged(tmp_path / "run") < 9:
+                threading.Event().wait(0.01)
+        return write(aside, *rest)
+
+    monkeypatch.setattr(saver.checkpoint, "write_part", slow)
+    train(tmp_path / "run", "checkpoint.keep_last=9", "train.steps=12")
+    assert begun and begun[0] < 9
+    names = [d.name for d in checkpoint.directories(tmp_path / "run" / "checkpoints")]
+    assert names == ["step_00000012", "step_00000010", "step_00000005"]
+    assert load(tmp_path / "run" / "checkpoints" / "step_00000005").step == 5
+
+
+def test_the_benchmark_measures_every_quantity(words):
+    found = {m.name: m.values for m in saving(load_config(words("scale.vocab_size=120")), rounds=2)}
+    assert all(len(values) == (1 if name == "checkpoint" else 2) for name, values in found.items()) and len(found) == 7
+    assert min(v for values in found.values() for v in values) > 0
+
+
+def last_logged(folder) -> int:
+    return max((record["step"] for record in read_metrics(folder / "metrics.jsonl")), default=0)
