@@ -78,6 +78,8 @@ class Watch:
         for folder in (".beats", "stacks"):  # of a run directory that this node's file system may not show yet
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
         self._stacks = open(run_dir / "stacks" / f"rank_{self.rank}.txt", "a")  # noqa: SIM115 - open while it watches
+        with suppress(OSError):
+            self._beat()  # a rank that dies at once is missed by name, too
         self._thread.start()
 
     def stop(self) -> None:
