@@ -144,6 +144,11 @@ def saved(checkpoint: Path) -> dict:
     return {name: stored.whole() for name, stored in (found.model | found.optimizer).items()}
 
 
+def documents() -> str:
+    """README.md and docs/*.md, one after the other."""
+    return "\n".join(p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+
+
 def forked(words: list[str], ranks: int) -> None:
     """The run of ``words`` on ``ranks`` gloo ranks that are forked from this process: no imports, and its patches."""
     from dlr_pretrain.cli import load

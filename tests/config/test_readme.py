@@ -1,4 +1,4 @@
-"""Every training command of the README composes as it stands, without a problem in any of its keys."""
+"""Every training command of the README and of docs/ composes as it stands, without a problem in any of its keys."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import build, session
-from tests.conftest import ROOT
+from tests.conftest import documents
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", documents(), flags=re.DOTALL)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [re.split(r"\s#", line)[0].strip() for line in lines if re.search(r"train\.(py|sbatch) \S", line)]
 
 
-def test_the_readme_has_commands():
+def test_there_are_commands():
     assert len(commands()) > 15
 
 
 @pytest.mark.parametrize("command", [c for c in commands() if "--" not in c.split("train.")[-1] and " -m " not in c])
-def test_a_command_of_the_readme_composes(command):
+def test_a_command_composes(command):
     words = re.split(r"train\.(?:py|sbatch) ", command)[-1].replace("$method", "cola_dlr").replace("$seed", "41")
     line = read(shlex.split(words))
     assert line.problems == []

@@ -22,7 +22,7 @@ from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
-from tests.conftest import ROOT
+from tests.conftest import ROOT, documents
 
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" > {folder}/asked
@@ -267,8 +267,8 @@ def test_a_file_takes_further_words_and_a_table_is_written_once(table_of, tmp_pa
     assert "given twice" in capsys.readouterr().err
 
 
-def test_the_readme_s_tables_are_valid(scheduler, monkeypatch, tmp_path, capsys):
-    commands = re.findall(r"^python slurm/submit\.py (.*?)(?:\s+#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_tables_of_docs_are_valid(scheduler, monkeypatch, tmp_path, capsys):
+    commands = re.findall(r"^python slurm/submit\.py (.*?)(?:\s+#.*)?$", documents(), re.MULTILINE)
     assert len(commands) > 3
     monkeypatch.setattr(command, "load_runs", lambda lines, ranks: load_runs(lines[:: len(lines) // 2], ranks))
     for words in map(shlex.split, commands):
