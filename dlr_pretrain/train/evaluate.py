@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets, separated
@@ -13,6 +14,7 @@ from dlr_pretrain.train.runtime import Runtime
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
+STRIPES = 16  # of the validation set, which its halves take by turns
 
 
 class Evaluator:
@@ -23,25 +25,41 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: Llama) -> dict[str, float]:
-        """``eval/loss`` (nats a target, weighted by target), ``eval/perplexity``, and the GaLore convention's value."""
-        device, n = self.runtime.device, self.micro_batch
-        own = slice(self.runtime.rank, None, self.runtime.world_size)
+        """``eval/loss`` (nats a target, weighted by target), those of both halves as ``eval/loss_a`` and ``_b`` (NaN of
+        one without a sequence), ``eval/perplexity``, and the GaLore convention's value."""
+        totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
+        summed, count = self.runtime.sum(torch.stack(totals)).unbind(1)
+        a, b = (summed / count).tolist()
+        loss = (summed.sum() / count.sum()).item()
+        return {
+            "eval/loss": loss,
+            "eval/loss_a": a,
+            "eval/loss_b": b,
+            "eval/perplexity": _exp(loss),
+            "eval/perplexity_galore": _exp(galore_loss(loss, self.validation.real_tokens)),
+        }
+
+    def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
+        """The loss summed over this rank's share of some rows, and the number of its targets: fp64 [2]."""
+        device, n, world_size = self.runtime.device, self.micro_batch, self.runtime.world_size
+        own = rows[self.runtime.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
-        total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, targets
-        share = -(-len(self.validation.tokens) // self.runtime.world_size)  # shards are gathered by all ranks, or none
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        share = -(-len(rows) // world_size)  # shards are gathered by all ranks, or none
         for start in range(0, share, n):
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(*some)
             if self.validation.mask_documents:
                 inputs = separated(*inputs)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
-        summed, count = self.runtime.sum(total).tolist()
-        loss = summed / count
-        return {
-            "eval/loss": loss,
-            "eval/perplexity": _exp(loss),
-            "eval/perplexity_galore": _exp(galore_loss(loss, self.validation.real_tokens)),
-        }
+        return total
+
+
+def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequences of the halves of a validation set: its even and its odd stripes, so that a drift along its files is
+    in both, and of packed documents at most ``STRIPES`` - 1 are."""
+    odd = np.arange(sequences) * min(STRIPES, sequences) // sequences % 2 == 1
+    return np.flatnonzero(~odd), np.flatnonzero(odd)
 
 
 def galore_loss(loss: float, real_tokens: int) -> float:

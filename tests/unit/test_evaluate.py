@@ -17,7 +17,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.train.evaluate import Evaluator, galore_loss
+from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_loss, halves
 from dlr_pretrain.train.runtime import Runtime
 from tests.conftest import forked
 
@@ -82,18 +82,33 @@ def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(wor
     model = build(cfg, tokenizer.vocab_size, torch.device("cpu"), torch.float32)
     with torch.no_grad():
         model.lm_head.weight.mul_(20)  # far from uniform, so that which target is predicted matters
-        summed = count = 0
-        for tokens, length in zip(whole.tokens.astype("int64"), whole.lengths, strict=True):
+        summed, count = np.zeros(2), np.zeros(2, int)
+        half = np.isin(np.arange(len(whole.tokens)), halves(len(whole.tokens))[1]).astype(int)
+        for tokens, length, which in zip(whole.tokens.astype("int64"), whole.lengths, half, strict=True):
             for piece in map(torch.from_numpy, pieces(tokens[:length], mask)):
                 following = piece[1:]
                 if len(following):
                     logits = model.logits(piece[None, :-1])[0].double()
-                    summed += -logits.log_softmax(-1)[range(len(following)), following].sum().item()
-                    count += len(following)
-    assert len(whole.tokens) % 7 and count > 500
+                    summed[which] += -logits.log_softmax(-1)[range(len(following)), following].sum().item()
+                    count[which] += len(following)
+    assert len(whole.tokens) % 7 and min(count) > 200
     for world_size, micro_batch in itertools.product((1, 2, 4), (1, 7, 16)):
         found = on_ranks(model, whole, micro_batch, world_size)
-        assert found["eval/loss"] == pytest.approx(summed / count, abs=1e-6)
+        assert found["eval/loss"] == pytest.approx(summed.sum() / count.sum(), abs=1e-6)
+        assert [found["eval/loss_a"], found["eval/loss_b"]] == pytest.approx(summed / count, abs=1e-6)
+
+
+@pytest.mark.parametrize("sequences", [*range(2, 40), 1_001])
+def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
+    a, b = (half.tolist() for half in halves(sequences))
+    assert sorted(a + b) == list(range(sequences)) and abs(len(a) - len(b)) <= min(sequences, STRIPES) / 2
+    which = np.isin(np.arange(sequences), b)
+    assert np.count_nonzero(which[1:] != which[:-1]) == min(sequences, STRIPES) - 1
+
+
+def test_a_half_without_a_sequence_has_no_loss():
+    found = Evaluator(validation(1, 1), 2, runtime())(Constant(1.0))
+    assert found["eval/loss"] == found["eval/loss_a"] == 1.0 and math.isnan(found["eval/loss_b"])
 
 
 @pytest.mark.usefixtures("no_export")
@@ -129,7 +144,7 @@ def test_ranks_share_the_sequences():
         sums = []
         view = runtime(rank, 2, lambda t: (sums.append(t), t)[1])
         Evaluator(whole, 2, view)(Constant(1.0))
-        return sums[0][1].item()
+        return sums[0][:, 1].sum().item()
 
     assert seen(0) + seen(1) == (targets != -100).sum()
 
