@@ -33,25 +33,28 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
+def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int, recomputed: bool = False) -> float:
     """FLOPs of forward and backward for one position, in micro-batches of ``micro_batch`` sequences.
 
     2 for each weight that multiplies a position, 4 more in the backward pass, 2 where the weight is frozen; causal
     attention as 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its weights), are
-    shared out. Embedding rows, padding, elementwise work and recomputation do not count, and neither does the
-    optimizer. The count is of the model's own code, on the meta device.
+    shared out. Embedding rows, padding, elementwise work and the optimizer do not count. Neither does what activation
+    checkpointing computes again, but where it is asked for (``recomputed``; attention's is 2 T d L).
+    The count is of the model's own code, on the meta device.
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
+    again = recomputed and cfg.train.activation_checkpointing != "none"
+    if not again:
+        cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
     shallow = [_products(cfg, vocab_size, layers) for layers in (min(depth, 2), min(depth, 3))]
     beyond = max(depth - 3, 0)  # blocks are equal from the second on
     a_token, once = (last + beyond * (last - first) for first, last in zip(*shallow, strict=True))
-    return a_token + once / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
+    return a_token + once / (micro_batch * cfg.train.seq_len) + (8.0 if again else 6.0) * cfg.train.seq_len * d * depth
 
 
 def _products(cfg: Config, vocab_size: int, num_layers: int) -> tuple[int, int]:
     """FLOPs of all products but attention's with ``num_layers`` blocks: for each position, and for each micro-batch."""
-    train = replace(cfg.train, activation_checkpointing="none")
-    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers), train=train)
+    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=False)  # no padding
     for name, p in build(cfg, vocab_size, torch.device("meta")).named_parameters():

@@ -171,11 +171,16 @@ class Runtime:
                 tensor.copy_(value)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A copy of a CPU tensor on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""
+        """``tensor`` on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""
         self.watch.ticks += 1  # a batch, of an evaluation too
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU's queue."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def random_state(self) -> list[Tensor]:
         """The generators' states of every rank, [CPU, GPU if any] as one uint8 tensor each."""
