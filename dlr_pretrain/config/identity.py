@@ -11,6 +11,11 @@ from pathlib import PurePath
 from dlr_pretrain.config.parse import all_keys, flatten
 from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
 
+# Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
+# by their fingerprints.
+ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
+          "tokenizer.path", "tokenizer.hub"}  # fmt: skip
+
 
 def to_dict(cfg: Config) -> dict:
     """The configuration as plain nested mappings, as it is written to ``config.yaml``."""

@@ -17,15 +17,12 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
+from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.files import write_durably
 
 MANIFEST = "manifest.json"
-# Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
-# by their fingerprints.
-ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
-          "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
