@@ -20,7 +20,8 @@ from tests.kill.test_kill import start, wait_for_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]
 SECONDS = 3
-RUN = ("checkpoint.every=5", "eval.every=100", f"run.timeout_minutes={SECONDS / 60}")
+LIMIT = ("eval.every=100", f"run.timeout_minutes={SECONDS / 60}")
+RUN = (*LIMIT, "checkpoint.every=5")
 LAST_SEEN = rf"rank {{}} on host {re.escape(socket.gethostname())} was last seen at step {{}}, \d+ s ago"
 
 
@@ -51,8 +52,9 @@ def break_rank_1(monkeypatch, at_step: int, act) -> None:
 
 def test_a_suspended_process_is_named_by_the_others_and_the_next_start_goes_on(words, tmp_path):
     folder = tmp_path / "run"
-    process = start(words(f"run.dir={folder}", *RUN, "train.steps=100000"), ranks=2)
-    wait_for_step(folder, 12, process)
+    given = words(f"run.dir={folder}", *LIMIT, "checkpoint.every=30", "train.steps=100000")
+    process = start(given, ranks=2)
+    wait_for_step(folder, 32, process)  # far from the next save, in which ranks may wait long for rank 0
     ranks = ranks_of(process)
     os.kill(ranks[0], signal.SIGSTOP)  # the one that writes, and speaks
     deadline = time.monotonic() + 60
@@ -69,7 +71,7 @@ def test_a_suspended_process_is_named_by_the_others_and_the_next_start_goes_on(w
     collective = r"in (_engine_run_backward|all_reduce|all_gather_object|broadcast_object_list)\b"
     assert "no progress for" in stacks and re.search(collective, stacks), stacks
     before = steps(folder)[-1]
-    again = start(words(f"run.dir={folder}", *RUN, "train.steps=100000", f"train.stop_after={before + 10}"), ranks=2)
+    again = start([*given, f"train.stop_after={before + 10}"], ranks=2)
     again.communicate(timeout=120)
     assert steps(folder) == list(range(1, before + 11))
 
