@@ -5,26 +5,23 @@ import argparse
 import json
 import os
 import sys
-import time
-from datetime import timedelta
-from difflib import get_close_matches
 from pathlib import Path
 
 from dlr_pretrain.deploy.extras import need
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.deploy.job import command, device_of, joined, rank
+from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, at_least_1, names
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.process import die_with_agent
 
-OLDEST_HARNESS = (0, 4, 13)
-TASKS = ("arc_challenge", "boolq", "hellaswag", "mmlu", "piqa", "winogrande")
 CONVENTIONS = {
     "plain": "prompts and choices as the model was trained to read them, no </s> added (--as-in-paper adds it)",
     "as_in_paper": "as in the paper: </s> ends prompts and choices, so that of choices of one token (BoolQ, MMLU) the "
     "first one always wins (plain, the default, adds none)",
 }
-LINE_SECONDS = 10.0
-FIRST = int(os.environ.get("RANK", 0)) == 0
 
 
 def main() -> int:
+    die_with_agent()
     parser = argparse.ArgumentParser(
         description="Zero-shot accuracy by lm-evaluation-harness; mean and std of several folders.", allow_abbrev=False
     )
@@ -39,35 +36,22 @@ def main() -> int:
     parser.add_argument("--device", help="default: a GPU where there is one")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results as JSON as well")
     given = parser.parse_args()
-    try:
-        harness = need("lm-eval", "eval", OLDEST_HARNESS)
-        if given.output:
-            given.output.parent.mkdir(parents=True, exist_ok=True)
+    return command(lambda: run(given))
+
+
+def run(given: argparse.Namespace) -> None:
+    harness = need("lm-eval", "eval", OLDEST_HARNESS)
+    if given.output:
+        given.output.parent.mkdir(parents=True, exist_ok=True)
+        if given.output.is_dir():
+            raise UserError(f"--output {given.output}: is a folder. Name a file")
+    with joined("cpu"):  # only scores are exchanged, when all of a model's are there
         report = evaluate(given) | {"harness": harness}
-        if FIRST and given.output:
-            given.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    if FIRST:
-        print(table(report))
-    return 0
-
-
-def names(text: str) -> list[str]:
-    """Tasks from a list with commas, in the order of TASKS."""
-    given = {name.strip() for name in text.split(",")}
-    for name in sorted(given.difference(TASKS)):
-        near = get_close_matches(name, TASKS, 1)
-        mend = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}"
-        raise argparse.ArgumentTypeError(f"{name!r} is no task: {mend}")
-    return [name for name in TASKS if name in given]
-
-
-def at_least_1(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
-    return number
+    if rank():
+        return
+    print(table(report), flush=True)
+    if given.output:
+        given.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def evaluate(given: argparse.Namespace) -> dict:
@@ -78,10 +62,8 @@ def evaluate(given: argparse.Namespace) -> dict:
     from dlr_pretrain.deploy import zero_shot
     from dlr_pretrain.deploy.folder import open_folder
 
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # gloo: only scores are exchanged, when all of a model's are there
-        torch.distributed.init_process_group("gloo", timeout=timedelta(days=1))
-    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    tasks, checkpoints = zero_shot.load_tasks(given.tasks, given.data), []
+    device, checkpoints = device_of(given.device), []
+    tasks = zero_shot.load_tasks(given.tasks, given.data)
     for folder in given.folders:
         model, tokenizer = open_folder(folder, "auto" if given.dtype == "auto" else getattr(torch, given.dtype))
         positions = given.context or model.config.max_position_embeddings
@@ -89,11 +71,9 @@ def evaluate(given: argparse.Namespace) -> dict:
         if checkpoints and not how.items() <= checkpoints[0].items():
             rule = f"{how} differs from that of {given.folders[0]}"
             raise UserError(f"{folder}: {rule}. Set --context and --dtype, or evaluate it by itself")
-        model.to(given.device or gpu)
+        how_much = (given.as_in_paper, given.limit, given.batch_size, zero_shot.Progress(folder))
         try:
-            found = zero_shot.evaluate(
-                model, tokenizer, tasks, positions, given.as_in_paper, given.limit, given.batch_size, Progress(folder)
-            )
+            found = zero_shot.evaluate(model.to(device), tokenizer, tasks, positions, *how_much)
         except torch.OutOfMemoryError as error:
             raise UserError(f"out of GPU memory at --batch-size {given.batch_size}: give a smaller one") from error
         checkpoints.append({"folder": str(folder), **how, "tasks": found})
@@ -107,19 +87,6 @@ def evaluate(given: argparse.Namespace) -> dict:
         "limit": given.limit,
         "checkpoints": checkpoints,
     }
-
-
-class Progress:
-    """A line now and then on standard error, from the first rank."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.shown = folder, time.monotonic()
-
-    def __call__(self, done: int, of: int) -> None:
-        now = time.monotonic()
-        if FIRST and now - self.shown > LINE_SECONDS:
-            self.shown = now
-            print(f"{self.folder}: {done:,} of {of:,} batches", file=sys.stderr, flush=True)
 
 
 def table(report: dict) -> str:

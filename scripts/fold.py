@@ -9,7 +9,8 @@ import torch
 
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.deploy.fold import fold_checkpoint
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.deploy.job import command
+from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.checkpoint import fault, load
 
 
@@ -27,7 +28,8 @@ def main() -> int:
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
     name = "_".join(["folded", given.checkpoint.name, *filter(None, forms)])
     output = given.output or given.checkpoint.parent.parent / name
-    try:
+
+    def run() -> None:
         if not re.fullmatch(r"step_\d+", given.checkpoint.name):
             raise UserError(f"{given.checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
         if damage := fault(given.checkpoint):
@@ -37,11 +39,9 @@ def main() -> int:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
         report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    print("\n".join([*report, f"written       {output}"]))
-    return 0
+        print("\n".join([*report, f"written       {output}"]))
+
+    return command(run)
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:

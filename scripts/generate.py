@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.config import MISSING, ConfigError, Problem
-from dlr_pretrain.errors import EXIT_FAILED, UserError
-
-EXIT_INTERRUPTED = 130
+from dlr_pretrain.deploy.job import command, device_of
+from dlr_pretrain.errors import UserError
 
 
 def main() -> int:
@@ -27,15 +26,7 @@ def main() -> int:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the file")
     add("--device", help="default: a GPU where there is one")
     given = parser.parse_args()
-    try:
-        run(given)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
@@ -46,8 +37,9 @@ def run(given: argparse.Namespace) -> None:
     from dlr_pretrain.deploy.folder import open_folder
     from dlr_pretrain.deploy.generate import Sampling, Stream, continuation, generate
 
+    device = device_of(given.device)
     model, tokenizer = open_folder(given.folder, "auto" if given.dtype == "auto" else getattr(torch, given.dtype))
-    model.to(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(device)
     texts = [prompt_of(prompt) for prompt in prompts] if given.instruction else prompts
     longest = max(map(len, tokenizer.encode(texts)))
     if longest + given.tokens > (positions := model.config.max_position_embeddings):
@@ -75,7 +67,11 @@ def check(given: argparse.Namespace) -> list[str]:
     """The prompts; ConfigError names every argument that is out of its bounds."""
     prompts = given.prompt
     if given.prompts:
-        prompts = prompts + [line for line in given.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            lines = given.prompts.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{given.prompts}: is not UTF-8: {error}. Save it as UTF-8 text") from error
+        prompts = prompts + [line for line in lines if line.strip()]
     problems = [] if prompts else [Problem("--prompt", MISSING, "is missing", "Say what shall be continued")]
     problems += [
         Problem(f"--{name}", getattr(given, name.replace("-", "_")), rule)

@@ -8,15 +8,12 @@ import os
 import sys
 from pathlib import Path
 
-from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.deploy.alpaca import DATASET, read_rows
 from dlr_pretrain.deploy.extras import need
-from dlr_pretrain.deploy.sft import PRECISIONS, Recipe, tune
-from dlr_pretrain.deploy.sft_table import measure, write_table
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.deploy.job import command, decided, device_of, joined, rank
+from dlr_pretrain.deploy.recipe import DATASET, PRECISIONS, Recipe
+from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, at_least_1, names
+from dlr_pretrain.errors import UserError
 from dlr_pretrain.process import die_with_agent
-
-FIRST = int(os.environ.get("RANK", 0)) == 0
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -32,14 +29,16 @@ def arguments() -> argparse.ArgumentParser:
     add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows")
     add("--epochs", type=int, default=default.epochs)
     add("--batch", type=int, default=default.batch, help="rows of an update, over all ranks")
-    add("--micro-batch", type=int, help="rows that a rank takes at once (default: 8, or what the ranks leave)")
+    add(
+        "--micro-batch", type=int, help="rows that a rank takes at once (default: as many as divide its share, up to 8)"
+    )
     add("--lr", type=float, default=default.lr, help="peak of the cosine")
     add("--length", type=int, default=default.length, help="tokens a row at most")
     add("--precision", choices=PRECISIONS, default=default.precision, help="weights and moments are fp32 in both")
-    add("--tasks", help="zero-shot tasks of every tuned folder, with commas, or all (default: none)")
+    add("--tasks", type=names, help=f"of {','.join(TASKS)}, or all: of every tuned folder (default: none)")
     add("--eval-data", type=Path, metavar="DIR", help="the tasks' local <task>/<split>.jsonl (default: the hub)")
-    add("--limit", type=int, metavar="N", help="documents of each task, or subject of MMLU")
-    add("--context", type=int, metavar="TOKENS", help="longest input of a task (default: the model's)")
+    add("--limit", type=at_least_1, metavar="N", help="documents of each task, or subject of MMLU")
+    add("--context", type=at_least_1, metavar="TOKENS", help="longest input of a task (default: the model's)")
     add("--as-in-paper", action="store_true", help="end prompts and choices with </s>, as scripts/evaluate.py")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     return parser
@@ -60,62 +59,64 @@ def named(folders: list[str]) -> dict[str, Path]:
 def main() -> int:
     die_with_agent()
     given = arguments().parse_args()
-    try:
-        run(given)
-    except (UserError, OSError) as error:
-        if FIRST:
-            print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    return 0
+    return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
-    recipe = Recipe(
-        given.epochs, given.batch, given.lr, given.length, micro_batch=given.micro_batch, precision=given.precision
-    )
-    folders, evaluate = named(given.folders), evaluation(given) if given.tasks else None
-    rows, held_out = read_rows(given.data), read_rows(given.validation) if given.validation else []
-    records = tune(folders, rows, held_out, recipe, given.seeds, given.output, given.device, say)
+    os.environ["TQDM_DISABLE"] = "1"  # before torch is imported: the harness draws a bar for each of MMLU's subjects
+    need("accelerate", "sft", (1, 1))
+    if given.tasks:
+        need("lm-eval", "eval", OLDEST_HARNESS)
+    device = device_of(given.device)
+    with joined(device.type):
+        tune_and_measure(given, device)
+
+
+def tune_and_measure(given: argparse.Namespace, device) -> None:
+    from dlr_pretrain.deploy.alpaca import read_rows
+    from dlr_pretrain.deploy.sft import tune
+    from dlr_pretrain.deploy.sft_table import measure, write_table
+
+    def read() -> tuple:
+        share = given.epochs, given.batch, given.lr, given.length
+        recipe = Recipe(*share, micro_batch=given.micro_batch, precision=given.precision)
+        folders = named(given.folders)
+        return recipe, folders, read_rows(given.data), read_rows(given.validation) if given.validation else []
+
+    recipe, folders, rows, held_out = decided(read)
+    evaluate = evaluation(given, device) if given.tasks else None
+    records = tune(folders, rows, held_out, recipe, given.seeds, given.output, device.type, say)
     if evaluate:
         setting = {
             "convention": "as_in_paper" if given.as_in_paper else "plain",
             "context": given.context or "the model's",
             "documents": given.limit or "all",
             "data": str(given.eval_data or "hub"),
-            "tasks": given.tasks,
+            "tasks": ",".join(given.tasks),
         }
         for record in records:
             folder = given.output / record["name"] / f"s{record['seed']}"
             say(f"zero-shot   {folder}")
-            measure(folder, record, evaluate, setting, FIRST)
-    if FIRST:
+            measure(folder, record, evaluate, setting, not rank())
+    if not rank():
         print(write_table(given.output, records))
 
 
 def say(line: str) -> None:
-    if FIRST:
+    if not rank():
         print(line, flush=True)
 
 
-def evaluation(given: argparse.Namespace):
+def evaluation(given: argparse.Namespace, device):
     """(model, tokenizer) -> the measures of scripts/evaluate.py, on the device that the model was tuned on."""
-    need("lm-eval", "eval", (0, 4, 13))
-    os.environ["TQDM_DISABLE"] = "1"  # before the harness is imported
-    import torch
-
     from dlr_pretrain.deploy import zero_shot
 
-    names = list(zero_shot.TASKS) if given.tasks == "all" else given.tasks.split(",")
-    if unknown := set(names) - set(zero_shot.TASKS):
-        problem = f"must be among {', '.join(zero_shot.TASKS)}, or all"
-        raise ConfigError([Problem("--tasks", ",".join(sorted(unknown)), problem)])
-    tasks = zero_shot.load_tasks(names, given.eval_data)
-    gpu = torch.cuda.is_available() and given.device != "cpu"
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if gpu else "cpu"
+    tasks = zero_shot.load_tasks(given.tasks, given.eval_data)
 
     def evaluate(model, tokenizer):
         positions = given.context or model.config.max_position_embeddings
-        return zero_shot.evaluate(model.to(device), tokenizer, tasks, positions, given.as_in_paper, given.limit)
+        how_much = (given.as_in_paper, given.limit, 64, zero_shot.Progress("zero-shot"))
+        return zero_shot.evaluate(model.to(device), tokenizer, tasks, positions, *how_much)
 
     return evaluate
 

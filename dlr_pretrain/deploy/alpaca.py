@@ -15,7 +15,6 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
 from dlr_pretrain.errors import UserError
 
-DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
 PROMPT = """Below is an instruction that describes a task. Write a response that appropriately completes the request.
 
 ### Instruction:

@@ -59,7 +59,8 @@ def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
     found = stored_shapes(folder)
     if unfolded := [name for name in found if name.endswith((".dlr_beta", ".dlr_alpha"))]:
         mend = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
-        raise UserError(f"{folder}: {unfolded[0]} and {len(unfolded) - 1} more residuals were not folded; {mend}")
+        more = f" and {len(unfolded) - 1} more" if unfolded[1:] else ""
+        raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {mend}")
     wrong = [f"{name}: missing" for name in expected if name not in found]
     wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
     wrong += [

@@ -10,72 +10,31 @@ What the paper leaves open: its prompt (here Alpaca's own), warm-up (3%), weight
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.data.packing import IGNORE
-from dlr_pretrain.data.tokenizer import PAD
+from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.alpaca import Example, Examples, encode
 from dlr_pretrain.deploy.export import write_weights
-from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.job import decided, world_size
+from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.errors import UserError
 
-PRECISIONS = ("bf16_autocast", "fp32")
 RECORD = "sft.json"
 LOG_EVERY = 10  # updates
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Epochs, rows an update, peak learning rate (cosine to 0), tokens a row at most, share of updates that warm up,
-    norm that gradients are clipped to, rows a rank takes at once (None: 8 or what the ranks leave), arithmetic.
-    """
-
-    epochs: int = 3
-    batch: int = 64
-    lr: float = 2e-5
-    length: int = 512
-    warmup: float = 0.03
-    clip: float = 1.0
-    micro_batch: int | None = None
-    precision: str = "bf16_autocast"
-
-    def __post_init__(self):
-        least = {"epochs": 1, "batch": 1, "length": 2, "micro_batch": 1}
-        given = {name: getattr(self, name) for name in least if getattr(self, name) is not None}
-        problems = [
-            Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least[name]}")
-            for name, value in given.items()
-            if value < least[name]
-        ]
-        if not 0 < self.lr < 1:
-            problems.append(Problem("--lr", self.lr, "must be above 0 and below 1", "The paper's is 2e-5"))
-        if problems:
-            raise ConfigError(problems)
-
-    def updates(self, rows: int) -> int:
-        return self.epochs * -(-rows // self.batch)
-
-    def accumulation(self, ranks: int) -> tuple[int, int]:
-        """(rows a rank takes at once, how many times before an update)."""
-        micro = self.micro_batch or min(8, max(1, self.batch // ranks))
-        if self.batch % (micro * ranks):
-            rule = f"must be a multiple of {ranks} ranks x {micro} rows at once"
-            mend = "Change --batch, --micro-batch or the number of ranks"
-            raise ConfigError([Problem("--batch", self.batch, rule, mend)])
-        return micro, self.batch // (micro * ranks)
 
 
 def tune(
@@ -93,26 +52,46 @@ def tune(
     ``folders`` are by name; with a seed, each becomes ``<output>/<name>/s<seed>``. One that is there already is left as
     it is, and its record read, where it was made from the same weights and rows with the same recipe; else UserError.
     """
-    need("accelerate", "sft", (1, 1))
-    tokenizers = {name: open_folder(folder)[1] for name, folder in folders.items()}  # refuses before hours are spent
-    texts = {
-        part: _digest(json.dumps(part_rows).encode()) for part, part_rows in (("rows", rows), ("held_out", held_out))
-    }
+    texts = {"rows": _digest(json.dumps(rows).encode()), "held_out": _digest(json.dumps(held_out).encode())}
     common = {name: value for name, value in asdict(recipe).items() if name != "micro_batch"} | texts
-    settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
     plan = {(name, seed): output / name / f"s{seed}" for name in folders for seed in seeds}
-    done = {(name, seed): _finished(folder, settings[name]) for (name, seed), folder in plan.items()}
+
+    def begin() -> tuple[dict[str, dict], dict[tuple[str, int], dict | None]]:
+        """Everything that can be refused is, before hours are spent."""
+        recipe.accumulation(world_size())
+        sizes = {name: _parameters(open_folder(folder)[0]) for name, folder in folders.items()}
+        settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
+        done = {key: _finished(folder, settings[key[0]]) for key, folder in plan.items()}
+        _check_room(output, sum(4 * sizes[name] for (name, _), record in done.items() if record is None))
+        return settings, done
+
+    settings, done = decided(begin)
     for name, folder in folders.items():
         missing = [seed for seed in seeds if not done[name, seed]]
         if missing:
-            learned, held = (encode(part, tokenizers[name], recipe.length) for part in (rows, held_out))
+            tokenizer = Tokenizer(folder / "spiece.model")
+            learned, held = (encode(part, tokenizer, recipe.length) for part in (rows, held_out))
             if not learned.kept:
                 raise UserError(f"--length {recipe.length}: no row fits, prompts alone are longer. Raise it")
             say(f"{name}: {learned.describe()}; {recipe.updates(len(learned.kept)):,} updates")
         for seed in missing:
             facts = {"name": name, "seed": seed, "setting": settings[name]}
             done[name, seed] = fine_tune(folder, plan[name, seed], learned, held, recipe, facts, device, say)
+            gc.collect()  # a model and its Trainer hold each other; the next ones would stand beside them
     return list(done.values())
+
+
+def _parameters(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def _check_room(output: Path, needed: int) -> None:
+    """UserError where ``output`` cannot be made, or its disk has not ``needed`` bytes."""
+    output.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output).free
+    if needed > free:
+        rule = f"the weights to be written take {needed / 1e9:,.2f} GB, and {free / 1e9:,.2f} are free"
+        raise UserError(f"{output}: {rule}. Name another --output, or fewer --seeds at once")
 
 
 def _digest_of_weights(folder: Path) -> str:
@@ -133,9 +112,9 @@ def _finished(folder: Path, setting: dict) -> dict | None:
         return None
     try:
         record = json.loads((folder / RECORD).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder} is in the way: it has no {RECORD}. Name another --output") from error
-    other = [name for name, value in setting.items() if record["setting"].get(name) != value]
+        other = [name for name, value in setting.items() if record["setting"].get(name) != value]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is in the way: it has no {RECORD} of this command. Name another --output") from error
     if other:
         raise UserError(f"{folder} was tuned with another {', '.join(other)}. Name another --output, or remove it")
     return record
@@ -157,14 +136,15 @@ def fine_tune(
     """
     model, _ = open_folder(folder, torch.float32)
     trainer = trainer_of(model, learned.kept, recipe, facts["seed"], output.parent, device, say)
-    before = response_loss(model, held_out.kept, recipe)
-    trainer.train()
-    after = response_loss(model, held_out.kept, recipe)
+    try:
+        before = response_loss(model, held_out.kept, recipe)
+        trainer.train()
+        after = response_loss(model, held_out.kept, recipe)
+    except torch.OutOfMemoryError as error:
+        at_once = trainer.args.per_device_train_batch_size
+        raise UserError(f"out of GPU memory at --micro-batch {at_once}: give a smaller one") from error
     losses = [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
-    broken = [step for step, loss in losses if not math.isfinite(loss)]
-    if broken or not math.isfinite(after or 0.0):
-        where = f"from update {broken[0]} on" if broken else "on the held-out rows"
-        raise UserError(f"{output}: the loss is not finite {where}. Nothing was written. Lower --lr {recipe.lr:g}")
+    decided(lambda: _refuse_broken(output, losses, after, recipe))
     record = facts | {
         "source": str(folder),
         "updates": trainer.state.global_step,
@@ -186,6 +166,27 @@ def fine_tune(
     return record
 
 
+def in_order(examples: list[Example], recipe: Recipe, seed: int) -> list[Example]:
+    """The rows of all epochs, one after the other, each drawn anew by ``seed``; a function of nothing else.
+
+    Each epoch is filled up to whole updates with rows that have no label. Without them accelerate would give every rank
+    as many rows by repeating some, and the last update of an epoch would count those twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    blanks = [Example([EOS], 1)] * (-len(examples) % recipe.batch)
+    order: list[Example] = []
+    for _ in range(recipe.epochs):
+        order += [examples[i] for i in torch.randperm(len(examples), generator=generator).tolist()] + blanks
+    return order
+
+
+def _refuse_broken(output: Path, losses: list[tuple[int, float]], held_out: float | None, recipe: Recipe) -> None:
+    broken = [step for step, loss in losses if not math.isfinite(loss)]
+    if broken or not math.isfinite(held_out or 0.0):
+        where = f"from update {broken[0]} on" if broken else "on the held-out rows"
+        raise UserError(f"{output}: the loss is not finite {where}. Nothing was written. Lower --lr {recipe.lr:g}")
+
+
 def trainer_of(
     model,
     examples: list[Example],
@@ -199,7 +200,14 @@ def trainer_of(
 
     It saves nothing, but makes the folder ``output``.
     """
+    from torch.utils.data import DataLoader
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+    class InOrder(Trainer):
+        def get_train_dataloader(self):
+            """Micro-batches in the order of ``in_order``, one to each rank in turn."""
+            pin = self.args.dataloader_pin_memory
+            return self.accelerator.prepare(DataLoader(self.train_dataset, micro, collate_fn=collate, pin_memory=pin))
 
     class Say(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
@@ -223,8 +231,7 @@ def trainer_of(
         disable_tqdm=True,
         use_cpu=on_cpu,
         seed=seed,
-        data_seed=seed,
-        num_train_epochs=recipe.epochs,
+        num_train_epochs=1,  # in which are the recipe's
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulated,
         average_tokens_across_devices=True,
@@ -242,13 +249,10 @@ def trainer_of(
         dataloader_pin_memory=not on_cpu,
         ddp_find_unused_parameters=False,
     )
-    trainer = Trainer(model=model, args=arguments, train_dataset=examples, data_collator=collate, callbacks=[Say()])
+    order = in_order(examples, recipe, seed)
+    trainer = InOrder(model=model, args=arguments, train_dataset=order, data_collator=collate, callbacks=[Say()])
     trainer.remove_callback(PrinterCallback)
     return trainer
-
-
-def world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def collate(examples: list[Example]) -> dict[str, Tensor]:

@@ -10,29 +10,26 @@ import json
 import logging
 import math
 import statistics
+import sys
+import time
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 
 import datasets
-import jinja2
 import lm_eval.tasks
 from lm_eval import evaluator
 from lm_eval.api.model import LM
 
+from dlr_pretrain.data.hub import reason
 from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.deploy.job import rank
 from dlr_pretrain.deploy.likelihood import encode_pairs, log_likelihoods
+from dlr_pretrain.deploy.tasks import TASKS
 from dlr_pretrain.errors import UserError
 
-# Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.
-TASKS = {
-    "arc_challenge": "arc",
-    "boolq": "super_glue/boolq",
-    "hellaswag": "hellaswag",
-    "mmlu": "mmlu/default",
-    "piqa": "piqa",
-    "winogrande": "winogrande",
-}
+LINE_SECONDS = 10.0
+WITH_DATA = "--data (of sft.py: --eval-data)"
 Tasks = dict[str, dict[str, object]]  # name -> the harness's tasks that it consists of, by their names
 
 
@@ -58,21 +55,21 @@ def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, 
     group = [{"task": part, **unread, **local.get(part, {})} for part in parts]
     try:
         return manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
-    except (KeyError, TypeError, ValueError, jinja2.UndefinedError) as error:
-        if data is None:
-            raise
-        rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
-        raise UserError(f"{data}: its files of {name} have {rule}") from error
-    except (OSError, datasets.exceptions.DatasetsError) as error:
-        mend = "Name a folder that has them with --data"
-        raise UserError(f"the documents of {name} do not come from the hub ({error}). {mend}") from error
+    except UserError:
+        raise
+    except Exception as error:  # of whatever kind a text has that is not as the harness reads it, or the hub fails with
+        if data:
+            rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
+            raise UserError(f"{data}: its files of {name} have {rule}") from error
+        mend = f"Name a folder that has them with {WITH_DATA}"
+        raise UserError(f"the documents of {name} do not come from the hub: {reason(error)}. {mend}") from error
 
 
 def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
     """What the harness calls for the splits of ``folder``."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        raise UserError(f"{folder}: has no <split>.jsonl. Name the folder that has it with --data")
+        raise UserError(f"{folder}: has no <split>.jsonl. Name the folder that has it with {WITH_DATA}")
 
     def rows(file: Path) -> list[dict]:
         try:
@@ -82,6 +79,19 @@ def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
             raise UserError(f"{file}: not JSON lines: {error}") from error
 
     return lambda **_: {file.stem: datasets.Dataset.from_list(rows(file)) for file in files}
+
+
+class Progress:
+    """A line now and then on standard error, from the first rank: how far the scores of ``what`` are."""
+
+    def __init__(self, what: object):
+        self.what, self.shown = what, time.monotonic()
+
+    def __call__(self, done: int, of: int) -> None:
+        now = time.monotonic()
+        if rank() == 0 and now - self.shown > LINE_SECONDS:
+            self.shown = now
+            print(f"{self.what}: {done:,} of {of:,} batches", file=sys.stderr, flush=True)
 
 
 class Scorer(LM):

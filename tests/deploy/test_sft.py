@@ -16,7 +16,8 @@ from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy import sft
 from dlr_pretrain.deploy.alpaca import Example, encode, read_rows
 from dlr_pretrain.deploy.folder import open_folder
-from dlr_pretrain.deploy.sft import Recipe, collate, response_loss, trainer_of
+from dlr_pretrain.deploy.recipe import Recipe
+from dlr_pretrain.deploy.sft import collate, in_order, response_loss, trainer_of
 from dlr_pretrain.deploy.sft_table import measure, write_table
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import Llama
@@ -137,12 +138,12 @@ def losses(model: Llama, example: Example) -> torch.Tensor:
     return torch.stack([-p[i - 1, example.ids[i]].log() for i in range(example.prompt, len(example.ids))])
 
 
-def tuned_by_hand(model: Llama, data: list[Example], recipe: Recipe) -> dict[str, torch.Tensor]:
-    """Each update reads all rows: mean over all their targets, clipped by its norm, AdamW, warm-up, cosine to 0."""
-    beta1, beta2, eps, steps = 0.9, 0.999, 1e-8, recipe.epochs
+def tuned_by_hand(model: Llama, updates: list[list[Example]], recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Each update: mean over all targets of its rows, clipped by its norm, AdamW, warm-up, cosine to 0."""
+    beta1, beta2, eps, steps = 0.9, 0.999, 1e-8, len(updates)
     warmup = round(recipe.warmup * steps)
     moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
-    for step in range(steps):
+    for step, data in enumerate(updates):
         loss = torch.cat([losses(model, example) for example in data]).mean()
         gradients = dict(zip(moments, torch.autograd.grad(loss, list(model.parameters())), strict=True))
         norm = math.sqrt(sum(g.square().sum().item() for g in gradients.values()))
@@ -158,17 +159,40 @@ def tuned_by_hand(model: Llama, data: list[Example], recipe: Recipe) -> dict[str
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def updates_by_hand(data: list[Example], recipe: Recipe, seed: int) -> list[list[Example]]:
+    """The rows of each update: those of an epoch in the seed's order, ``batch`` at a time, and what is left."""
+    generator, updates = torch.Generator().manual_seed(seed), []
+    for _ in range(recipe.epochs):
+        epoch = [data[i] for i in torch.randperm(len(data), generator=generator)]
+        updates += [epoch[at : at + recipe.batch] for at in range(0, len(epoch), recipe.batch)]
+    return updates
+
+
+def test_each_row_counts_once_an_epoch_in_an_order_of_its_own():
+    data, recipe = examples(20), Recipe(epochs=3, batch=8)
+    order = in_order(data, recipe, 1)
+    epochs = [order[at : at + 24] for at in range(0, len(order), 24)]
+    for epoch in epochs:
+        assert sorted(map(data.index, epoch[:20])) == list(range(20))
+        assert [example.targets for example in epoch[20:]] == [0] * 4
+    assert len(epochs) == 3 and epochs[0] != epochs[1] != epochs[2] and in_order(data, recipe, 2) != order
+    assert (collate(epochs[0][20:])["labels"] == -100).all()
+    assert len(in_order(data[:16], recipe, 1)) == 48  # nothing to fill up
+
+
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_updates_are_those_of_the_formulas(folders, tmp_path, backbone):
     """In fp64, but for what transformers takes in fp32: positions, softmax of the loss. AdamW divides each gradient by
     its own size, so that of the smallest the rounding shows: 1e-4 of the way that a tensor's weights have gone is left.
     """
-    recipe = Recipe(epochs=6, batch=8, lr=1e-3, warmup=0.34, clip=0.5, micro_batch=2, precision="fp32")
-    data = examples(8)
+    recipe = Recipe(epochs=2, batch=8, lr=1e-3, warmup=0.34, clip=0.5, micro_batch=2, precision="fp32")
+    data = examples(20)
+    updates = updates_by_hand(data, recipe, seed=1)
+    assert [len(update) for update in updates] == [8, 8, 4] * 2
     trained = Llama(configured(*BACKBONES[backbone]), ROWS)
     trained.load_state_dict(load_file(folders[backbone] / "model.safetensors"))
     before = {name: p.detach().double().clone() for name, p in trained.named_parameters()}
-    wanted = tuned_by_hand(trained.double(), data, recipe)
+    wanted = tuned_by_hand(trained.double(), updates, recipe)
     model, _ = open_folder(folders[backbone], torch.float64)
     trainer = trainer_of(model, data, recipe, 1, tmp_path, "cpu", lambda _: None)
     trainer.train()
@@ -193,7 +217,7 @@ def test_the_held_out_loss_counts_every_target_alike(folders):
 
 def test_the_order_of_rows_is_that_of_the_seed_on_any_number_of_ranks(folders, tmp_path):
     """fp32 sums are taken in another order: 2e-3 of the way is left. Another seed's weights are ten times further."""
-    data, held_out = examples(24), examples(9, seed=5)
+    data, held_out = examples(20), examples(9, seed=5)  # the last update of an epoch has half its rows
     recipe = Recipe(epochs=2, batch=8, lr=1e-3, precision="fp32")
 
     def tuned(seed: int, to: str) -> None:
@@ -294,16 +318,40 @@ def test_two_models_and_two_seeds_give_folders_and_a_table(command, folders, tex
     assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
 
 
-def test_what_is_wrong_is_said_before_anything_is_read(command, folders, texts, tmp_path):
+def test_what_is_wrong_is_said_before_anything_is_read(command, folders, texts, tmp_path, capsys):
     code, _, said = command(tmp_path, "--epochs", 0, "--batch", 0, "--length", 1, "--lr", 3, "--micro-batch", 0)
     assert code == 2 and all(f"--{name}" in said for name in ("epochs", "batch", "length", "lr", "micro-batch"))
     code, _, said = command(folders["cola"], *texts, "--output", tmp_path / "sft", "--batch", 6, "--micro-batch", 4)
     assert code == 2 and "--batch=6: must be a multiple of 1 ranks x 4 rows" in said
+    for word, message in (("boolq,pika", "'pika' is no task: did you mean piqa?"), ("", "'' is no task")):
+        with pytest.raises(SystemExit):
+            command(folders["cola"], "--tasks", word)
+        assert message in capsys.readouterr().err
     code, _, said = command(f"a={folders['cola']}", f"a={folders['full']}")
     assert code == 3 and "every folder needs a name of its own" in said
     code, _, said = command(f"a={folders['cola']}", f"b={tmp_path}", *texts, "--output", tmp_path / "sft")
     assert code == 3 and f"{tmp_path}: has no config.json" in said
-    assert not (tmp_path / "sft/a").exists()
+    code, _, said = command(folders["cola"], *texts, "--output", tmp_path / "train.json")
+    assert code == 3 and "train.json" in said and "exists" in said
+    assert not (tmp_path / "sft").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "ranks", "expected"), [(64, 8, (8, 1)), (12, 1, (6, 2)), (7, 1, (7, 1)), (13, 1, (1, 13))]
+)
+def test_a_micro_batch_divides_the_share_of_a_rank(batch, ranks, expected):
+    assert Recipe(batch=batch).accumulation(ranks) == expected
+    with pytest.raises(UserError, match=f"--batch={batch}: must be a multiple of 5 ranks. Change --batch"):
+        Recipe(batch=batch).accumulation(5)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_tuned(command, folders, texts, tmp_path, monkeypatch):
+    free = shutil._ntuple_diskusage(10**9, 10**9 - 100_000, 100_000)
+    monkeypatch.setattr(sft, "fine_tune", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    code, _, said = command(folders["cola"], *texts, "--output", tmp_path / "sft")
+    numbers = 3 * 4 * sum(t.numel() for t in load_file(folders["cola"] / "model.safetensors").values())
+    assert code == 3 and f"take {numbers / 1e9:.2f} GB, and 0.00 are free" in said
 
 
 def test_several_gpus_ask_for_several_processes(folders, tmp_path, monkeypatch):
@@ -347,8 +395,8 @@ def test_the_command_measures_what_it_has_tuned(command, folders, texts, tmp_pat
     assert code == 0 and "| boolq | piqa | average |" in said and "convention=plain, context=128" in said
     record = json.loads((tmp_path / "sft/lax/s1/sft.json").read_text())
     assert record["zero_shot"]["tasks"]["boolq"]["n"] == asked
-    code, _, said = command(*given, "--tasks", "boolq,pika")
-    assert code == 2 and "--tasks=pika: must be among arc_challenge" in said
+    code, _, said = command(*given, "--tasks", "piqa, boolq", "--eval-data", tmp_path / "eval", "--context", 128)
+    assert code == 0 and said == ""  # measured before, in the same way; and no bar is drawn
 
 
 @pytest.mark.slow

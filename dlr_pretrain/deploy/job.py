@@ -1,0 +1,90 @@
+"""A command after the run, alone or under torchrun: rank 0 decides and speaks, and the others follow it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+from dlr_pretrain.errors import EXIT_FAILED, UserError
+
+EXIT_INTERRUPTED = 130
+LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def command(act: Callable[[], None]) -> int:
+    """The exit code of ``act``. What a user can mend is said in a line, with the rank where that is not the first."""
+    where = f" on rank {rank()}" if rank() else ""
+    try:
+        act()
+    except (UserError, OSError) as error:
+        print(f"error{where}: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", EXIT_FAILED)
+    except KeyboardInterrupt:
+        if not rank():
+            print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def device_of(given: str | None):
+    """The device of that name ("cuda": this rank's); None: a GPU where there is one. UserError where it is absent."""
+    import torch
+
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(given)
+        if given == "cuda":
+            device = torch.device(given, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {given}: {reason}. Give cpu, cuda or cuda:<number>") from error
+    return device
+
+
+@contextmanager
+def joined(device: str) -> Iterator[None]:
+    """Within, the ranks of torchrun are one process group: gloo, and NCCL beside it for ``device`` "cuda"."""
+    if world_size() == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=LONGEST_WAIT)
+    yield
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
+
+
+def decided(decide: Callable[[], T]) -> T:
+    """What ``decide`` returns on rank 0, on all ranks. Where it raises, rank 0 does; the others leave in silence."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return decide()
+    answer, error = [None, None], None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = decide()
+        except (UserError, OSError) as found:
+            error, answer[1] = found, getattr(found, "exit_code", EXIT_FAILED)
+    dist.broadcast_object_list(answer, device="cpu")
+    if error is not None:
+        raise error
+    if answer[1] is not None:
+        sys.exit(answer[1])
+    return answer[0]
