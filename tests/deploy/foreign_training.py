@@ -97,7 +97,7 @@ def main(root: Path, answers: Path) -> None:
             "checkpointing": trained_by_transformers(folder, texts, True),
             "loaded": loaded(folder, texts),
         }
-        if importlib.util.find_spec("trl") and folder.name in ("full", "cola", "lax"):
+        if importlib.util.find_spec("trl"):
             found[folder.name]["trl"] = trained_by_trl(folder, texts)
     found["imported"] = [name for name in sys.modules if name.split(".")[0] == "dlr_pretrain"]
     answers.write_text(json.dumps(found))

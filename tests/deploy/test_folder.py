@@ -54,11 +54,19 @@ def test_a_state_whose_residual_was_not_folded_is_named(folder):
     assert len(names) == 21
     model.save_pretrained(folder)
     assert load_file(folder / WEIGHTS).keys() > {f"{name}.weight" for name in names}
-    with pytest.raises(UserError, match=r"_proj\.b\.dlr_beta and 20 more residuals were not folded; call fold_"):
+    with pytest.raises(UserError, match=r"residuals were not folded: .*_proj\.b\.dlr_beta and 20 more; call fold_"):
         open_folder(folder)
     fold_(model)
     model.save_pretrained(folder)
     open_folder(folder)
+
+
+def test_a_learned_scale_that_was_not_folded_is_named(folder):
+    """As a run's own state with dlr=learnable_alpha has it."""
+    name = "model.layers.0.mlp.up_proj.b.dlr_alpha"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.ones(())}))
+    with pytest.raises(UserError, match=rf"residuals were not folded: {name}; .* scripts/fold\.py"):
+        open_folder(folder)
 
 
 @pytest.mark.parametrize("pieces", [40, 38, 49])

@@ -56,9 +56,9 @@ def test_transformers_trains_every_backbone_with_and_without_checkpointing(found
     assert found["imported"] == []
 
 
-@pytest.mark.parametrize("backbone", ["full", "cola", "lax"])
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_trl_tunes_with_its_defaults_and_ends_each_text(found, backbone):
-    pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    pytest.importorskip("trl", reason='trl is not installed: pip install -e ".[test]"')
     tuned = found[backbone]["trl"]
     assert tuned["checkpointing"]  # TRL's default
     assert tuned["losses"][-1] < 0.8 * tuned["losses"][0]

@@ -136,5 +136,13 @@ def test_the_command_names_what_is_wrong(command, folder, tmp_path):
     assert code == 0 and f"{len(Tokenizer(folder / 'spiece.model').encode(['lions'])[0])} + 1022 tokens" in said
 
 
+def test_the_command_names_a_file_of_another_encoding_and_a_device_that_is_not_there(command, folder, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes("für".encode("latin-1"))
+    code, _, said = command(folder, "--prompts", tmp_path / "latin1.txt")
+    assert code == 3 and f"{tmp_path}/latin1.txt: is not UTF-8" in said
+    code, _, said = command(folder, "--prompt", "a", "--device", "gpu")
+    assert code == 3 and said.startswith("error: --device gpu: ")
+
+
 def test_the_tokenizer_of_the_folder_is_read_by_sentencepiece(folder, spiece):
     assert open_folder(folder)[1].fingerprint == Tokenizer(spiece).fingerprint

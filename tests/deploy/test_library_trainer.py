@@ -94,7 +94,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(plain, tmp_path):
 
 
 def test_trls_trainer_with_its_checkpointing_takes_them_too(plain, tmp_path):
-    trl = pytest.importorskip("trl", reason="trl is not installed: pip install trl")
+    trl = pytest.importorskip("trl", reason='trl is not installed: pip install -e ".[test]"')
 
     class Tuner(TrainsWithDlr, trl.SFTTrainer):
         pass

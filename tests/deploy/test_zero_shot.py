@@ -101,6 +101,24 @@ def test_the_harness_asks_and_gets_what_is_written_by_hand(model, rows, tasks, m
         assert heard[pair] == pytest.approx(by_hand(*model, *pair, False), rel=0, abs=1e-10)
 
 
+def test_scores_are_those_of_the_harnesss_own_model_class(folders, data, rows, tasks):
+    """HFLM encodes by the folder's tokenizer.json and batches in its own way. fp32, whose sums are in another order."""
+    pytest.importorskip("accelerate", reason='HFLM needs accelerate: pip install -e ".[sft]"')
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoTokenizer
+
+    model, tokenizer = open_folder(folders[0], torch.float32)
+    theirs = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folders[0]), batch_size=3, max_length=1024)
+    pairs = [pair for task in ("boolq", "piqa") for row in rows[task] for pair in asked(task, row)[0]]
+    requests = [Instance("loglikelihood", {}, pair, 0) for pair in pairs]
+    wanted = [score for score, _ in theirs.loglikelihood(requests, disable_tqdm=True)]
+    assert zero_shot.log_likelihoods(model, zero_shot.encode_pairs(tokenizer, pairs), 1024) == pytest.approx(
+        wanted, rel=1e-5
+    )
+    assert len(set(wanted)) > len(wanted) // 2
+
+
 def test_as_in_the_paper_one_token_choices_tie_and_the_first_wins(model, rows, tasks):
     found = zero_shot.evaluate(*model, tasks, 1024, as_in_paper=True)
     for task, key in (("boolq", "label"), ("mmlu", "answer")):
@@ -180,6 +198,9 @@ def test_two_ranks_write_what_one_writes(monkeypatch, tmp_path, folders, data, r
     [
         (("{folder}", "--tasks", "piqua"), "'piqua' is no task: did you mean piqa?"),
         (("{folder}", "--limit", "0"), "0: must be at least 1"),
+        (("{folder}", "--context", "few"), "'few': must be a whole number"),
+        (("{folder}", "--data", "{data}", "--device", "gpu"), "--device gpu: "),
+        (("{folder}", "--data", "{data}", "--output", "{data}"), "is a folder. Name a file"),
         (("{folder}", "--data", "{data}/nowhere"), "has no <split>.jsonl. Name the folder that has it with --data"),
         (("{folder}", "--data", "{folder}/wrong"), "its files of piqa have not the splits and fields that"),
         (("{folder}", "--data", "{folder}/broken"), "validation.jsonl: not JSON lines"),
@@ -203,15 +224,16 @@ def test_folders_that_are_read_differently_are_not_averaged(monkeypatch, capsys,
     assert "differs from that of" in capsys.readouterr().err
 
 
-def test_the_hub_out_of_reach_is_told(monkeypatch, capsys, tmp_path, folders):
+@pytest.mark.parametrize("error", [ConnectionError("no network"), ValueError("no network\nand no cache")])
+def test_the_hub_out_of_reach_is_told(monkeypatch, capsys, tmp_path, folders, error):
     import datasets
 
     def unreachable(**_):
-        raise ConnectionError("no network")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     assert command(monkeypatch, folders[0], "--tasks", "piqa") == 3
-    assert "piqa do not come from the hub (no network). Name a folder" in capsys.readouterr().err
+    assert "piqa do not come from the hub: no network. Name a folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
