@@ -1,0 +1,91 @@
+"""What the model of a group costs: trained parameters, and FLOPs for a position, counted as ``plan`` counts them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dlr_pretrain.analysis.flops import flops_per_token
+from dlr_pretrain.analysis.groups import Group
+from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.table1 import counts
+from dlr_pretrain.config import OPEN_GROUPS, Config, parse, to_dict
+from dlr_pretrain.config.composition import build, session
+from dlr_pretrain.errors import UserError
+
+IRRELEVANT = ("train.lr", "train.steps", "train.warmup_steps", "train.min_lr_ratio", "train.clip", "run.", "probe.")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Trained parameters, and FLOPs of forward and backward for one position."""
+
+    parameters: int
+    flops: float
+
+
+def costs(groups: Sequence[Group]) -> tuple[list[Cost | None], list[str]]:
+    """One a group, None where today's code cannot build its model; and remarks on these."""
+    sizes = vocabularies(groups)
+    known: dict[str, Cost | str] = {}
+    found: list[Cost | None] = []
+    remarks = []
+    for group in groups:
+        model = group.without("data.", "eval.", "precision.", "optimizer.", *IRRELEVANT)
+        if model not in known:
+            try:
+                known[model] = _cost(group.runs[0], sizes[tokenizer(group)])
+            except (UserError, ValueError, LookupError) as error:
+                known[model] = f"neither parameters nor FLOPs of {group.label} at {group.scale} are known: {error}"
+        cost = known[model]
+        if isinstance(cost, str):
+            remarks.append(cost)
+        found.append(cost if isinstance(cost, Cost) else None)
+    return found, list(dict.fromkeys(remarks))
+
+
+def _cost(run: Run, vocabulary: int | None) -> Cost:
+    if vocabulary is None:
+        raise UserError("the size of its vocabulary is known when it has finished")
+    cfg = configuration(run)
+    ranks = run.starts[-1]["world_size"] if run.starts else 1
+    return Cost(counts(cfg, vocabulary).trained, flops_per_token(cfg, vocabulary, cfg.micro_batch(ranks)))
+
+
+def vocabularies(groups: Sequence[Group]) -> dict[object, int | None]:
+    """The size of each tokenizer's vocabulary by its fingerprint: configured, or that of an exported model."""
+    sizes: dict[object, int | None] = {}
+    for group in groups:
+        for run in group.runs:
+            known = sizes.get(tokenizer(group)) or run.config["scale"].get("vocab_size") or _exported(run)
+            sizes[tokenizer(group)] = known
+    return sizes
+
+
+def tokenizer(group: Group) -> tuple:
+    """What decides on the vocabulary."""
+    return group.shared.get("tokenizer.pieces"), group.config["scale"].get("vocab_size")
+
+
+def _exported(run: Run) -> int | None:
+    try:
+        return json.loads((run.folder / "folded" / "config.json").read_text())["vocab_size"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def configuration(run: Run) -> Config:
+    """The run's configuration as today's code has it: keys that it did not know have their defaults."""
+    words = [f"{group}={run.config[group]['name']}" for group in ("scale", "backbone", "optimizer")]
+    with session():
+        plain, problems = build("train", words)
+    if plain is None:
+        raise UserError("; ".join(map(str, problems)))
+    tree = to_dict(plain)
+    for name, value in run.config.items():
+        tree[name] = tree.get(name, {}) | value if isinstance(value, dict) else value
+    cfg, problems = parse(tree, {group: tree[group] for group in OPEN_GROUPS})
+    if cfg is None:
+        raise UserError("; ".join(map(str, problems)))
+    return cfg

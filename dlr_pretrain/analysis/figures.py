@@ -1,0 +1,337 @@
+"""Figures of groups of runs, each as PNG and SVG: curves, perplexity against throughput and rank, gradient norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dlr_pretrain.analysis.costs import Cost
+from dlr_pretrain.analysis.groups import PERPLEXITY, Group, pairs, spread
+from dlr_pretrain.analysis.measured import measured
+from dlr_pretrain.analysis.records import Run, column
+from dlr_pretrain.analysis.report import smoothed
+
+# Okabe and Ito (2008): apart for every kind of colour vision
+BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
+    *("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
+)
+PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
+BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
+COLUMNS = 3  # panels in a row
+SMOOTH_FROM = 20  # steps
+
+
+@dataclass(frozen=True)
+class Picture:
+    """``<name>.png`` and ``<name>.svg``; ``caption`` says what is seen."""
+
+    name: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a curve runs along: ``of(run, cost)`` gives a value for each update; None where it is not known.
+
+    ``shown(value, position)`` is a tick's text.
+    """
+
+    name: str
+    label: str
+    of: Callable[[Run, Cost | None], np.ndarray | None]
+    shown: Callable[[float, int], str]
+
+
+def amount(number: float, _position: int) -> str:
+    """1500000 -> 1.5M."""
+    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, unit = next(((size, unit) for size, unit in units if number >= size), (1, ""))
+    return f"{number / size:.4g}{unit}"
+
+
+def duration(hours: float, _position: int) -> str:
+    """1.5 -> 1.5 h, 0.5 -> 30 min."""
+    size, unit = next(((size, unit) for size, unit in ((1, "h"), (1 / 60, "min")) if hours >= size), (1 / 3600, "s"))
+    return f"{hours / size:.4g} {unit}"
+
+
+TOKENS = Axis("tokens", "tokens seen (positions)", lambda run, _: run.column("train/tokens"), amount)
+AXES = (
+    TOKENS,
+    Axis("time", "time of training", lambda run, _: run.hours(), duration),
+    Axis("flops", "FLOPs", lambda run, cost: cost and run.column("train/tokens") * cost.flops, amount),
+)
+
+
+def draw(groups: Sequence[Group], costs: Sequence[Cost | None], folder: Path) -> list[Picture]:
+    """Write every figure that the groups have the numbers for into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    for scale in dict.fromkeys(group.scale for group in groups):
+        of = [(g, c) for g, c in zip(groups, costs, strict=True) if g.scale == scale and any(r.metrics for r in g.runs)]
+        if of:
+            drawn += list(_of_scale(scale, of, folder))
+    return drawn
+
+
+def _of_scale(scale: str, of: list[tuple[Group, Cost | None]], folder: Path) -> Iterator[Picture]:
+    groups = [group for group, _ in of]
+    if pair := _pairs(scale, groups, folder):
+        yield pair
+    for axis in AXES:
+        if all(axis.of(group.runs[0], cost) is not None for group, cost in of):
+            yield _curves(scale, of, axis, folder)
+    for picture in (_overlay(scale, groups, folder), _throughput(scale, groups, folder), _rank(scale, groups, folder)):
+        if picture:
+            yield picture
+    yield _gradients(scale, groups, folder)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Curves, a panel for each backbone
+
+
+def panels(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
+    """The groups of each backbone; the dense model is in all panels, and has its own where it is alone."""
+    bases = dict.fromkeys(base(group) for group in groups)
+    dense = [group for group in groups if group.method == "full"]
+    found = [(name, [*(g for g in groups if base(g) == name), *dense]) for name in bases if name != "full"]
+    return found or [("full", dense)]
+
+
+def base(group: Group) -> str:
+    return group.method.partition("+")[0]
+
+
+def look(groups: Sequence[Group]) -> list[dict]:
+    """A colour and a dash for each group of a panel: plain, DLR and dense always the same."""
+    others = iter([(color, dash) for dash in ("-", "--", ":", "-.") for color in OTHERS] * len(groups))
+    looks = []
+    for group in groups:
+        fixed = {"full": (BLACK, "--"), base(group): (PLAIN, "-"), f"{base(group)}+dlr": (DLR, "-")}
+        color, dash = fixed.get(group.label) or next(others)
+        looks.append({"color": color, "linestyle": dash})
+    return looks
+
+
+def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder: Path) -> Picture:
+    cost = {id(group): c for group, c in of}
+    by_backbone = panels([group for group, _ in of])
+    figure, axes = _grid(len(by_backbone))
+    shown: list[float] = []
+    for (name, groups), ax in zip(by_backbone, axes, strict=True):
+        for group, style in zip(groups, look(groups), strict=True):
+            for i, run in enumerate(run for run in group.runs if run.metrics):
+                x, loss = axis.of(run, cost[id(group)]), run.column("train/loss")
+                at, level = smoothed(loss)
+                ax.plot(x[at], level, **style, linewidth=1.1, alpha=0.75, label=None if i else _legend(group))
+                steps = {record["step"]: j for j, record in enumerate(run.metrics)}
+                where = [steps[e["step"]] for e in run.evaluations]
+                levels = _finite(column(run.evaluations, "eval/loss"))
+                ax.plot(x[where], levels, "o", color=style["color"], markersize=3.5, zorder=3)
+                shown += [*level[len(level) // 20 :], *levels]
+        ax.set_title(name)
+        ax.legend(frameon=False, fontsize=8)
+    _label(axes, axis.label, "loss (nats a token)", _range(shown), axis.shown)
+    caption = (
+        f"{scale}: training loss (lines, a running median for each seed) and evaluations (dots) over {axis.label}, a "
+        "panel for each backbone."
+    )
+    return _save(figure, folder, f"loss_{axis.name}_{scale}", caption)
+
+
+def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
+    by_backbone = panels(groups)
+    figure, axes = _grid(len(by_backbone))
+    for (name, members), ax in zip(by_backbone, axes, strict=True):
+        for group, style in zip(members, look(members), strict=True):
+            for i, run in enumerate(run for run in group.runs if run.metrics):
+                x, norm = run.column("train/tokens"), _finite(run.column("train/grad_norm"))
+                at, level = smoothed(norm)
+                ax.plot(x, norm, **style, linewidth=0.5, alpha=0.35)
+                ax.plot(x[at], level, **style, linewidth=1.2, label=None if i else group.label)
+        clip = {group.config["train"]["clip"] for group in members} - {None}
+        for bound in sorted(clip):
+            ax.axhline(bound, color="#767676", linewidth=0.8, linestyle=":")
+            ax.annotate(f"clipped to {bound:g}", (0.99, bound), xycoords=("axes fraction", "data"), fontsize=7,
+                        ha="right", va="top", color="#595959")  # fmt: skip
+        ax.set_yscale("log")
+        ax.set_title(name)
+        ax.legend(frameon=False, fontsize=8)
+    _label(axes, TOKENS.label, "gradient norm (l2, before clipping)")
+    caption = f"{scale}: global gradient norm before clipping, each step (faint) and its running median, by seed."
+    return _save(figure, folder, f"gradient_norm_{scale}", caption)
+
+
+def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
+    """Evaluation perplexity of all groups in one set of axes: colour for the backbone, dash for what is added."""
+    evaluated = [group for group in groups if any(run.evaluations for run in group.runs)]
+    if not evaluated:
+        return None
+    figure, (ax,) = _grid(1, width=8.0, height=5.0)
+    spare = iter(OTHERS * len(groups))
+    colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(map(base, evaluated))}
+    for group in evaluated:
+        steps = sorted({e["step"] for run in group.runs for e in run.evaluations})
+        found = [group.at(step, PERPLEXITY) for step in steps]
+        y = _finite(np.array([s.mean for s in found]))
+        error = np.array([np.nan if s.std is None else s.std for s in found])
+        dash = "--" if group.label == base(group) else "-" if group.label.endswith("+dlr") else ":"
+        x = np.array(steps) * group.runs[0].positions
+        ax.errorbar(x, y, error, color=colors[base(group)], linestyle=dash, marker=".", linewidth=1.3, capsize=2,
+                    elinewidth=0.7, label=group.label)  # fmt: skip
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    ax.yaxis.set_minor_formatter(lambda value, _: f"{value:,.6g}")
+    ax.tick_params(axis="y", which="minor", labelsize=7)
+    ax.grid(axis="y", which="minor", alpha=0.15)
+    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
+    caption = (
+        f"{scale}: evaluation perplexity, mean and standard deviation over seeds; solid with DLR, dashed "
+        "without, dotted for other variants."
+    )
+    return _save(figure, folder, f"perplexity_{scale}", caption)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Final figures
+
+
+def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
+    found = [(a, b) for a, b in pairs(groups) if a.finished and b.finished]
+    if not found:
+        return None
+    figure, (ax,) = _grid(1, width=7.0, height=1.3 + 0.45 * len(found))
+    for y, sides in enumerate(found):
+        values = [[run.final[PERPLEXITY] for run in side.finished] for side in sides]
+        means = [spread(v).mean for v in values]
+        ax.annotate("", (means[1], y), (means[0], y), arrowprops={"arrowstyle": "->", "color": "#767676"})
+        for side, (seeds, color, mark) in enumerate(zip(values, (PLAIN, DLR), "os", strict=True)):
+            label = (("without DLR", "with DLR")[side]) if y == 0 else None
+            ax.plot(seeds, [y] * len(seeds), mark, color=color, markersize=4, alpha=0.5)
+            ax.plot(means[side], y, mark, color=color, markersize=8, label=label)
+    ax.set_yticks(range(len(found)), [a.label for a, _ in found])
+    ax.set_ylim(len(found) - 0.5, -0.5)
+    ax.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+    _label([ax], "perplexity after the last update, unbiased", "", shown=None)
+    caption = f"{scale}: what DLR changes by backbone, all else equal; small marks are seeds, large ones their mean."
+    return _save(figure, folder, f"pairs_{scale}", caption)
+
+
+def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:
+    machines = dict.fromkeys(run.machine for group in groups for run in group.finished)
+    figure, axes = _grid(max(1, len(machines)), width=5.5, height=4.2)
+    drawn = False
+    for machine, ax in zip(machines, axes, strict=False):
+        spare = iter(OTHERS * len(groups))
+        for group in groups:
+            runs = [run for run in group.finished if run.machine == machine]
+            speed = measured(runs, "perf/tokens_per_second", np.median)
+            quality = spread(run.final.get(PERPLEXITY) for run in runs)
+            if speed and quality and quality.finite:
+                drawn = True
+                color = BACKBONES.get(base(group)) or next(spare)
+                filled = color if group.method.endswith("+dlr") else "white"
+                ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt="o", color=color,
+                            markerfacecolor=filled, elinewidth=0.7, capsize=2)  # fmt: skip
+                ax.annotate(group.label, (speed.mean, quality.mean), xytext=(6, 4), textcoords="offset points",
+                            fontsize=7)  # fmt: skip
+        ax.set_title(machine)
+        ax.margins(0.15)
+    if not drawn:
+        return None
+    _label(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
+    caption = (
+        f"{scale}: perplexity against throughput, mean and standard deviation over seeds (filled: with DLR); "
+        "down and to the right is better."
+    )
+    return _save(figure, folder, f"throughput_{scale}", caption)
+
+
+def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
+    families: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.finished and "rank" in group.config["backbone"]:
+            families.setdefault(group.without("backbone.rank"), []).append(group)
+    studies = [sorted(f, key=lambda g: g.config["backbone"]["rank"]) for f in families.values() if len(f) > 1]
+    if not studies:
+        return None
+    figure, (ax,) = _grid(1, width=6.0, height=4.0)
+    for study, color in zip(studies, (DLR, PLAIN, *OTHERS), strict=False):
+        found = [group.final(PERPLEXITY) for group in study]
+        ranks = [group.config["backbone"]["rank"] for group in study]
+        error = [np.nan if s.std is None else s.std for s in found]
+        y = _finite(np.array([s.mean for s in found]))
+        ax.errorbar(ranks, y, error, color=color, marker="o", capsize=3, label=study[-1].method)
+        ax.set_xticks(ranks)
+    ax.legend(frameon=False)
+    _label([ax], "rank", "perplexity after the last update, unbiased", shown=None)
+    caption = f"{scale}: what a lower rank costs, all else equal; bars are standard deviations over seeds."
+    return _save(figure, folder, f"rank_{scale}", caption)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Drawing
+
+
+def _grid(n: int, width: float = 3.6, height: float = 3.1):
+    """A figure with ``n`` panels of one size that share their axes."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(n, COLUMNS)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for empty in axes[n:]:
+        empty.remove()
+    for above in axes[max(0, n - columns) : n]:
+        above.tick_params(labelbottom=True)
+    return figure, list(axes[:n])
+
+
+def _label(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=amount) -> None:
+    columns = min(len(axes), COLUMNS)
+    for i, ax in enumerate(axes):
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+        if i + columns >= len(axes):
+            ax.set_xlabel(x)
+        if i % columns == 0:
+            ax.set_ylabel(y)
+        if limits:
+            ax.set_ylim(*limits)
+        if shown:
+            ax.xaxis.set_major_formatter(shown)
+
+
+def _range(values: Sequence[float]) -> tuple[float, float] | None:
+    finite = np.array([v for v in values if np.isfinite(v)])
+    if not len(finite):
+        return None
+    room = 0.04 * (finite.max() - finite.min()) or 0.1
+    return finite.min() - room, finite.max() + room
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), values, np.nan)
+
+
+def _legend(group: Group) -> str:
+    last = group.final(PERPLEXITY)
+    state = f"{last.mean:,.1f}" if last and last.finite else "diverged" if last else "unfinished"
+    return f"{group.label}  {state}"
+
+
+def _save(figure, folder: Path, name: str, caption: str) -> Picture:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
+        figure.savefig(folder / f"{name}.png")
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    return Picture(name, caption)

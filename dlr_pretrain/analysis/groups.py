@@ -1,0 +1,184 @@
+"""Runs that differ in their seed alone are one group; figures of a group are means over its finished seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.config import MISSING
+from dlr_pretrain.config.identity import ORIGIN
+
+PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean of a figure over seeds, and its standard deviation (n - 1 in the denominator; None for one seed).
+
+    Not finite where a seed's figure is not: a diverged seed is never left out of a mean.
+    """
+
+    values: tuple[float, ...]
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.values))
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def std(self) -> float | None:
+        return statistics.stdev(self.values) if self.n > 1 and self.finite else None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of equal identity but for the seed, one a seed; ``shared`` is that identity.
+
+    ``variant`` says what sets the group apart from others of its scale and method, in overrides; "" for the commonest.
+    """
+
+    runs: tuple[Run, ...]
+    shared: dict[str, object] = field(repr=False)
+    variant: str = ""
+
+    @property
+    def scale(self) -> str:
+        return self.runs[0].scale
+
+    @property
+    def method(self) -> str:
+        return self.runs[0].method
+
+    @property
+    def label(self) -> str:
+        return f"{self.method} ({self.variant})" if self.variant else self.method
+
+    @property
+    def config(self) -> dict:
+        return self.runs[0].config
+
+    @property
+    def finished(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.final)
+
+    def final(self, name: str) -> Spread | None:
+        """A figure of the evaluation after the last update, over the finished seeds; None where there is none."""
+        return spread(run.final.get(name) for run in self.finished)
+
+    def at(self, step: int, name: str) -> Spread | None:
+        """A figure of the evaluation at ``step``, over the seeds that have one."""
+        return spread(e.get(name) for run in self.runs for e in run.evaluations if e["step"] == step)
+
+    def without(self, *prefixes: str) -> str:
+        """The shared identity without some keys, to be compared with another group's."""
+        return _text({key: value for key, value in self.shared.items() if not key.startswith(prefixes)})
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """None of nothing; a null of metrics.jsonl, which was not finite, counts as infinite."""
+    found = tuple(math.inf if value is None else float(value) for value in values)
+    return Spread(found) if found else None
+
+
+def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+    """The groups in the order of scale and method, and remarks on runs that are in none, or in one of their own."""
+    found: dict[str, list[Run]] = {}
+    shared: dict[str, dict] = {}
+    remarks: list[str] = []
+    for run in runs:
+        same = {k: v for k, v in run.identity.items() if k != "seed" and k not in ORIGIN}
+        found.setdefault(_text(same), []).append(run)
+        shared[_text(same)] = same
+    groups = []
+    for key, members in found.items():
+        seeds: dict[int, list[Run]] = {}
+        for run in members:
+            seeds.setdefault(run.seed, []).append(run)
+        chosen = []
+        for seed in sorted(seeds):
+            first, *others = sorted(seeds[seed], key=lambda run: (-run.step, run.name))
+            chosen.append(first)
+            remarks += [f"{r.folder} is left out: {first.folder} has the same configuration and seed" for r in others]
+        groups.append(Group(tuple(chosen), shared[key]))
+    return sorted(_named(groups), key=_order), remarks
+
+
+def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
+    """(without DLR, with it) of groups that differ in nothing else."""
+    plain = {g.without("dlr."): g for g in groups if g.config["dlr"]["name"] == "off"}
+    return [(plain[key], g) for g in groups if g.config["dlr"]["name"] == "on" and (key := g.without("dlr.")) in plain]
+
+
+def difference(a: Group, b: Group, value: Callable[[Run], float | None]) -> Spread | None:
+    """b - a by seed, over the seeds that both have finished; None where there is no such seed."""
+    first = {run.seed: value(run) for run in a.finished}
+    both = [(first[run.seed], value(run)) for run in b.finished if run.seed in first]
+    return spread(math.inf if None in pair else pair[1] - pair[0] for pair in both)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Names
+
+
+def _named(groups: list[Group]) -> list[Group]:
+    """Groups of one scale and method get the keys in which they differ from the one whose values most groups share."""
+    common: dict[str, Counter] = {}
+    for group in groups:
+        for key, value in group.shared.items():
+            common.setdefault(f"{group.scale} {key}", Counter())[_text(value)] += len(group.runs)
+    named = []
+    for group in groups:
+        others = [g for g in groups if (g.scale, g.method) == (group.scale, group.method)]
+        keys = differing([g.shared for g in others])
+
+        def usual(g: Group, keys: list[str] = keys) -> tuple[int, int]:
+            votes = sum(common[f"{g.scale} {k}"][_text(g.shared[k])] for k in keys if k in g.shared)
+            return votes, len(g.runs)
+
+        main = max(others, key=usual)  # the first of equals
+        changed = [k for k in keys if group.shared.get(k, MISSING) != main.shared.get(k, MISSING)]
+        own = [k for k in changed if not k.startswith("scale.")] or changed
+        named.append(Group(group.runs, group.shared, ", ".join(_override(k, group.shared) for k in own)))
+    return named
+
+
+def differing(identities: Sequence[dict]) -> list[str]:
+    """The keys whose values are not the same in all, in their order."""
+    keys = dict.fromkeys(key for identity in identities for key in identity)
+    return [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
+
+
+def _override(key: str, shared: dict) -> str:
+    value = shared.get(key, "absent")
+    shown = f"{value:.8}…" if isinstance(value, str) and len(value) == 64 else value  # a digest
+    return f"{key.removesuffix('.name')}={'null' if shown is None else shown}"
+
+
+SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
+METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
+
+
+def _order(group: Group) -> tuple:
+    base = group.method.partition("+")[0]
+    return (*rank(group.scale, SCALES), *rank(base, METHODS), len(group.method), group.method, group.variant)
+
+
+def rank(name: str, known: Sequence[str]) -> tuple[int, str]:
+    """A key to sort by: the known names in their order, then the others."""
+    return (known.index(name) if name in known else len(known)), name
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)

@@ -1,0 +1,282 @@
+"""The paper's tables with our figures beside its own, and the tables of what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dlr_pretrain.analysis.costs import Cost
+from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, difference, pairs
+from dlr_pretrain.analysis.paper import MILESTONES, OWN_RATES, SCALES, SEEDS, fact, facts, marks
+from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published, rounded
+
+BESIDE = (
+    "ours by the paper's convention, which divides the summed loss of n batches by n + 1: mean ± standard deviation "
+    "(seeds)"
+)
+
+
+class Footnotes:
+    """Letters behind figures whose setting is not the paper's."""
+
+    def __init__(self):
+        self.letters: dict[str, str] = {}
+
+    def __call__(self, group: Group | None, name: str = CONVENTION) -> Figure | None:
+        """A figure of the group's last evaluation, marked."""
+        cell = figure(group.final(name)) if group else None
+        found = "; ".join(marks(group)) if cell else ""
+        if not found:
+            return cell
+        letter = self.letters.setdefault(found, _letter(len(self.letters)))
+        return Figure(cell.value, cell.std, cell.n, cell.digits, cell.signed, f"{cell.note} [{letter}]".strip())
+
+    def notes(self) -> list[str]:
+        return [f"[{letter}] not the paper's setting: {what}" for what, letter in self.letters.items()]
+
+
+def _letter(i: int) -> str:
+    return chr(ord("a") + i) if i < 26 else _letter(i // 26 - 1) + _letter(i % 26)
+
+
+def submit(scale: str, recipes: Sequence[str]) -> str:
+    """The command that queues some recipes at a scale, five seeds each."""
+    seeds = ",".join(map(str, SEEDS))
+    words = f"scale={scale} experiment={','.join(dict.fromkeys(recipes))} seed={seeds}"
+    return f"python slurm/submit.py {words} -- --gpus-per-node=8 --time=48:00:00"
+
+
+def _of(groups: Sequence[Group], scale: str, method: str) -> list[Group]:
+    return [group for group in groups if (group.scale, group.method) == (scale, method)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Table 1
+
+
+def table_1(groups: Sequence[Group]) -> Table:
+    """Methods by scales, perplexity by the paper's convention; variants of a method have rows of their own."""
+    mark, rows, missing = Footnotes(), [], {}
+    for method in dict.fromkeys(row["method"] for row in facts("table1")):
+        own = [group for scale in SCALES for group in _of(groups, scale, method)]
+        for variant in dict.fromkeys(["", *(group.variant for group in own)]):
+            cells: list[Cell] = []
+            for scale in SCALES:
+                row = {"method": method, "scale": scale}
+                paper = published(*(fact("table1", column, **row) for column in ("ppl", "ppl_std")))
+                cell = mark(next((g for g in own if (g.scale, g.variant) == (scale, variant)), None))
+                cells += ["" if variant else paper, "" if variant and cell is None else cell]
+                if cell is None and not variant:
+                    missing.setdefault(scale, []).append(f"table1/{method.replace('+', '_')}")
+            rows.append([f"{method} ({variant})" if variant else method, *cells])
+    header = ["Method", *(name for scale in SCALES for name in (f"{scale} paper", f"{scale} ours"))]
+    fill = [submit(scale, recipes) for scale, recipes in missing.items()]
+    ours = any(group.scale in SCALES for group in groups)
+    title = "Table 1: perplexity on C4's validation set"
+    return Table("table1", title, header, rows, [BESIDE, *mark.notes()], fill, ours)
+
+
+def pairs_table(groups: Sequence[Group]) -> Table:
+    """Each backbone without and with DLR, all else equal, and the difference by seed."""
+    rows, fill = [], []
+    notes = ["perplexities are unbiased; those of the last two columns are by the paper's convention"]
+    found = pairs(groups)
+    partner = {id(g): pair for pair in found for g in pair}
+    for group in groups:
+        residual = group.config["dlr"]["name"]
+        if residual not in ("on", "off") or group.method.partition("+")[0] not in OWN_RATES:
+            continue
+        a, b = partner.get(id(group), (group, None) if residual == "off" else (None, group))
+        if group is b and a is not None:
+            continue
+        base = group.method.partition("+")[0]
+        theirs = [fact("table1", "ppl", method=method, scale=group.scale) for method in (base, f"{base}+dlr")]
+        cells = [figure(side.final(PERPLEXITY)) if side else None for side in (a, b)]
+        both = [figure(difference(a, b, _last(name)), signed=True) if a and b else None for name in METRICS]
+        gap = published(theirs[1] - theirs[0], signed=True) if None not in theirs else ""
+        rows.append([group.scale, f"{base} ({group.variant})" if group.variant else base, *cells, *both, gap])
+        if a is None or b is None:
+            fill.append(without_partner(group))
+        elif odd := {run.seed for run in a.finished} ^ {run.seed for run in b.finished}:
+            notes.append(f"{base} at {group.scale}: without a partner, and not in the difference: seed {_listed(odd)}")
+    header = ["Scale", "Backbone", "plain", "with DLR", "Δ by seed", "Δ, convention", "Δ paper"]
+    return Table("pairs", "DLR by backbone: what it changes", header, rows, notes, fill)
+
+
+METRICS = (PERPLEXITY, CONVENTION)
+
+
+def _last(name: str):
+    return lambda run: run.final.get(name)
+
+
+def without_partner(group: Group) -> str:
+    """The command of the group's first run with DLR toggled, for each seed."""
+    run = group.runs[0]
+    command = run.starts[-1].get("command", ["train.py"]) if run.starts else ["train.py"]
+    residual = "off" if group.config["dlr"]["name"] == "on" else "on"
+    kept, recipe = [], False
+    for word in command[1:]:
+        key, _, value = word.lstrip("+").partition("=")
+        if key == "experiment":
+            recipe = True
+            toggled = value.removesuffix("_dlr") if residual == "off" else f"{value}_dlr"
+            kept.append(f"experiment={toggled}")
+        elif key not in ("dlr", "seed", "run.dir"):
+            kept.append(word)
+    seeds = ",".join(str(run.seed) for run in group.runs)
+    words = [*kept, *([] if recipe else [f"dlr={residual}"]), f"seed={seeds}"]
+    return " ".join(["python train.py", *(["-m"] if "," in seeds else []), *words])
+
+
+def _listed(seeds: set[int]) -> str:
+    return ", ".join(map(str, sorted(seeds)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The other tables of the paper
+
+
+def milestones(groups: Sequence[Group]) -> Table:
+    """7B: perplexity on the way, and memory of a GPU."""
+    own = [group for group in groups if group.scale == "7b"]
+    rows: list[list[Cell]] = []
+    recipes = {"full_adam": "full", "sltrain_8bit": "sltrain", "lost": "lost", "cola+dlr (r=1024)": "cola_dlr"}
+    for row in facts("table7b"):
+        cells = [row[f"ppl_{step // 1000}k"] for step in MILESTONES]
+        shown = [c if c == "oom" else published(float(c)) if c else "" for c in cells]
+        rows.append([f"{row['method']}, paper", *shown, published(float(row["mem_gb"]))])
+    mark = Footnotes()
+    for group in own:
+        mark(group)
+        memory = max((m for run in group.runs if len(m := run.since_last_start("perf/max_memory_gb"))), default=None)
+        peak = None if memory is None else published(float(memory.max()))
+        rows.append([f"{group.label}, ours", *(figure(group.at(step, CONVENTION)) for step in MILESTONES), peak])
+    missing = [r for r in recipes.values() if r.replace("_dlr", "+dlr") not in {g.method for g in own}]
+    fill = [
+        f"sbatch --nodes=4 --exclusive --gpus-per-node=8 --time=48:00:00 slurm/train.sbatch scale=7b experiment=7b/{r}"
+        for r in missing
+    ]
+    header = ["Method", *(f"{step // 1000}K" for step in MILESTONES), "GB a GPU"]
+    notes = [f"steps of one schedule; {BESIDE}", *mark.notes()]
+    return Table("milestones_7b", "7B: perplexity by step", header, rows, notes, fill, bool(own))
+
+
+def rank_table(groups: Sequence[Group]) -> Table:
+    """Perplexity by rank, all else equal."""
+    mark, rows, missing = Footnotes(), [], {}
+    families: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        families.setdefault((group.scale, group.without("backbone.rank")), []).append(group)
+    studies = [members for members in families.values() if len(members) > 1 and "rank" in members[0].config["backbone"]]
+    used = {id(group) for members in studies for group in members}
+    for row in (row for row in facts("ablations") if row["ablation"] == "rank"):
+        scale, rank = row["scale"], int(row["setting"].removeprefix("r="))
+        own = [g for g in _of(groups, scale, row["method"]) if g.config["backbone"].get("rank") == rank]
+        rows.append([scale, row["method"], str(rank), published(float(row["ppl"]), float(row["std"]))])
+        rows[-1] += [mark(own[0] if own else None), figure(own[0].final(PERPLEXITY)) if own else None]
+        rows += [[scale, g.label, str(rank), "", mark(g), figure(g.final(PERPLEXITY))] for g in own[1:]]
+        used -= {id(g) for g in own}
+        if not own:
+            share = 100 * rank // int(fact("table1", "rank", method=row["method"], scale=scale))
+            missing.setdefault(scale, []).append(f"ablation/rank_{share:03d}" if share < 100 else "table1/cola_dlr")
+    for members in studies:
+        for group in sorted(members, key=lambda g: g.config["backbone"]["rank"]):
+            if id(group) in used:
+                r = str(group.config["backbone"]["rank"])
+                rows.append([group.scale, group.method, r, "", mark(group), figure(group.final(PERPLEXITY))])
+    header = ["Scale", "Method", "Rank", "paper", "ours, convention", "ours, unbiased"]
+    fill = [submit(scale, recipes) for scale, recipes in missing.items()]
+    return Table("rank", "Rank", header, rows, [BESIDE, *mark.notes()], fill, any(row[4] for row in rows))
+
+
+ABLATIONS = {  # the paper's settings: option of dlr, recipe
+    "variance_correction": {"with": ("on", "table1/cola_dlr"), "without": ("uncorrected", "ablation/uncorrected")},
+    "init_offset": {
+        "plain": ("off", "table1/cola"),
+        "init-offset": ("init_offset", "ablation/init_offset"),
+        "full dlr": ("on", "table1/cola_dlr"),
+    },
+}
+TITLES = {"variance_correction": "Variance correction", "init_offset": "An initial offset instead of a residual"}
+
+
+def ablation(groups: Sequence[Group], name: str) -> Table:
+    """One of ``ABLATIONS``: families of groups that differ in DLR alone, where one has the option that is studied."""
+    settings = ABLATIONS[name]
+    studied = "uncorrected" if name == "variance_correction" else "init_offset"
+    families: dict[tuple[str, str], dict[str, Group]] = {}
+    for group in groups:
+        families.setdefault((group.scale, group.without("dlr.")), {})[group.config["dlr"]["name"]] = group
+    mark, rows, missing = Footnotes(), [], {}
+    theirs = dict.fromkeys(row["scale"] for row in facts("ablations") if row["ablation"] == name)
+    own = [(scale, family) for (scale, _), family in families.items() if studied in family]
+    for scale in dict.fromkeys([*theirs, *(scale for scale, _ in own)]):
+        for family in [family for at, family in own if at == scale] or [{}]:
+            base = family[studied].config["backbone"]["name"] if family else "cola"
+            for setting, (option, recipe) in settings.items():
+                where = {"ablation": name, "scale": scale, "setting": setting} if base == "cola" else {"scale": ""}
+                paper = published(*(fact("ablations", column, **where) for column in ("ppl", "std")))
+                group = family.get(option)
+                rows.append([scale, base, setting, paper or "", mark(group)])
+                rows[-1].append(figure(group.final(PERPLEXITY)) if group else None)
+                if group is None and scale in theirs:
+                    missing.setdefault(scale, []).append(recipe)
+    header = ["Scale", "Backbone", "Setting", "paper", "ours, convention", "ours, unbiased"]
+    fill = [submit(scale, recipes) for scale, recipes in missing.items()]
+    return Table(name, TITLES[name], header, rows, [BESIDE, *mark.notes()], fill, bool(own))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What was trained
+
+
+def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
+    """A row for each group: what it was, what it cost, and what came out."""
+    rows = []
+    for group, cost in zip(groups, costs, strict=True):
+        tokens = group.config["train"]["steps"] * group.runs[0].positions
+        rows.append(
+            [
+                group.scale,
+                group.label,
+                _listed({run.seed for run in group.finished}),
+                figure(group.final(PERPLEXITY)),
+                figure(group.final(CONVENTION)),
+                rounded(tokens / 1e6),
+                published(cost.parameters / 1e6) if cost else None,
+                rounded(cost.flops * tokens / 1e15) if cost else None,
+                group.config["precision"]["name"],
+                group.config["data"]["packing"],
+                f"{group.config['train']['lr']:g}",
+            ]
+        )
+    header = ["Scale", "Method", "Seeds", "PPL", "PPL, convention", "M tokens", "M parameters", "PFLOPs"]
+    notes = [
+        "PPL: perplexity after the last update, unbiased, mean ± standard deviation (seeds); convention: as published "
+        "numbers of the GaLore family. Tokens are positions, padding included; parameters are the trained ones"
+    ]
+    return Table("groups", "What was trained", [*header, "Precision", "Packing", "lr"], rows, notes)
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    """Each run and how far it came."""
+    rows = []
+    for run in runs:
+        last = run.evaluations[-1] if run.evaluations else {}
+        loss = last.get("eval/loss")
+        rows.append(
+            [
+                run.name,
+                str(run.seed),
+                "finished" if run.final else "unfinished",
+                f"{run.step:,} of {run.planned:,}",
+                published(loss, digits=4) if loss is not None else None,
+                published(last.get("eval/perplexity")) if loss is not None else None,
+                published(run.metrics[-1]["train/tokens"], digits=0) if run.metrics else None,
+                run.machine,
+                "; ".join(run.remarks),
+            ]
+        )
+    header = ["Run", "Seed", "State", "Steps", "Last evaluation's loss", "PPL", "Tokens", "Machine", "Remarks"]
+    return Table("runs", "Runs", header, rows)

@@ -1,0 +1,150 @@
+"""Tables of what was measured: speed and memory of runs, and accuracies that evaluate.py and sft.py have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dlr_pretrain.analysis.costs import Cost
+from dlr_pretrain.analysis.groups import Group, Spread
+from dlr_pretrain.analysis.paper import TASKS, facts
+from dlr_pretrain.analysis.records import Run, read_run
+from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
+from dlr_pretrain.errors import UserError
+
+
+def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
+    """Speed and memory: a row for each group and machine, never a mean over machines; then the paper's."""
+    rows: list[list[Cell]] = []
+    for group, cost in zip(groups, costs, strict=True):
+        for machine in dict.fromkeys(run.machine for run in group.runs):
+            on_it = [run for run in group.runs if run.machine == machine and run.metrics]
+            rows.append([group.scale, group.label, machine, published(cost.parameters / 1e6) if cost else None])
+            rows[-1] += [
+                figure(measured(on_it, name, over), digits)
+                for name, over, digits in (
+                    ("perf/max_memory_gb", np.max, 2),
+                    ("perf/tokens_per_second", np.median, 0),
+                    ("perf/mfu", np.median, 3),
+                )
+            ]
+    for row in facts("system_1b"):
+        cells = [published(float(row[name]), digits=d) for name, d in (("memory_gb", 2), ("tokens_per_s_32xh100", 0))]
+        rows.append(["1b", f"{row['method']}, paper", "32 x H100", published(float(row["params_m"])), *cells, ""])
+    notes = [
+        "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; "
+        "memory is the peak of a rank; compare within a machine alone"
+    ]
+    header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Tokens a second", "MFU"]
+    return Table("system", "Speed and memory", header, rows, notes)
+
+
+def measured(runs: Sequence[Run], name: str, over) -> Spread | None:
+    """A metric's median or peak over the steps of each run; None where no run has it."""
+    values = [run.since_last_start(name) for run in runs]
+    found = tuple(float(over(v)) for v in values if len(v))
+    return Spread(found) if found else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Accuracies
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Files of accuracies among the places of a report."""
+
+    zero_shot: tuple[tuple[Path, dict], ...] = ()
+    tuned: tuple[tuple[Path, dict], ...] = ()
+
+
+def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
+    """The places that are runs, and what was read of the others: JSON of ``evaluate.py --output``, folders of
+    ``sft.py --output``."""
+    runs, zero_shot, tuned = [], [], []
+    for place in places:
+        path = Path(place)
+        if path.suffix == ".json":
+            zero_shot.append((path, _read(path, "checkpoints", "scripts/evaluate.py --output")))
+        elif (path / "table.json").exists():
+            tuned.append((path, _read(path / "table.json", "models", "scripts/sft.py")))
+        else:
+            runs.append(place)
+    return runs, Measured(tuple(zero_shot), tuple(tuned))
+
+
+def _read(path: Path, key: str, maker: str) -> dict:
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        report[key]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{path} cannot be read as a file of {maker}: it has no {key!r}") from None
+    return report
+
+
+HEADER = ("Method", *TASKS, "average")
+
+
+def zero_shot_table(reports: Sequence[tuple[Path, dict]]) -> Table:
+    """Accuracies in percent: the paper's, which are by its convention, and a row for each file."""
+    rows, notes = _published("zero_shot"), []
+    for path, report in reports:
+        n = len(report["checkpoints"])
+        cells: list[Cell] = [_accuracy(report["tasks"].get(task), n) for task in TASKS]
+        same = set(report["tasks"]) == set(TASKS)
+        rows.append([f"{checkpoint_method(report)}, ours", *cells, _accuracy(report["average"], n) if same else None])
+        notes.append(
+            f"{path.name}: convention {report['convention']}, contexts of {report['context_length']:,} tokens, "
+            f"{report['dtype']}, data: {report['data']}"
+            + (f", the first {report['limit']:,} documents" if report["limit"] else "")
+            + ("" if report["convention"] == "as_in_paper" else "; the paper's is as_in_paper")
+        )
+    fill = ["python scripts/evaluate.py runs/1b-cola-dlr_on-s4?/folded --as-in-paper --output cola_dlr.json"]
+    title = "Zero-shot accuracy, %"
+    return Table("zero_shot", title, HEADER, rows, notes, [] if reports else fill, bool(reports))
+
+
+def sft_table(reports: Sequence[tuple[Path, dict]]) -> Table:
+    """Accuracies in percent after fine-tuning: the paper's, and a row for each model of each folder."""
+    rows, notes = _published("sft"), []
+    for path, report in reports:
+        for name, model in report["models"].items():
+            n = len(model["seeds"])
+            columns = [model["columns"].get(task) for task in (*TASKS, "average")]
+            rows.append([f"{name}, ours", *(Figure(c["mean"], c["std"], n) if c else None for c in columns)])
+        setting = report["setting"]
+        words = ", ".join(f"{key}={setting[key]}" for key in ("epochs", "batch", "lr", "length") if key in setting)
+        notes.append(f"{path}: {words}; zero-shot {report.get('zero_shot', 'not measured (--tasks)')}")
+    fill = [
+        "torchrun --nproc-per-node 8 scripts/sft.py full=runs/1b-full-dlr_off-s42/folded "
+        "cola=runs/1b-cola-dlr_off-s42/folded cola_dlr=runs/1b-cola-dlr_on-s42/folded --output sft --tasks all"
+    ]
+    title = "Zero-shot accuracy after fine-tuning, %"
+    return Table("sft", title, HEADER, rows, notes, [] if reports else fill, bool(reports))
+
+
+def _published(stage: str) -> list[list[Cell]]:
+    rows = [row for row in facts("downstream_1b") if row["stage"] == stage]
+    return [[f"{r['method']} 1b, paper", *(published(float(r[name])) for name in (*TASKS, "average"))] for r in rows]
+
+
+def _accuracy(task: dict | None, n: int) -> Figure | None:
+    if task is None:
+        return None
+    spread = task.get("std")
+    always = "always the same choice" if task.get("distinct_choices") == 1 < task.get("n", 0) else ""
+    return Figure(100 * task["acc"], None if spread is None else 100 * spread, n, note=always)
+
+
+def checkpoint_method(report: dict) -> str:
+    """The method and scale of the run of the first checkpoint; its folder where that is not beside a run."""
+    folder = Path(report["checkpoints"][0]["folder"])
+    for above in (folder, *folder.parents[:2]):
+        if (above / "config.yaml").exists():
+            run = read_run(above)
+            return f"{run.method} {run.scale}"
+    return str(folder)

@@ -1,0 +1,196 @@
+"""Runs as their directories hold them: what was trained, how far it came, and what a reader should know about it."""
+
+from __future__ import annotations
+
+import json
+import math
+from calendar import timegm
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from glob import glob, has_magic
+from pathlib import Path
+from time import strptime
+
+import numpy as np
+from omegaconf import OmegaConf
+from yaml import YAMLError
+
+from dlr_pretrain.analysis.history import read_metrics, sound_records
+from dlr_pretrain.config import flatten
+from dlr_pretrain.config.parse import KNOWN
+from dlr_pretrain.errors import UserError
+
+SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
+NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # methods that the papers' tables know by the optimizer's name
+OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that leave the mathematics alone
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory: ``config.yaml`` nested, ``identity`` dotted (with the fingerprints of data and tokenizer), a
+    record for each update, and the starts from ``manifest.json``.
+
+    ``remarks`` say what is wrong with the record itself.
+    """
+
+    folder: Path
+    config: dict
+    identity: dict
+    metrics: list[dict] = field(repr=False)
+    starts: list[dict] = field(repr=False)
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def seed(self) -> int:
+        return self.config["seed"]
+
+    @property
+    def scale(self) -> str:
+        return self.config["scale"]["name"]
+
+    @cached_property
+    def method(self) -> str:
+        """As in the paper's tables, such as cola+dlr; other residuals by their own names, such as cola+uncorrected."""
+        backbone, dlr, optimizer = (self.config[group]["name"] for group in ("backbone", "dlr", "optimizer"))
+        base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
+        return base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
+
+    @property
+    def planned(self) -> int:
+        """Updates of the whole schedule."""
+        return self.config["train"]["steps"]
+
+    @property
+    def step(self) -> int:
+        return self.metrics[-1]["step"] if self.metrics else 0
+
+    @property
+    def positions(self) -> int:
+        """Tokens of an update, padding included."""
+        return self.config["train"]["global_batch"] * self.config["train"]["seq_len"]
+
+    @cached_property
+    def evaluations(self) -> list[dict]:
+        return [record for record in self.metrics if "eval/loss" in record]
+
+    @property
+    def final(self) -> dict | None:
+        """The evaluation after the last update of the schedule."""
+        last = self.evaluations[-1] if self.evaluations else None
+        return last if last and last["step"] >= self.planned else None
+
+    @property
+    def machine(self) -> str:
+        """The device and the number of ranks of the last start."""
+        start = self.starts[-1] if self.starts else {}
+        return f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}"
+
+    @property
+    def code(self) -> str | None:
+        """The commit of the last start; "+" behind it says that there were local changes."""
+        return self.starts[-1].get("git") if self.starts else None
+
+    def column(self, name: str) -> np.ndarray:
+        """One metric of every update as floats; NaN where it is absent or null."""
+        return column(self.metrics, name)
+
+    def since_last_start(self, name: str) -> np.ndarray:
+        """The finite values of a metric that the last start's machine gave."""
+        began = _epoch(self.starts[-1]["time"]) if self.starts and "time" in self.starts[-1] else -math.inf
+        values = self.column(name)[self.column("time") >= began] if "time" in self.metrics[-1] else self.column(name)
+        return values[np.isfinite(values)]
+
+    def hours(self) -> np.ndarray:
+        """Hours of training at every update, evaluations and saves included; not the pauses between starts."""
+        stamps = self.column("time")
+        gaps = np.diff(stamps, prepend=stamps[:1])
+        usual = float(np.median(gaps[1:])) if len(gaps) > 1 else 0.0
+        resumed = [int(np.searchsorted(stamps, _epoch(start["time"]))) for start in self.starts if "time" in start]
+        for i in {0, *resumed}:
+            if i < len(gaps):
+                gaps[i] = usual
+        return np.cumsum(gaps) / 3600
+
+
+def column(records: list[dict], name: str) -> np.ndarray:
+    """One metric as floats; NaN where it is absent or null."""
+    values = (record.get(name) for record in records)
+    return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+
+def _epoch(time: str) -> float:
+    return float(timegm(strptime(time, "%Y-%m-%dT%H:%M:%SZ")))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read_run(folder: Path) -> Run:
+    """The run in ``folder``. UserError where it cannot be read; damaged lines are left out, and a remark."""
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        missing = [key for key in SECTIONS if key not in config]
+    except (OSError, ValueError, YAMLError, TypeError) as error:
+        raise UserError(f"{folder / 'config.yaml'} cannot be read: {error}") from None
+    if missing:
+        raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
+    manifest, remarks = _manifest(folder / "manifest.json")
+    metrics, damaged = _metrics(folder / "metrics.jsonl")
+    gaps = sorted(set(range(metrics[0]["step"], metrics[-1]["step"])) - {r["step"] for r in metrics}) if metrics else []
+    if damaged:
+        remarks.append(damaged)
+    if gaps or (metrics and metrics[0]["step"] != 1 and not config.get("run", {}).get("fork_from")):
+        remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
+    identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
+    return Run(folder, config, identity, metrics, manifest.get("starts", []), tuple(remarks))
+
+
+def _manifest(path: Path) -> tuple[dict, list[str]]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return (manifest, []) if isinstance(manifest, dict) else ({}, ["manifest.json is damaged"])
+    except FileNotFoundError:
+        return {}, ["there is no manifest.json: data, tokenizer, code and machine are not known"]
+    except ValueError:
+        return {}, ["manifest.json is damaged: data, tokenizer, code and machine are not known"]
+
+
+def _metrics(path: Path) -> tuple[list[dict], str]:
+    try:
+        return read_metrics(path), ""
+    except UserError:
+        return sound_records(path), "damaged lines of metrics.jsonl are left out"
+
+
+def find_runs(places: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
+    """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
+
+    Returns them in order, each once, and the remarks on those that cannot be read. UserError for a place without any.
+    """
+    runs: dict[Path, Run] = {}
+    remarks: list[str] = []
+    for place in map(str, places):
+        folders = list(dict.fromkeys(_run_folders(place)))
+        if not folders:
+            raise UserError(f"{place}: no run directory there (one has a config.yaml). Name runs, or the folder above")
+        for folder in folders:
+            if folder.resolve() not in runs:
+                try:
+                    runs[folder.resolve()] = read_run(folder)
+                except UserError as error:
+                    remarks.append(f"{folder.name} is left out: {error}")
+    return list(runs.values()), remarks
+
+
+def _run_folders(place: str) -> Iterator[Path]:
+    for path in sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]:
+        if (path / "config.yaml").exists():
+            yield path
+        else:
+            yield from (found.parent for depth in ("*", "*/*") for found in sorted(path.glob(f"{depth}/config.yaml")))

@@ -1,0 +1,106 @@
+"""The report of many runs: tables in three formats, figures in two, and one page with all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlr_pretrain.analysis import layouts
+from dlr_pretrain.analysis.costs import costs
+from dlr_pretrain.analysis.figures import Picture, draw
+from dlr_pretrain.analysis.groups import Group, grouped
+from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
+from dlr_pretrain.analysis.page import page
+from dlr_pretrain.analysis.records import Run, find_runs
+from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
+from dlr_pretrain.errors import UserError
+
+
+def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
+    """Write the report of everything in ``places`` into ``output``, and return the remarks.
+
+    ``index.html`` has everything; ``report.md`` the tables; ``tables/`` each as Markdown, CSV and LaTeX; ``figures/``
+    each as PNG and SVG. ``places`` are run directories, folders of them, globs, JSON of ``evaluate.py --output`` and
+    folders of ``sft.py``.
+    """
+    places, accuracies = take_measured(places)
+    runs, remarks = find_runs(places)
+    if not runs and not (accuracies.zero_shot or accuracies.tuned):
+        raise UserError("there is nothing to report: no run could be read. " + " ".join(remarks))
+    groups, duplicates = grouped(runs)
+    found, unknown = costs(groups)
+    remarks += [*duplicates, *what_to_know(runs, groups), *unknown]
+    tables = [
+        layouts.pairs_table(groups),
+        layouts.groups_table(groups, found),
+        layouts.table_1(groups),
+        layouts.rank_table(groups),
+        *(layouts.ablation(groups, name) for name in layouts.ABLATIONS),
+        layouts.milestones(groups),
+        system(groups, found),
+        zero_shot_table(accuracies.zero_shot),
+        sft_table(accuracies.tuned),
+        layouts.runs_table(runs),
+    ]
+    pictures = draw(groups, found, output / "figures")
+    _write(tables, pictures, remarks, output, command, _summary(runs, groups))
+    return remarks
+
+
+def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+    finished = sum(run.final is not None for run in runs)
+    scales = ", ".join(dict.fromkeys(group.scale for group in groups))
+    return f"{len(runs)} runs, {finished} of them finished, in {len(groups)} groups of equal settings; {scales}."
+
+
+def what_to_know(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
+    """What no mean may hide: unfinished and diverged runs, groups set apart by a key, mixed code, damaged records."""
+    remarks = []
+    for run in runs:
+        remarks += [f"{run.name}: {remark}" for remark in run.remarks]
+        if not run.metrics:
+            remarks.append(f"{run.name} has not taken a step")
+        elif not run.final:
+            remarks.append(f"{run.name} is unfinished, step {run.step:,} of {run.planned:,}: in curves, not in means")
+        elif run.final.get("eval/loss") is None:
+            remarks.append(f"{run.name} has diverged: its last evaluation is not finite")
+        if run.metrics and (skipped := run.metrics[-1].get("train/skipped")):
+            remarks.append(f"{run.name} has left out {skipped} updates that were not finite")
+    for group in groups:
+        if group.variant:
+            remarks.append(f"{group.method} at {group.scale} with {group.variant} is a group of its own")
+        commits = sorted({run.code or "unknown code" for run in group.runs})
+        if len(commits) > 1:
+            shown = ", ".join(commit[:10] for commit in commits)
+            remarks.append(f"the seeds of {group.label} at {group.scale} were trained by different code: {shown}")
+    return remarks
+
+
+def _write(
+    tables: Sequence[Table],
+    pictures: Sequence[Picture],
+    remarks: Sequence[str],
+    output: Path,
+    command: str,
+    summary: str,
+) -> None:
+    title = "Pre-training runs"
+    formats = {"md": markdown, "csv": comma_separated, "tex": latex}
+    (output / "tables").mkdir(parents=True, exist_ok=True)
+    for table in tables:
+        for suffix, render in formats.items():
+            (output / "tables" / f"{table.name}.{suffix}").write_text(render(table), encoding="utf-8")
+    listed = "\n".join(f"* {remark}" for remark in remarks)
+    images = "\n\n".join(f"![{p.name}](figures/{p.name}.png)\n\n{p.caption}" for p in pictures)
+    sections = [
+        f"# {title}",
+        summary,
+        f"## To know before reading on\n\n{listed}" if remarks else "",
+        *(markdown(table) for table in tables if table.ours),
+        f"## Figures\n\n{images}" if pictures else "",
+        *(markdown(table) for table in tables if not table.ours),
+        f"Made by `{command}`",
+    ]
+    (output / "report.md").write_text("\n\n".join(s.strip() for s in sections if s) + "\n", encoding="utf-8")
+    whole = page(title, summary, remarks, pictures, output / "figures", tables, command)
+    (output / "index.html").write_text(whole, encoding="utf-8")

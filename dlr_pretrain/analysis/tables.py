@@ -1,0 +1,162 @@
+"""Tables of figures as Markdown, CSV and LaTeX; what is missing is shown as such, with the command that fills it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dlr_pretrain.analysis.groups import Spread
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number in a cell: over n seeds (None for a published one), with a standard deviation where there are several.
+
+    ``note`` stands behind it, such as "1 of 2 seeds diverged".
+    """
+
+    value: float
+    std: float | None = None
+    n: int | None = None
+    digits: int = 2
+    signed: bool = False
+    note: str = ""
+
+    @property
+    def text(self) -> str:
+        if not math.isfinite(self.value):
+            return self.note or "not finite"
+        sign = "+" if self.signed else ""
+        shown = f"{self.value:{sign},.{self.digits}f}"
+        spread = "" if self.std is None else f" ± {self.std:,.{self.digits}f}"
+        seeds = "" if self.n is None else f" ({self.n})"
+        return f"{shown}{spread}{seeds}" + (f" {self.note}" if self.note else "")
+
+
+Cell = Figure | str | None  # None: missing
+
+
+@dataclass(frozen=True)
+class Table:
+    """``name`` is its files' stem; ``fill`` are commands for missing cells; ``ours`` says whether a figure is ours."""
+
+    name: str
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    notes: Sequence[str] = field(default=())
+    fill: Sequence[str] = field(default=())
+    ours: bool = True
+
+
+def figure(spread: Spread | None, digits: int = 2, signed: bool = False) -> Figure | None:
+    if spread is None:
+        return None
+    if not spread.finite:
+        bad = sum(not math.isfinite(value) for value in spread.values)
+        return Figure(math.inf, n=spread.n, note=f"{bad} of {spread.n} diverged")
+    return Figure(spread.mean, spread.std, spread.n, digits, signed)
+
+
+def published(value: float | None, std: float | None = None, digits: int = 2, signed: bool = False) -> Figure | None:
+    return None if value is None else Figure(value, std, None, digits, signed)
+
+
+def rounded(value: float) -> Figure:
+    """To three significant digits."""
+    return Figure(value, digits=max(0, 2 - math.floor(math.log10(value))))
+
+
+def text(cell: Cell) -> str:
+    return MISSING if cell is None else cell if isinstance(cell, str) else cell.text
+
+
+def is_numeric(table: Table, column: int) -> bool:
+    """Whether a column holds figures, and stands to the right."""
+    cells = [row[column] for row in table.rows]
+    return any(isinstance(cell, Figure) for cell in cells) or (column > 0 and all(cell is None for cell in cells))
+
+
+def markdown(table: Table) -> str:
+    """A section with the table, its notes and commands."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rules = ["---:" if is_numeric(table, i) else "---" for i in range(len(table.header))]
+    lines = [f"## {table.title}", "", line(table.header), line(rules)]
+    lines += [line([text(cell) for cell in row]) for row in table.rows]
+    if table.notes:
+        lines += ["", *(f"* {note}" for note in table.notes)]
+    if table.fill:
+        lines += ["", f"To fill what is missing ({MISSING}):", "", "```bash", *table.fill, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def comma_separated(table: Table) -> str:
+    """Figures with all their digits; a column of figures with spreads has two more, its std and its seeds."""
+    spreads = [any(isinstance(row[i], Figure) and row[i].n is not None for row in table.rows) for i in _columns(table)]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    header = []
+    for name, wide in zip(table.header, spreads, strict=True):
+        header += [name, f"{name}: std", f"{name}: n"] if wide else [name]
+    writer.writerow(header)
+    for row in table.rows:
+        cells: list[object] = []
+        for cell, wide in zip(row, spreads, strict=True):
+            number = isinstance(cell, Figure)
+            cells.append(repr(cell.value) if number else cell or "")
+            if wide:
+                cells += ["", ""] if not number else ["" if v is None else v for v in (cell.std, cell.n)]
+        writer.writerow(cells)
+    return out.getvalue()
+
+
+def _columns(table: Table) -> range:
+    return range(len(table.header))
+
+
+SPECIAL = {
+    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--", "−": "$-$", "Δ": r"$\Delta$",
+    "…": r"\ldots{}", "×": r"$\times$",
+}  # fmt: skip
+
+
+def latex(table: Table) -> str:
+    """A table environment for booktabs; the notes are comments."""
+
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(map(escaped, cells)) + r" \\"
+
+    shape = "".join("r" if is_numeric(table, i) else "l" for i in _columns(table))
+    return "\n".join(
+        [
+            *(f"% {note}" for note in table.notes),
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{escaped(table.title)}}}",
+            rf"\label{{tab:{table.name}}}",
+            rf"\begin{{tabular}}{{{shape}}}",
+            r"\toprule",
+            line(table.header),
+            r"\midrule",
+            *(line([text(cell) for cell in row]) for row in table.rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def escaped(words: str) -> str:
+    """``words`` for LaTeX."""
+    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], words)

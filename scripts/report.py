@@ -1,0 +1,42 @@
+"""Tables, figures and one page from runs: ``python scripts/report.py runs/* --output report``."""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from dlr_pretrain.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="The paper's tables with the runs' figures beside its own, curves, and one self-contained page.",
+        epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
+        "is named. Perplexities of the paper stand beside ours by its convention, others are unbiased.",
+    )
+    parser.add_argument(
+        "places",
+        nargs="+",
+        metavar="place",
+        help="run directory, folder of them, glob, JSON of evaluate.py --output, or folder of sft.py",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, tables, figures"
+    )
+    given = parser.parse_args()
+    from dlr_pretrain.analysis.reports import write_reports  # torch is imported only now
+
+    try:
+        remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", UserError.exit_code)
+    for remark in remarks:
+        print(f"note: {remark}")
+    print(f"report      {given.output / 'index.html'}\ntables      {given.output / 'tables'}: md, csv, tex")
+    print(f"figures     {given.output / 'figures'}: png, svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
