@@ -1,0 +1,150 @@
+"""The page of all keys: ``python -m dlr_pretrain.config.document > docs/configuration.md``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from dlr_pretrain.config.knobs import rules
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, SECTIONS, Config
+
+HEAD = """# Configuration
+
+Every key, from `dlr_pretrain/config/tree.py` and `configs/` (`python -m dlr_pretrain.config.document` writes this
+page). A key is given as `section.key=value`, an option of a group as `group=option`. `${{a.b}}` is the value of another
+key. Keys with a dot in the last column take part in the mathematics of a run: they name its directory, and cannot
+change when it resumes (`run.fork_from` starts another run from it). The others may.
+
+Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md)).
+"""
+KEY_TABLE = "\n| key | meaning | values | default | |\n| --- | --- | --- | --- | --- |\n"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    groups = ", ".join(f"[`{group}`](#{group})" for group in GROUPS if group != "experiment")
+    parts = [HEAD.format(groups=groups), "\n## The root\n", KEY_TABLE]
+    root = yaml.safe_load((CONFIG_DIR / "train.yaml").read_text())
+    hints = typing.get_type_hints(Config)
+    parts += [_row(f.name, f.metadata, hints[f.name], root[f.name]) for f in dataclasses.fields(Config) if f.metadata]
+    for name in SECTIONS:
+        parts.append(f"\n## {name}\n")
+        if name in OPEN_GROUPS:
+            parts += _open_group(name)
+        elif name in GROUPS:
+            parts += _group(name)
+        else:
+            parts += [KEY_TABLE, *_rows(name, root[name])]
+    return "".join(parts)
+
+
+def options(group: str) -> dict[str, Path]:
+    """The files of a group by option: by size, and what others start from before them."""
+
+    def order(path: Path) -> tuple:
+        return _values(path).get("hidden_size", 0), _base(path) is not None, path.stem
+
+    return {path.stem: path for path in sorted((CONFIG_DIR / group).glob("*.yaml"), key=order)}
+
+
+def _group(group: str) -> Iterator[str]:
+    yield from _options_table(group)
+    files = {option: _values(path) for option, path in options(group).items()}
+    shared = {key: _shared(option[key] for option in files.values()) for key in next(iter(files.values()))}
+    rows = list(_rows(group, shared))
+    if rows:
+        yield KEY_TABLE
+        yield from rows
+    varied = [key for key, value in shared.items() if value is _VARIES and not _fixed(group, key)]
+    if varied:
+        yield "\n| | " + " | ".join(f"`{option}`" for option in files) + " |\n" + "| --- " * (len(files) + 1) + "|\n"
+        for key in varied:
+            yield f"| `{group}.{key}` | " + " | ".join(_value(values[key]) for values in files.values()) + " |\n"
+
+
+def _open_group(group: str) -> Iterator[str]:
+    yield from _options_table(group)
+    yield "\n| option | key | meaning | values | default |\n| --- | --- | --- | --- | --- |\n"
+    for option, path in options(group).items():
+        comments = dict(re.findall(r"^(\w+):.*?\s#\s*(.*)$", path.read_text(), flags=re.M))
+        for knob, value in _values(path).items():
+            if knob not in ("name", "factorized"):
+                declared = rules(group, _values(path)["name"], knob)
+                meaning = comments.get(knob) or declared.get("doc", "")
+                values = _bounds(declared) if declared else ""
+                yield f"| `{option}` | `{group}.{knob}` | {_cell(meaning)} | {values} | {_value(value)} |\n"
+
+
+def _options_table(group: str) -> Iterator[str]:
+    yield "\n| option | |\n| --- | --- |\n"
+    for option, path in options(group).items():
+        lines = [line[1:].strip() for line in path.read_text().split("\nname:")[0].splitlines() if line.startswith("#")]
+        yield f"| `{group}={option}` | {_cell(' '.join(lines))} |\n"
+
+
+def _rows(section: str, defaults: Mapping[str, object]) -> Iterator[str]:
+    hints = typing.get_type_hints(SECTIONS[section])
+    for f in dataclasses.fields(SECTIONS[section]):
+        if not f.metadata["fixed"]:
+            yield _row(f"{section}.{f.name}", f.metadata, hints[f.name], defaults[f.name])
+
+
+def _row(name: str, metadata: Mapping, hint: type, default: object) -> str:
+    values = _bounds(metadata) or _kind(hint)
+    shown = "by option" if default is _VARIES else _value(default)
+    return f"| `{name}` | {_cell(metadata['doc'])} | {values} | {shown} | {'·' if metadata['identity'] else ''} |\n"
+
+
+_VARIES = object()
+
+
+def _shared(values: Iterator[object]) -> object:
+    first, *others = values
+    return first if all(other == first for other in others) else _VARIES
+
+
+def _fixed(section: str, key: str) -> bool:
+    return next(f.metadata["fixed"] for f in dataclasses.fields(SECTIONS[section]) if f.name == key)
+
+
+def _base(path: Path) -> Path | None:
+    """The option of the same group that a file starts from."""
+    names = [name for name in yaml.safe_load(path.read_text()).get("defaults", []) if name != "_self_"]
+    return path.with_name(f"{names[0]}.yaml") if names else None
+
+
+def _values(path: Path) -> dict[str, object]:
+    own = yaml.safe_load(path.read_text())
+    base = _base(path)
+    return (_values(base) if base else {}) | {key: value for key, value in own.items() if key != "defaults"}
+
+
+def _bounds(metadata: Mapping) -> str:
+    if metadata["choices"]:
+        return ", ".join(f"`{choice}`" for choice in metadata["choices"])
+    limits = [("above", ">"), ("at_least", "≥"), ("at_most", "≤")]
+    return ", ".join(f"{sign} {metadata[name]}" for name, sign in limits if metadata[name] is not None)
+
+
+def _kind(hint: type) -> str:
+    kinds = [k for k in (typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]) if k is not type(None)]
+    return " or ".join({bool: "true, false", str: "text", int: "integer", float: "number"}[kind] for kind in kinds)
+
+
+def _value(value: object) -> str:
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return f"`{_cell(text)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(page(), end="")

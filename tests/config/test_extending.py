@@ -1,0 +1,64 @@
+"""docs/extending.md, followed to the letter: its files are written, and its commands train, resume, fold and reload."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from dlr_pretrain.analysis.history import read_metrics
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+MODELING = "dlr_pretrain/deploy/modeling_lowrank_llama.py"
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory) -> Path:
+    """A copy of the code with what the page adds."""
+    folder = tmp_path_factory.mktemp("extended")
+    for name in ("configs", "dlr_pretrain"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", folder)
+    files = re.findall(r"^`([\w/.]+/[\w.]+)`[^\n]*:\n\n```\w+\n(.*?)```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert len(files) == 6
+    for name, text in files:
+        assert not (folder / name).exists(), name
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    layer, entry = (
+        re.search(rf"```python\n({start}.*?)```", PAGE, flags=re.DOTALL)[1] for start in ("class Gelu", '    "')
+    )
+    modeling = (folder / MODELING).read_text()
+    (folder / MODELING).write_text(modeling.replace("LAYERS = {\n", f"{layer}\n\nLAYERS = {{\n{entry}"))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["gelu", "lion"])
+def test_what_the_page_adds_trains_resumes_and_is_exported(of, extended, corpus):
+    (line,) = [
+        line
+        for line in "".join(re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)).splitlines()
+        if f"={of}" in line
+    ]
+    data = f"data=c4_local data.root={corpus} tokenizer.path={corpus}/spiece.model eval.tokens=500"
+    run = extended / "runs" / of
+    words = shlex.split(line.replace("data=sample", data))
+    command = [sys.executable, *words[1:], f"run.dir={run}", "train.seq_len=16", "train.steps=6"]
+    environment = os.environ | {"PYTHONPATH": str(extended), "OMP_NUM_THREADS": "1"}
+    for more, code in (["train.stop_after=3"], 75), ([], 0):
+        done = subprocess.run([*command, *more], cwd=extended, env=environment, capture_output=True, text=True)
+        assert done.returncode == code, done.stderr
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 7))
+    settings = json.loads((run / "folded" / "config.json").read_text())
+    assert settings["num_hidden_layers"] == 2 and settings["backbone"] == ("gelu" if of == "gelu" else "cola")
+    AutoModelForCausalLM.from_pretrained(run / "folded", trust_remote_code=True)
