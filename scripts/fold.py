@@ -5,17 +5,16 @@ import re
 import sys
 from pathlib import Path
 
-import torch
-
 from dlr_pretrain.analysis.history import newest_first
-from dlr_pretrain.deploy.fold import fold_checkpoint
+from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.deploy.job import command
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.checkpoint import fault, load
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write a checkpoint's folded weights as a transformers folder.")
+    parser = argparse.ArgumentParser(
+        description="Write a checkpoint's folded weights as a transformers folder.", allow_abbrev=False
+    )
     parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
     parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
@@ -24,24 +23,31 @@ def main() -> int:
     form.add_argument("--layout", choices=("own", "cola"), default="own", help="cola: names of the CoLA authors' code")
     parser.add_argument("--tokens", type=int, default=50_000, help="validation text for the report; 0: without it")
     given = parser.parse_args()
-    given.checkpoint = given.checkpoint.resolve()
+    return command(lambda: fold(given))
+
+
+def fold(given: argparse.Namespace) -> None:
+    checkpoint = given.checkpoint.resolve()
+    run = checkpoint.parent.parent
+    if not re.fullmatch(r"step_\d+", checkpoint.name):
+        raise UserError(f"{checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
+    if given.tokens < 0:
+        raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
+    import torch
+
+    from dlr_pretrain.deploy.fold import fold_checkpoint
+    from dlr_pretrain.train.checkpoint import fault, load
+
+    if damage := fault(checkpoint):
+        raise UserError(f"{checkpoint}: {damage}. Name another checkpoint")
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
-    name = "_".join(["folded", given.checkpoint.name, *filter(None, forms)])
-    output = given.output or given.checkpoint.parent.parent / name
-
-    def run() -> None:
-        if not re.fullmatch(r"step_\d+", given.checkpoint.name):
-            raise UserError(f"{given.checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
-        if damage := fault(given.checkpoint):
-            raise UserError(f"{given.checkpoint}: {damage}. Name another checkpoint")
-        run, found = given.checkpoint.parent.parent, load(given.checkpoint)
-        tensors = {name: stored.whole() for name, stored in found.model.items()}
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
-        report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
-        print("\n".join([*report, f"written       {output}"]))
-
-    return command(run)
+    output = given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])
+    found = load(checkpoint)
+    tensors = {name: stored.whole() for name, stored in found.model.items()}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
+    report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
+    print("\n".join([*report, f"written       {output}"]))
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:

@@ -26,6 +26,7 @@ def main() -> int:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the file")
     add("--device", help="default: a GPU where there is one")
     given = parser.parse_args()
+    sys.stdout.reconfigure(errors="replace")  # what its encoding has no letter for is a question mark
     return command(lambda: run(given))
 
 

@@ -126,7 +126,11 @@ def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """``model.safetensors``, or shards of at most ``shard_bytes`` (one tensor at least) with their index."""
+    """``model.safetensors``, or shards of at most ``shard_bytes`` (one tensor at least) with their index.
+
+    Raises UserError where the disk does not take them.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[list[str]] = [[]]
@@ -143,7 +147,10 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: i
     for file, names in zip(files, shards, strict=True):
         # a copy of each: projections of a group are views of one storage, which safetensors refuses
         own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
-        save_file(own, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(own, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise UserError(f"{folder / file}: cannot be written: {error}") from error
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())

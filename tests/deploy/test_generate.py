@@ -140,6 +140,8 @@ def test_the_command_names_a_file_of_another_encoding_and_a_device_that_is_not_t
     (tmp_path / "latin1.txt").write_bytes("für".encode("latin-1"))
     code, _, said = command(folder, "--prompts", tmp_path / "latin1.txt")
     assert code == 3 and f"{tmp_path}/latin1.txt: is not UTF-8" in said
+    code, text, _ = command(folder, "--prompt", "lions\udcff", "--tokens", 2)  # as Python reads such a word of a shell
+    assert code == 0 and text.startswith("lions?")
     code, _, said = command(folder, "--prompt", "a", "--device", "gpu")
     assert code == 3 and said.startswith("error: --device gpu: ")
 

@@ -263,6 +263,8 @@ def test_shards(tmp_path):
     assert index["weight_map"] == {f"t{i}": f"model-0000{1 + i // 2}-of-00003.safetensors" for i in range(5)}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+    with pytest.raises(UserError, match=r"nowhere/model\.safetensors: cannot be written: "):  # as of a full disk
+        write_weights(tmp_path / "nowhere", tensors)
 
 
 @pytest.mark.parametrize(
