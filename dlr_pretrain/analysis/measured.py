@@ -6,15 +6,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import Group, Spread
 from dlr_pretrain.analysis.paper import TASKS, facts
 from dlr_pretrain.analysis.records import Run, read_run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.errors import UserError
+
+if TYPE_CHECKING:
+    from dlr_pretrain.analysis.costs import Cost  # with torch, which what reads runs alone does not need
 
 
 def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:

@@ -15,7 +15,8 @@ STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --paper: #fff; --band: #f6f8fa;
   --link: #0550ae; --warn: #9a4a00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa4ae; --line: #39424e; --paper: #11151a;
-  --band: #1a2028; --link: #79b8ff; --warn: #ffb870; } .figure img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; } }
+  --band: #1a2028; --link: #79b8ff; --warn: #ffb870; }
+  .figure img { filter: invert(1) hue-rotate(180deg); mix-blend-mode: screen; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 76rem; color: var(--ink); background: var(--paper);
   font: 1rem/1.5 system-ui, sans-serif; }

@@ -1,0 +1,257 @@
+"""Runs against each other: what differs between their configurations, and by how much their curves do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, grouped, spread
+from dlr_pretrain.analysis.measured import measured
+from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.report import smoothed
+from dlr_pretrain.analysis.show import WIDTH, fill
+from dlr_pretrain.config import flatten
+from dlr_pretrain.errors import UserError
+
+PLACES = ("run.dir", "run.root")
+TEXT = ("eval.tokens", "eval.packing", "tokenizer.pieces", "data.shards")  # what an evaluation is of
+ROWS = 10  # steps of a curve that are printed
+QUARTERS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A group of seeds, or one run; ``letter`` is its name in the tables."""
+
+    letter: str
+    label: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> list[int]:
+        return [run.seed for run in self.runs]
+
+
+def versus(runs: Sequence[Run]) -> dict:
+    """Everything that ``render`` shows, as plain values with stable keys; means and standard deviations over seeds.
+
+    Runs that differ in their seed alone are one side; where all do, each is a side. Differences are from the first
+    side, over the seeds that both have; where they have none in common, of the means. UserError for fewer than two.
+    """
+    groups, remarks = grouped(runs)
+    groups.sort(key=lambda group: min(runs.index(run) for run in group.runs))
+    sides = _sides(groups)
+    if len(sides) < 2:
+        raise UserError("there is one run to compare. Name another, or a group of seeds of another configuration")
+    return {
+        "sides": [
+            {"side": s.letter, "label": s.label, "seeds": s.seeds, "runs": [run.name for run in s.runs]} for s in sides
+        ],
+        "warnings": remarks + _warnings(sides),
+        "configuration": [
+            {"key": key, "values": [_values(side, key) for side in sides]} for key in _differing_keys(sides)
+        ],
+        "evaluation": _curve(sides, common_evaluations(sides), _evaluated),
+        "training": _curve(sides, _quarters(sides), _trained),
+        "final": [_final(side) for side in sides],
+    }
+
+
+def _sides(groups: Sequence[Group]) -> list[Side]:
+    if len(groups) == 1:
+        each = [(f"seed {run.seed}", (run,)) for run in groups[0].runs]
+    else:
+        labels = [f"{group.scale} {group.label}" for group in groups]
+        each = [(label, group.runs) for label, group in zip(labels, groups, strict=True)]
+    if len(each) > 26:
+        raise UserError(f"{len(each)} configurations are too many to compare: at most 26. scripts/report.py takes more")
+    return [Side(chr(ord("A") + i), label, runs) for i, (label, runs) in enumerate(each)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Configurations
+
+
+def facts(run: Run) -> dict[str, object]:
+    """Every key of the configuration, the fingerprints of the data, and who trained it on what."""
+    start = run.starts[-1] if run.starts else {}
+    made = {"(code)": start.get("git"), "(torch)": start.get("packages", {}).get("torch"), "(machine)": run.machine}
+    return {k: v for k, v in (flatten(run.config) | run.identity | made).items() if k not in PLACES}
+
+
+def _differing_keys(sides: Sequence[Side]) -> list[str]:
+    keys = differing([facts(run) for side in sides for run in side.runs])
+    return [key for key in keys if key != "seed" or all(len(side.runs) == 1 for side in sides)]
+
+
+def _values(side: Side, key: str) -> list[object]:
+    """The values of a key in a side, which are several where its runs differ in what does not matter."""
+    found = [facts(run).get(key, "absent") for run in side.runs]
+    return [value for i, value in enumerate(found) if value not in found[:i]]
+
+
+def _warnings(sides: Sequence[Side]) -> list[str]:
+    runs = [run for side in sides for run in side.runs]
+    warnings = []
+    other = [key for key in differing([run.identity for run in runs]) if key in TEXT]
+    if other:
+        warnings.append(f"evaluations are not of the same text ({', '.join(other)}): their losses do not compare")
+    if len({run.positions for run in runs}) > 1:
+        warnings.append("updates are of different sizes: equal steps are not equal tokens")
+    warnings += [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
+    warnings += [f"{r.name} is unfinished: step {r.step:,} of {r.planned:,}" for r in runs if r.step < r.planned]
+    return warnings
+
+
+# ----------------------------------------------------------------------------------------------------
+# Curves
+
+
+def common_evaluations(sides: Sequence[Side]) -> list[int]:
+    """The steps that every run has evaluated."""
+    evaluated = [{record["step"] for record in run.evaluations} for side in sides for run in side.runs]
+    return sorted(set.intersection(*evaluated))
+
+
+def _quarters(sides: Sequence[Side]) -> list[int]:
+    shortest = min(run.step for side in sides for run in side.runs)
+    return sorted({max(1, round(part * shortest)) for part in QUARTERS}) if shortest else []
+
+
+def _evaluated(run: Run) -> dict[int, float]:
+    return {r["step"]: math.inf if r["eval/loss"] is None else r["eval/loss"] for r in run.evaluations}
+
+
+def _trained(run: Run) -> dict[int, float]:
+    """The running median of the training loss, at the nearest of its steps."""
+    steps = run.column("step")
+    at, level = smoothed(run.column("train/loss"))
+    return {int(step): float(level[np.abs(at - i).argmin()]) for i, step in enumerate(steps)}
+
+
+def _curve(sides: Sequence[Side], steps: Sequence[int], of: Callable[[Run], dict[int, float]]) -> list[dict]:
+    curves = {id(run): of(run) for side in sides for run in side.runs}
+    rows = []
+    for step in steps:
+        values = [{run.seed: curves[id(run)].get(step, math.nan) for run in side.runs} for side in sides]
+        rows.append(
+            {
+                "step": step,
+                "tokens": step * sides[0].runs[0].positions,
+                "loss": [_plain(spread(value.values())) for value in values],
+                "difference": [_difference(values[0], value) for value in values[1:]],
+            }
+        )
+    return rows
+
+
+def _difference(a: dict[int, float], b: dict[int, float]) -> dict:
+    """b - a, by seed where they share seeds."""
+    both = [seed for seed in a if seed in b]
+    if both:
+        return _plain(spread(b[seed] - a[seed] for seed in both)) | {"paired": True}
+    means = (float(np.mean(list(side.values()))) for side in (b, a))
+    gap = next(means) - next(means)
+    return {"mean": _finite(gap), "std": None, "n": 0, "paired": False}
+
+
+def _final(side: Side) -> dict:
+    return {
+        "perplexity": _plain(spread(run.final.get(PERPLEXITY) for run in side.runs if run.final)),
+        "tokens_per_second": _plain(measured(side.runs, "perf/tokens_per_second", np.median)),
+        "memory_gb": _plain(measured(side.runs, "perf/max_memory_gb", np.max)),
+    }
+
+
+def _plain(found: Spread | None) -> dict | None:
+    return found and {"mean": _finite(found.mean), "std": found.std, "n": found.n}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Showing
+
+
+def render(found: dict) -> str:
+    """The comparison as text of 80 columns."""
+    letters = [side["side"] for side in found["sides"]]
+    lines = [
+        fill(f"{s['side']}  {s['label']}; seed{'s' * (len(s['seeds']) > 1)} {' '.join(map(str, s['seeds']))}", indent=3)
+        for s in found["sides"]
+    ]
+    lines += ["", *(fill(f"warning: {warning}", indent=9) for warning in found["warnings"])]
+    lines += ["", "What differs" if found["configuration"] else "The configurations do not differ"]
+    for entry in found["configuration"]:
+        lines += _entry(entry["key"], [" | ".join(map(_shown, values)) for values in entry["values"]], letters)
+    for name, title in (
+        ("evaluation", "Evaluation loss, nats a token, at steps that all have evaluated"),
+        ("training", "Training loss, running median"),
+    ):
+        rows = found[name]
+        if not rows:
+            lines += ["", f"{title.partition(',')[0]}: there is no common step"]
+        for i, letter in enumerate(letters[1:], 1):
+            lines += ["", *(_table(title, letters[0], letter, some(rows), i) if rows else [])]
+    lines += ["", *_finals(found["final"], letters)]
+    return "\n".join(line.rstrip() for line in lines).replace("\n\n\n", "\n\n")
+
+
+def _entry(key: str, values: Sequence[str], letters: Sequence[str]) -> list[str]:
+    """A key and its values, on one line where they fit."""
+    line = f"  {key:28}  " + "   ".join(f"{letter} {value}" for letter, value in zip(letters, values, strict=True))
+    if len(line) <= WIDTH:
+        return [line]
+    return [f"  {key}", *(fill(f"    {a} {value}", indent=6) for a, value in zip(letters, values, strict=True))]
+
+
+def _shown(value: object) -> str:
+    text = "null" if value is None else json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+    return text if len(text) < 40 or "/" in text or " " in text else f"{text[:12]}…"  # a digest
+
+
+def some(rows: Sequence[dict]) -> list[dict]:
+    """At most ``ROWS`` of the rows, evenly, the first and the last among them."""
+    return [rows[i] for i in sorted(set(np.linspace(0, len(rows) - 1, ROWS).round().astype(int)))]
+
+
+def _table(title: str, first: str, letter: str, rows: Sequence[dict], i: int) -> list[str]:
+    lines = [title, f"{'step':>10}{'tokens':>10}{first:>18}{letter:>18}{f'{letter} - {first}':>24}"]
+    for row in rows:
+        gap = row["difference"][i - 1]
+        seeds = f" ({gap['n']})" if gap["paired"] else " (means)"
+        losses = f"{number(row['loss'][0]):>18}{number(row['loss'][i]):>18}"
+        lines.append(f"{row['step']:>10,}{_amount(row['tokens']):>10}{losses}{number(gap, '+') + seeds:>24}")
+    return lines
+
+
+def _finals(finals: Sequence[dict], letters: Sequence[str]) -> list[str]:
+    lines = [f"{'':4}{'perplexity':>24}{'tokens a second':>24}{'GB a rank':>24}"]
+    for letter, final in zip(letters, finals, strict=True):
+        cells = (number(final[name], "", digits) for name, digits in COLUMNS)
+        lines.append(f"{letter:4}" + "".join(f"{cell:>24}" for cell in cells))
+    return lines
+
+
+COLUMNS = (("perplexity", 2), ("tokens_per_second", 0), ("memory_gb", 2))
+
+
+def number(figure: dict | None, sign: str = "", digits: int = 4) -> str:
+    """4.1234 ± 0.0123; – where there is none."""
+    if figure is None:
+        return "–"
+    if figure["mean"] is None:
+        return "not finite"
+    spread = "" if figure["std"] is None else f" ± {figure['std']:,.{digits}f}"
+    return f"{figure['mean']:{sign},.{digits}f}{spread}"
+
+
+def _amount(tokens: float) -> str:
+    size, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if tokens >= s), (1, ""))
+    return f"{tokens / size:.4g}{unit}"

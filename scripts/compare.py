@@ -1,0 +1,34 @@
+"""What differs between runs, and by how much: ``python scripts/compare.py runs/a runs/b``."""
+
+import argparse
+import json
+import sys
+
+from dlr_pretrain.errors import UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Configurations (what differs, nothing else) and curves at common steps of two runs or more.",
+        epilog="Runs that differ in their seed alone are taken together: mean and standard deviation over seeds, and "
+        "differences seed by seed.",
+    )
+    parser.add_argument("run", nargs="+", help="run directory, folder of them, or glob")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON: every common step, all digits")
+    given = parser.parse_args()
+    from dlr_pretrain.analysis.records import find_runs
+    from dlr_pretrain.analysis.versus import render, versus
+
+    try:
+        runs, remarks = find_runs(given.run)
+        found = versus(runs)
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", UserError.exit_code)
+    found["warnings"] = remarks + found["warnings"]
+    print(json.dumps(found, indent=2, default=str) if given.json else render(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
