@@ -8,6 +8,7 @@ from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import Config
 
 OF_MATRICES = ("galore", "fira", "loro", "muon")
+ROUND_AT_WILL = ("adamw", "adamw_8bit")  # whose updates precision=bf16_sr can round
 
 
 def optimizer_problems(cfg: Config) -> Iterator[Problem]:
@@ -23,6 +24,9 @@ def optimizer_problems(cfg: Config) -> Iterator[Problem]:
     if name in OF_MATRICES and cfg.parallel.name != "ddp":
         rule = f"a matrix optimizer needs whole matrices, and parallel={cfg.parallel.name} shards them"
         yield Problem("optimizer", name, rule, "Use parallel=ddp, or optimizer=adamw")
+    if cfg.precision.name == "bf16_sr" and name not in ROUND_AT_WILL:
+        rule = f"optimizer={name} writes its weights itself, rounded to the nearest"
+        yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
     if name in ("galore", "fira"):
         yield from _projected(cfg)
     if name == "loro":

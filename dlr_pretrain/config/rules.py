@@ -33,17 +33,14 @@ def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """What keeps ``compile=true``, or an optimizer that compiles, from working on ``device`` ("cpu" or "cuda").
+    """What keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda").
 
     With ``device=auto`` the answer is known only to the trainer, which asks again with the device that it found.
     """
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch's inductor looks
-    compiles = cfg.compile or cfg.optimizer.name == "adamw_8bit"
-    if not compiles or device != "cpu" or shutil.which(compiler):
+    if not cfg.compile or device != "cpu" or shutil.which(compiler):
         return None
     rule = f"needs a C++ compiler on a CPU, and there is no {compiler}"
-    if not cfg.compile:
-        return Problem("optimizer", cfg.optimizer.name, rule, "Use optimizer=adamw, or set CXX to a compiler")
     return Problem("compile", True, rule, "Use compile=false, or set CXX to a compiler")
 
 
@@ -124,8 +121,8 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
                 yield Problem(f"dlr.{name}", value, rule, "Use dlr.mode=residual")
     if dlr.learn_alpha and not dlr.train_b:
         yield Problem("dlr.learn_alpha", True, "alpha's gradient is taken from B's, which dlr.train_b=false leaves out")
-    if dlr.mode == "decayed_offset" and cfg.precision.name == "bf16":
-        rule = "pulls by less than the rounding of an offset in pure bf16, and would be dlr.mode=offset"
+    if dlr.mode == "decayed_offset" and cfg.precision.name in ("bf16", "bf16_sr"):
+        rule = "pulls by less than the rounding of an offset in bf16, and would be dlr.mode=offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
     if dlr.mode == "decayed_offset" and "weight_decay" not in cfg.optimizer.knobs:
         rule = f"optimizer={cfg.optimizer.name} has no weight decay to pull to the offset"

@@ -86,7 +86,11 @@ class Dlr:
 
 @dataclass
 class Precision:
-    name: str = key("dtype of weights, gradients and moments", choices=("bf16", "bf16_mixed", "fp32"), fixed=True)
+    name: str = key(
+        "dtype of weights, gradients and moments, and how updates are rounded",
+        choices=("bf16", "bf16_sr", "bf16_mixed", "fp32"),
+        fixed=True,
+    )
 
 
 @dataclass
@@ -185,7 +189,7 @@ class Run:
 class Config:
     """A whole run, section by section."""
 
-    seed: int = key("initialisation, and nothing else", at_least=0, at_most=2**32 - 1)
+    seed: int = key("initialisation, and the rounding of precision=bf16_sr", at_least=0, at_most=2**32 - 1)
     device: str = key("where to train", choices=("auto", "cpu", "cuda"), identity=False)
     compile: bool = key("torch.compile each transformer block", identity=False)
     scale: Scale

@@ -9,13 +9,23 @@ from torch import Tensor
 
 from dlr_pretrain.optim import adam
 from dlr_pretrain.optim.parameters import decay_groups
+from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 
 
 def build(
-    parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str], fused: bool = True
+    parameters: dict[str, Tensor],
+    knobs: dict,
+    undecayed: Collection[str],
+    fused: bool = True,
+    compiled: bool = False,
+    rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """torch's AdamW; moments have the parameters' dtype. The fused kernel computes in fp32 and rounds once."""
+    """torch's AdamW; moments have the parameters' dtype. The fused kernel computes in fp32 and rounds once, to the
+    nearest; with ``rounding_seed`` ``WideAdamW`` rounds stochastically.
+    """
     groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
+    if rounding_seed is not None:
+        return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
     betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]
     return [torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused, foreach=not fused)]
 

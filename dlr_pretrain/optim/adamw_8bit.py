@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits (Dettmers et al., 2022), as torchao has it."""
+"""AdamW with moments in 8 bits (Dettmers et al., 2022), by torchao's codes."""
 
 from __future__ import annotations
 
@@ -12,24 +12,32 @@ from dlr_pretrain import shards
 from dlr_pretrain.optim.adam import COUNTER_BYTES
 from dlr_pretrain.optim.parameters import decay_groups
 from dlr_pretrain.optim.quantized import torchao_optim, whole_blocks
+from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 
 SMALLEST = 4096  # values; the moments of smaller parameters, and of those that are no whole blocks, are not quantised
 
 
-def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
-    """torchao's optimizer, computing in fp32. Its step is compiled, once for each shape of a parameter.
+def build(
+    parameters: dict[str, Tensor],
+    knobs: dict,
+    undecayed: Collection[str],
+    compiled: bool = False,
+    rounding_seed: int | None = None,
+) -> list[torch.optim.Optimizer]:
+    """All ranks decide alike whether to quantise (``_quantised``)."""
+    torchao_optim()
+    from torchao.optim.subclass_8bit import OptimState8bit
 
-    torchao decides by the rows that are here whether to quantise; here all ranks decide alike (``_quantised``).
-    """
+    block_size = knobs["block_size"]
+    quantised = {shards.here(p) for p in parameters.values() if _quantised(p, block_size)}
+
+    def new_moment(p: Tensor, signed: bool) -> Tensor:
+        if p in quantised:
+            return OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)
+        return torch.zeros_like(p, requires_grad=False)
+
     groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
-    betas, eps, block_size = (knobs["beta1"], knobs["beta2"]), knobs["eps"], knobs["block_size"]
-    optimizer = torchao_optim().AdamW8bit(groups, betas=betas, eps=eps, block_size=block_size)
-    for p in filter(shards.is_sharded, parameters.values()):
-        if not _quantised(p, block_size):
-            own = shards.here(p)
-            plain = {moment: torch.zeros_like(own) for moment in ("exp_avg", "exp_avg_sq")}
-            optimizer.state[own] = {"step": torch.zeros(()), **plain}
-    return [optimizer]
+    return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), new_moment)]
 
 
 def _quantised(p: Tensor, block_size: int) -> bool:

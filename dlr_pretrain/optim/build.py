@@ -16,17 +16,36 @@ from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.parameters import empty_state, wide
 from dlr_pretrain.shards import Stored
 
+ROUND_AT_WILL = ("adamw", "adamw_8bit")
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def build(choice: Choice, parameters: Mapping[str, Tensor], undecayed: Collection[str] = ()) -> Optimizer:
+def build(
+    choice: Choice,
+    parameters: Mapping[str, Tensor],
+    undecayed: Collection[str] = (),
+    *,
+    compiled: bool = False,
+    rounding_seed: int | None = None,
+    apart: bool = False,
+) -> Optimizer:
     """The optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
     Those named in ``undecayed`` have no weight decay. The learning rate is given to every update. Where parameters are
     sharded by rows, each rank updates its own; optimizers of matrices do not take such.
+
+    ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
+    rounded stochastically, which adamw and adamw_8bit can. ``apart`` gives each parameter a part of its own, for
+    ``Optimizer.update_one``.
     """
-    parts = _module(choice).build(dict(parameters), choice.knobs, undecayed)
-    return Optimizer(parameters, parts)
+    module, options = _module(choice), {}
+    if choice.name in ROUND_AT_WILL:
+        options = {"compiled": compiled, "rounding_seed": rounding_seed}
+    elif rounding_seed is not None:
+        raise ValueError(f"optimizer={choice.name} does not round stochastically")
+    named = dict(parameters)
+    pieces = [{name: p} for name, p in named.items()] if apart else [named]
+    return Optimizer(named, [part for of in pieces for part in module.build(of, choice.knobs, undecayed, **options)])
 
 
 def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
@@ -54,7 +73,7 @@ class Optimizer:
         """One update at rate ``lr``; where ``skip`` (a device scalar) is 1, parameters and state stay as they are.
 
         Fused kernels read ``skip`` on the device through the hook that gradient scalers use, and the host does not
-        wait. Where a part has no such hook (any optimizer but adamw), the host waits for ``skip`` once, and calls
+        wait. Where a part has no such hook (any but adamw and adamw_8bit), the host waits for ``skip`` once, and calls
         nothing if it is 1.
         """
         if not self.masked_on_device and bool(skip):
@@ -62,16 +81,13 @@ class Optimizer:
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
-            for group in part.param_groups:
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(lr)
-                else:
-                    group["lr"] = lr
-            if _reads_found_inf(part):
-                part.grad_scale, part.found_inf = None, skip
-            part.step()
+            _step(part, lr, skip)
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None
+
+    def update_one(self, name: str, lr: float, skip: Tensor) -> None:
+        """``update`` of one parameter, which is whole; the optimizer was built ``apart`` and masks on the device."""
+        _step(self.part_of[name], lr, skip)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``).
@@ -136,6 +152,17 @@ class Optimizer:
         for name, p in self.parameters.items():
             for entry, value in self.part_of[name].state.get(shards.here(p), {}).items():
                 yield name, entry, value
+
+
+def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
+    for group in part.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    if _reads_found_inf(part):
+        part.grad_scale, part.found_inf = None, skip
+    part.step()
 
 
 def _reads_found_inf(part: torch.optim.Optimizer) -> bool:

@@ -86,6 +86,21 @@ def restored(tensors: Mapping[str, Tensor | Stored], described: Mapping, p: Tens
     return OptimState8bit(*parts, signed, dtype=dtype)
 
 
+def decoded(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
+    """The fp32 values of quantised state."""
+    from torchao.optim.quant_utils import dequant_with_qmap
+
+    return dequant_with_qmap(codes, values, scale)
+
+
+def encoded(value: Tensor, values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Codes, of the shape of ``value``, and scales, the largest magnitudes of its ``blocks``."""
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+    unit, scale = scale_tensor(value.contiguous(), value.numel() // blocks)
+    return quantize_8bit_with_qmap(unit, values), scale
+
+
 def values(value: Tensor) -> Tensor:
     return value.dequantize() if is_quantized(value) else value
 

@@ -51,7 +51,13 @@ class Trainer:
     ):
         self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
         self.console, self.write, self.saver, self.suspects = console, write, saver, suspects
-        self.optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
+        self.optimizer = optim.build(
+            cfg.optimizer,
+            weights.optimized,
+            weights.undecayed,
+            compiled=cfg.compile,
+            rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
+        )
         self.gradients = weights.gradients(cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
@@ -77,7 +83,7 @@ class Trainer:
 
     def update(self, batch: Batch, lr: float) -> Tensor:
         """One optimizer update from one global batch. The host waits for nothing but, with optimizers
-        other than adamw, for whether to mask.
+        other than adamw and adamw_8bit, for whether to mask.
 
         An update whose loss or gradient is not finite changes nothing. Where ``train.on_nonfinite`` is "stop", or a
         rank has failed, neither does any after it. Returns device metrics: mean loss, gradient norm before clipping,

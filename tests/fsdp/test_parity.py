@@ -59,6 +59,18 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
     on_two_ranks(act)
 
 
+def test_rows_are_rounded_stochastically_as_in_the_whole():
+    def act(runtime):
+        words = ("backbone=cola", "dlr=on", "precision=bf16_sr", *EXACT[:3])
+        replicas = run(runtime, *words, plain=True)
+        sharded = run(runtime, *words, "parallel=fsdp")
+        assert sharded.losses == replicas.losses
+        for part in ("state", "moments", "folded"):
+            assert_bits(getattr(sharded, part), getattr(replicas, part))
+
+    on_two_ranks(act)
+
+
 @pytest.mark.parametrize("choice", [
     ("backbone=full", "train.accumulate=fp32"),
     ("backbone=cola", "dlr=on"),

@@ -34,6 +34,7 @@ METHODS = {
     "cola+init_offset_decay": ("backbone=cola", "dlr=init_offset_decay"),
     "cola+dlr+adamw_foreach": ("backbone=cola", "dlr=on", "optimizer=adamw_foreach"),
     "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
+    "cola+dlr+bf16_sr": ("backbone=cola", "dlr=on", "precision=bf16_sr"),
     "lost": ("backbone=lost",),
     "lost+dlr": ("backbone=lost", "dlr=on"),
     "lax": ("backbone=lax",),

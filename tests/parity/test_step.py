@@ -71,11 +71,12 @@ def test_ranks_that_differ_are_refused(words, corpus, tmp_path):
 
 
 def test_precisions_train_alike_at_the_start(train, tmp_path):
-    runs = {p: losses(train(tmp_path / p, f"precision={p}", "dlr=on")) for p in ("fp32", "bf16", "bf16_mixed")}
-    for precision in ("bf16", "bf16_mixed"):
+    lower = ("bf16", "bf16_sr", "bf16_mixed")
+    runs = {p: losses(train(tmp_path / p, f"precision={p}", "dlr=on")) for p in ("fp32", *lower)}
+    for precision in lower:
         assert runs[precision][0][0] == pytest.approx(runs["fp32"][0][0], rel=2e-3)
         assert runs[precision][-1][0] == pytest.approx(runs["fp32"][-1][0], rel=3e-2)
-    assert runs["bf16"] != runs["bf16_mixed"]
+    assert runs["bf16"] != runs["bf16_mixed"] and runs["bf16"] != runs["bf16_sr"]
 
 
 def test_tiny_rates_leave_the_start_and_dlr_is_its_offset(train, tmp_path):

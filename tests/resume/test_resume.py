@@ -37,6 +37,7 @@ def assert_same(a, b):
     ("backbone=lowrank", "dlr=on", "precision=bf16_mixed"),
     ("backbone=full", "train.accumulate=fp32"),
     ("backbone=sltrain", "precision=bf16"),
+    ("backbone=cola", "dlr=on", "precision=bf16_sr"),
 ])  # fmt: skip
 def test_interrupted_twice_equals_undisturbed(train, tmp_path, choice):
     whole = final(train(tmp_path / "whole", *choice))

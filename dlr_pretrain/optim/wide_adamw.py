@@ -1,0 +1,150 @@
+"""AdamW one parameter at a time, in one pass over it: computed in fp32, masked on the device, written in any form.
+
+W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps) at a parameter's k-th update
+(Loshchilov and Hutter, 2019). Moments are tensors of the parameter's dtype, or blocks of 8-bit codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain import shards
+from dlr_pretrain.optim import quantized, rounding
+from dlr_pretrain.optim.parameters import empty_state, wide
+
+Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # or codes, scales and map
+
+
+class WideAdamW(torch.optim.Optimizer):
+    """AdamW over ``groups``, which may hold the rows of sharded parameters.
+
+    With ``rounding_keys``, by parameter (see ``rounding``), bf16 weights and second moments are rounded stochastically:
+    both move by less than half a unit in the last place, an update of beta2 = 0.999 by at most a thousandth of itself.
+    First moments move by a tenth, and are rounded to the nearest.
+
+    ``new_moment(p, signed)`` makes a moment of zeros; the default is a tensor like p.
+    """
+
+    _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device
+
+    def __init__(
+        self,
+        groups: list[dict],
+        knobs: dict,
+        compiled: bool,
+        rounding_keys: Mapping[Tensor, Tensor] | None = None,
+        new_moment: Callable[[Tensor, bool], Tensor] | None = None,
+    ):
+        betas = knobs["beta1"], knobs["beta2"]
+        lr = torch.zeros((), dtype=torch.float64)  # 0-dimensional: it widens no product
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+        self.rounding_keys, self.new_moment = rounding_keys, new_moment or _zeros
+        self.compiled = compiled
+        self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
+        self.found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        with _a_graph_for_each_shape() if self.compiled else nullcontext():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.update(p, group)
+
+    def update(self, p: Tensor, group: dict) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
+        self.advance(
+            p.detach(),
+            p.grad,
+            _parts(state["exp_avg"]),
+            _parts(state["exp_avg_sq"]),
+            state["step"],
+            group["lr"],
+            torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf,
+            None if self.rounding_keys is None else self.rounding_keys[p],
+            group["weight_decay"],
+            *group["betas"],
+            group["eps"],
+        )
+
+
+def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor] | None:
+    """The keys of the rows of each parameter that are here, by themselves."""
+    if seed is None:
+        return None
+    found = {}
+    for name, p in parameters.items():
+        row = shards.span(p)[0] if shards.is_sharded(p) else 0
+        found[shards.here(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
+    return found
+
+
+@contextmanager
+def _a_graph_for_each_shape() -> Iterator[None]:
+    from torch._dynamo.utils import disable_cache_limit  # its import takes a second
+
+    with disable_cache_limit():
+        yield
+
+
+def _zeros(p: Tensor, _signed: bool) -> Tensor:
+    return empty_state(p, p.shape, p.dtype).zero_()
+
+
+def _parts(moment: Tensor) -> Moment:
+    return (moment.codes, moment.scale, moment.qmap) if quantized.is_quantized(moment) else moment
+
+
+def _advance(
+    p: Tensor,
+    gradient: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    step: Tensor,
+    lr: Tensor,
+    skip: Tensor,
+    keys: Tensor | None,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """One update in place; where ``skip`` is not 0, of nothing."""
+    kept, dtype = skip != 0, wide(p.dtype)
+    k = step + 1
+    w, g = p.to(dtype), gradient.to(dtype)
+    m = torch.lerp(_read(exp_avg, dtype), g, 1 - beta1)
+    v = torch.lerp(_read(exp_avg_sq, dtype), g.square(), 1 - beta2)
+    size = (v / (1 - beta2**k)).sqrt() + eps
+    w = w - lr * weight_decay * w - lr * (m / (1 - beta1**k)) / size
+    if keys is None:
+        _write(p, w, kept)
+        _write(exp_avg_sq, v, kept)
+    else:
+        words = rounding.random_words(p.shape, keys, k)
+        _write(p, rounding.rounded(w, words >> 16), kept)
+        plain = isinstance(exp_avg_sq, Tensor)
+        _write(exp_avg_sq, rounding.rounded(v, words & 0xFFFF) if plain else v, kept)
+    _write(exp_avg, m, kept)
+    step.copy_(torch.where(kept, step, k))
+
+
+def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
+    return (moment if isinstance(moment, Tensor) else quantized.decoded(*moment)).to(dtype)
+
+
+def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
+    """Make ``target`` the ``value`` unless ``kept``."""
+    if isinstance(target, Tensor):
+        target.copy_(torch.where(kept, target, value.to(target.dtype)))
+    else:
+        codes, scale, values = target
+        for old, new in zip((codes, scale), quantized.encoded(value, values, len(scale)), strict=True):
+            old.copy_(torch.where(kept, old, new))

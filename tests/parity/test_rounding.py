@@ -1,0 +1,194 @@
+"""precision=bf16_sr: rounding that is right on average, by bits that only (seed, name, step, entry) decide; AdamW."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Choice
+from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim import rounding
+
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
+GO = torch.tensor(0.0)
+COUNT = 1 << 16
+CPU = torch.device("cpu")
+
+
+def words(count: int, step: int, seed: int = 0, name: str = "w", first: int = 0) -> Tensor:
+    keys = rounding.keys(seed, name, first, CPU)
+    return rounding.random_words(torch.Size([count]), keys, torch.tensor(float(step)))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Rounding, and the bits
+
+
+def test_every_value_goes_to_a_neighbour_as_often_as_it_is_near():
+    """With each of the 65,536 possible bits once, the mean is the value: exact, not estimated."""
+    bits = torch.arange(COUNT)
+    values = [1.0, -1.0, 1.00390624, 0.3, -0.7071, 1e-30, 3e38, -1e-39, 5e-324, 0.0]
+    for value in torch.tensor(values, dtype=torch.float64).float().tolist():
+        found = rounding.rounded(torch.full((COUNT,), value), bits)
+        assert found.dtype == torch.bfloat16 and len(found.unique()) <= 2
+        assert found.double().mean().item() == value, value
+        assert value not in torch.tensor([value]).bfloat16().double().tolist() or (found == value).all()
+
+
+def test_what_is_not_finite_stays_so():
+    patterns = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32)
+    for bits in (0, 1, 0xFFFF):
+        found = rounding.rounded(patterns.view(torch.float32), torch.tensor(bits))
+        assert found[:2].tolist() == [math.inf, -math.inf] and found[2:].isnan().all()
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+def test_bits_are_uniform_and_those_of_neighbours_steps_names_and_seeds_are_independent(shift):
+    """Chi-square of 256 classes, and of the 256 pairs of classes of 16: within five standard deviations."""
+    one = words(COUNT, step=7)
+    others = [one.roll(1), words(COUNT, step=8), words(COUNT, 7, name="v"), words(COUNT, 7, seed=1)]
+    others.append(words(COUNT, step=7) << 16 if shift else words(COUNT, step=7) >> 16)  # the other half of the word
+
+    def top(word: Tensor, bits: int) -> Tensor:
+        return (word >> shift & 0xFFFF) >> (16 - bits)
+
+    for classes in (top(one, 8), *(16 * top(one, 4) + top(other, 4) for other in others)):
+        counted = torch.bincount(classes, minlength=256).double()
+        expected = COUNT / 256
+        chi_square = ((counted - expected) ** 2 / expected).sum().item()
+        assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+
+
+def test_an_entry_has_its_bits_in_any_memory_layout_and_on_any_rank():
+    whole = words(24, step=3)
+    keys = rounding.keys(0, "w", 0, CPU)
+    assert torch.equal(rounding.random_words(torch.Size([4, 6]), keys, torch.tensor(3.0)), whole.view(4, 6))
+    assert torch.equal(words(12, step=3, first=12), whole[12:])
+
+
+# ----------------------------------------------------------------------------------------------------
+# AdamW
+
+
+def optimizer_of(p: Tensor, seed: int | None = 0, name: str = "adamw", **knobs) -> optim.Optimizer:
+    more = {"block_size": 256} if name == "adamw_8bit" else {}
+    return optim.build(Choice(name, ADAM | more | knobs), {"w": p}, rounding_seed=seed)
+
+
+def test_an_update_is_that_of_float64_on_average_and_bit_for_bit_but_for_its_rounding():
+    """The second update of 512 weights with each of 1,024 seeds, from equal states."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(512, generator=generator).bfloat16()
+    gradients = [torch.randn(512, generator=generator).bfloat16() for _ in range(2)]
+    m = (0.1 * gradients[0].double()).bfloat16()
+    v = (0.001 * gradients[0].double() ** 2).bfloat16()
+    g = gradients[1].double()
+    m2, v2 = 0.9 * m.double() + 0.1 * g, 0.999 * v.double() + 0.001 * g**2
+    step = m2 / (1 - 0.9**2) / ((v2 / (1 - 0.999**2)).sqrt() + 1e-6)
+    expected = {"w": (1 - 1e-4 * 0.1) * w.double() - 1e-4 * step, "w/exp_avg_sq": v2}
+    sums = {name: torch.zeros(512, dtype=torch.float64) for name in expected}
+    draws = 1024
+    for seed in range(draws):
+        p = w.clone().requires_grad_()
+        optimizer = optimizer_of(p, seed)
+        state = {"w/exp_avg": m.clone(), "w/exp_avg_sq": v.clone(), "w/step": torch.tensor(1.0)}
+        optimizer.load_state_tensors(state, {})
+        p.grad = gradients[1].clone()
+        optimizer.update(1e-4, skip=GO)
+        found = {"w": p.detach()} | optimizer.state_tensors()
+        assert torch.equal(found["w/exp_avg"], m2.float().bfloat16())
+        for name, exact in expected.items():
+            between = torch.nextafter(exact.float().bfloat16(), torch.tensor(math.inf).bfloat16()) - found[name]
+            assert (between.abs().double() <= 2.01 * 2**-7 * exact.abs()).all()
+            sums[name] += found[name].double()
+    for name, exact in expected.items():
+        unit = 2.0 ** (exact.abs().log2().floor() - 7)  # between neighbours in bf16
+        share = (exact.abs() / unit) % 1
+        deviation = unit * (share * (1 - share)).sqrt().clamp(min=2.0**-8) / math.sqrt(draws)
+        assert ((sums[name] / draws - exact).abs() < 5 * deviation).all(), name
+
+
+def test_decay_and_updates_below_half_a_unit_act():
+    """lr 0.002 and decay 0.1 for 500 updates: exp(-0.1) of each weight is left, and in pure bf16 all of it."""
+
+    def left(seed: int | None) -> float:
+        p = torch.full((4096,), 0.02).bfloat16().requires_grad_()
+        start = p.detach().double()
+        optimizer = optimizer_of(p, seed)
+        for _ in range(500):
+            p.grad = torch.zeros_like(p)
+            optimizer.update(0.002, skip=GO)
+        return (p.detach().double() / start).mean().item()
+
+    assert left(None) == 1.0
+    assert left(0) == pytest.approx((1 - 0.0002) ** 500, abs=0.002)
+
+    def moved(seed: int | None) -> float:
+        p = torch.ones(4096).bfloat16().requires_grad_()
+        optimizer = optimizer_of(p, seed, weight_decay=0.0)
+        for _ in range(100):
+            p.grad = torch.ones_like(p)
+            optimizer.update(1e-4, skip=GO)
+        return 1 - p.detach().double().mean().item()
+
+    assert moved(None) == 0.0
+    assert moved(0) == pytest.approx(100 * 1e-4, rel=0.05)
+
+
+def test_second_moments_fall_as_they_should():
+    """After gradients of 1 come smaller ones: v = 0.999^k v, which the nearest bf16 never leaves."""
+
+    def size(seed: int | None) -> float:
+        p = torch.zeros(4096).bfloat16().requires_grad_()
+        optimizer = optimizer_of(p, seed)
+        optimizer.load_state_tensors(
+            {f"w/{m}": torch.ones(4096).bfloat16() for m in ("exp_avg", "exp_avg_sq")} | {"w/step": torch.tensor(9.0)},
+            {},
+        )
+        for _ in range(300):
+            p.grad = torch.zeros_like(p)
+            optimizer.update(1e-4, skip=GO)
+        return optimizer.state_tensors()["w/exp_avg_sq"].double().mean().item()
+
+    assert size(None) == 1.0
+    assert size(0) == pytest.approx(0.999**300, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_restart_and_a_masked_update_leave_no_trace(name):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+
+    def start() -> Tensor:
+        return torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).T.bfloat16().requires_grad_()
+
+    def step(optimizer: optim.Optimizer, p: Tensor, k: int, skip: Tensor = GO) -> None:
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 + k))
+        p.grad = noise.bfloat16() if not skip else torch.full_like(p, math.nan)
+        optimizer.update(1e-3, skip=skip)
+
+    whole, parts = start(), start()
+    one, two = optimizer_of(whole, 5, name), optimizer_of(parts, 5, name)
+    for k in range(4):
+        step(one, whole, k)
+        step(two, parts, k)
+        step(two, parts, k, skip=torch.tensor(1.0))
+        tensors = {key: value.clone() for key, value in two.state_tensors().items()}
+        again = optimizer_of(parts, 5, name)
+        again.load_state_tensors(tensors, two.state_layout())
+        two = again
+        assert torch.equal(whole, parts)
+    other = start()
+    three = optimizer_of(other, 6, name)
+    step(three, other, 0)
+    first = start()
+    step(optimizer_of(first, 5, name), first, 0)
+    assert not torch.equal(other, first)
+
+
+def test_other_optimizers_have_no_such_rounding():
+    with pytest.raises(ValueError, match="muon does not round stochastically"):
+        optim.build(Choice("muon", ADAM), {"w": torch.zeros(2, 2)}, rounding_seed=0)
