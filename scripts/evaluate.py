@@ -60,8 +60,10 @@ def evaluate(given: argparse.Namespace) -> dict:
     import torch
 
     from dlr_pretrain.deploy import zero_shot
-    from dlr_pretrain.deploy.folder import open_folder
+    from dlr_pretrain.deploy.folder import check_folder, open_folder
 
+    for folder in given.folders:
+        check_folder(folder)
     device, checkpoints = device_of(given.device), []
     tasks = zero_shot.load_tasks(given.tasks, given.data)
     for folder in given.folders:

@@ -17,24 +17,40 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its ``Tokenizer``.
 
     ``dtype`` is what the weights are cast to; "auto" keeps that of the file. The low-rank layers are this package's
-    own: no code of the folder runs. Raises UserError, with every name, where the folder is not what an export wrote.
+    own: no code of the folder runs. Raises UserError as ``check_folder``.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = check_folder(folder)[1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    return model.eval(), tokenizer
+
+
+def check_folder(folder: Path) -> tuple[dict[str, list[int]], Tokenizer]:
+    """The shapes of an exported folder's weights, by name, and its ``Tokenizer``; no weight is read.
+
+    Raises UserError, with every name, where the folder is not what an export wrote.
     """
     folder = Path(folder)
     for name in FILES:
         if not (folder / name).is_file():
             mend = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
+            if (folder / "folded" / name).is_file():
+                mend = f"Name {folder / 'folded'}"
             raise UserError(f"{folder}: has no {name}. {mend}")
     tokenizer = Tokenizer(folder / "spiece.model")
-    model = _load(folder, dtype)
-    if getattr(model.config, "spiece_sha256", tokenizer.fingerprint) != tokenizer.fingerprint:
+    config, shapes = _described(folder)
+    check_weights(folder, shapes)
+    if getattr(config, "spiece_sha256", tokenizer.fingerprint) != tokenizer.fingerprint:
         raise UserError(f"{folder}/spiece.model: is another tokenizer than the one this model was trained with")
-    if tokenizer.vocab_size > model.config.vocab_size:
-        rule = f"more than the {model.config.vocab_size:,} rows of the model's embedding: it is another model's"
+    if tokenizer.vocab_size > config.vocab_size:
+        rule = f"more than the {config.vocab_size:,} rows of the model's embedding: it is another model's"
         raise UserError(f"{folder}/spiece.model: has {tokenizer.vocab_size:,} pieces, {rule}")
-    return model.eval(), tokenizer
+    return shapes, tokenizer
 
 
-def _load(folder: Path, dtype: torch.dtype | str):
+def _described(folder: Path):
+    """What ``config.json`` says: transformers' configuration, and the shapes of its model."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -50,8 +66,7 @@ def _load(folder: Path, dtype: torch.dtype | str):
             expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}/config.json: transformers does not take it: {error}") from error
-    check_weights(folder, {name: list(tensor.shape) for name, tensor in expected.items()})
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    return config, {name: list(tensor.shape) for name, tensor in expected.items()}
 
 
 def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:

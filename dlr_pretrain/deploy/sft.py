@@ -28,7 +28,7 @@ from dlr_pretrain.data.packing import IGNORE
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.alpaca import Example, Examples, encode
 from dlr_pretrain.deploy.export import write_weights
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.folder import check_folder, open_folder
 from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.errors import UserError
@@ -59,7 +59,7 @@ def tune(
     def begin() -> tuple[dict[str, dict], dict[tuple[str, int], dict | None]]:
         """Everything that can be refused is, before hours are spent."""
         recipe.accumulation(world_size())
-        sizes = {name: _parameters(open_folder(folder)[0]) for name, folder in folders.items()}
+        sizes = {name: sum(map(math.prod, check_folder(folder)[0].values())) for name, folder in folders.items()}
         settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
         done = {key: _finished(folder, settings[key[0]]) for key, folder in plan.items()}
         _check_room(output, sum(4 * sizes[name] for (name, _), record in done.items() if record is None))
@@ -79,10 +79,6 @@ def tune(
             done[name, seed] = fine_tune(folder, plan[name, seed], learned, held, recipe, facts, device, say)
             gc.collect()  # a model and its Trainer hold each other; the next ones would stand beside them
     return list(done.values())
-
-
-def _parameters(model) -> int:
-    return sum(p.numel() for p in model.parameters())
 
 
 def _check_room(output: Path, needed: int) -> None:

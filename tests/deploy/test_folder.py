@@ -87,6 +87,11 @@ def test_what_is_no_export_says_what_to_name(folder, tmp_path):
             open_folder(other)
 
 
+def test_a_run_in_place_of_its_folder_is_told_where_that_is(folder):
+    with pytest.raises(UserError, match=rf"has no config\.json\. Name {folder}$"):
+        open_folder(folder.parent)
+
+
 def test_a_file_that_was_cut_is_named(folder):
     whole = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(whole[: len(whole) // 2])

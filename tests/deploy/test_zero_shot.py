@@ -204,7 +204,7 @@ def test_two_ranks_write_what_one_writes(monkeypatch, tmp_path, folders, data, r
         (("{folder}", "--data", "{data}/nowhere"), "has no <split>.jsonl. Name the folder that has it with --data"),
         (("{folder}", "--data", "{folder}/wrong"), "its files of piqa have not the splits and fields that"),
         (("{folder}", "--data", "{folder}/broken"), "validation.jsonl: not JSON lines"),
-        (("{data}", "--data", "{data}"), "has no config.json. Name a folder that an export wrote"),
+        (("{folder}", "{data}", "--data", "{data}/no"), "has no config.json. Name a folder that an export wrote"),
         (("{folder}", "--data", "{data}", "--context", "3"), "tokens is not scored: it must have 1 to 3"),
     ],
 )
