@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator
 from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
+from dlr_pretrain.config.probing import probe_problems
 from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
@@ -23,8 +24,7 @@ def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem
     Without ``machine`` nothing is asked of this one: no files, packages or compiler.
     """
     found = [*_model(cfg), *_dlr(cfg), *_batch(cfg, world_size), *_schedule(cfg), *optimizer_problems(cfg)]
-    found += _secrets(cfg)
-    found += _packing(cfg)
+    found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg)]
     if not machine:
         return found
     for rules in (_start, _packages, _data, _files):
@@ -81,6 +81,9 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["tokenizer.hub"] = "the tokens come with their tokenizer"
     if cfg.tokenizer.path is not None:
         idle["tokenizer.hub"] = "tokenizer.path is given"
+    for group in ("probe", "profile"):
+        if not values[f"{group}.enabled"]:
+            idle |= {name: f"{group}=off" for name in values if name.startswith(f"{group}.")}
     if cfg.logger.name != "wandb":
         idle |= dict.fromkeys(["logger.project", "logger.entity"], f"logger={cfg.logger.name}")
     if cfg.run.dir is not None and "run.dir" in given:
@@ -163,6 +166,14 @@ def _packing(cfg: Config) -> Iterator[Problem]:
     if cfg.data.mask_documents and cfg.data.packing == "pad":
         rule = "does nothing where data.packing=pad: a sequence is one document"
         yield Problem("data.mask_documents", True, rule, "Leave it out, or use data.packing=packed")
+
+
+def _profile(cfg: Config) -> Iterator[Problem]:
+    there, end = cfg.train.stop_after or cfg.train.steps, cfg.profile.start + cfg.profile.steps
+    if cfg.profile.enabled and end > there:
+        rule = f"and profile.steps={cfg.profile.steps} after it must lie within the {there} steps of the run"
+        latest = there - cfg.profile.steps
+        yield Problem("profile.start", cfg.profile.start, rule, f"Try {latest}" if latest > 0 else "Use profile=off")
 
 
 def _secrets(cfg: Config) -> Iterator[Problem]:

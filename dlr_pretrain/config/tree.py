@@ -10,7 +10,8 @@ from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 MAX_STREAMS = 64  # document streams of the data order, and so the most ranks
-GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "experiment")
+GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
+          "experiment")  # fmt: skip
 
 
 def key(
@@ -173,6 +174,22 @@ class Logger:
 
 
 @dataclass
+class Probe:
+    name: str = key("name of the choice", identity=False, fixed=True)
+    enabled: bool = key("whether gradient paths are probed", identity=False, fixed=True)
+    layers: str | None = key("projections, as globs; null: three, as in the paper", identity=False)
+    every: int = key("updates between two looks", at_least=1, identity=False)
+
+
+@dataclass
+class Profile:
+    name: str = key("name of the choice", identity=False, fixed=True)
+    enabled: bool = key("whether some steps are traced", identity=False, fixed=True)
+    start: int = key("steps of this start before the trace", at_least=1, identity=False)
+    steps: int = key("steps in the trace", at_least=1, identity=False)
+
+
+@dataclass
 class Run:
     root: str = key("folder of the runs", identity=False)
     dir: str | None = key("the run directory; null: a name made of the choices", identity=False)
@@ -200,6 +217,8 @@ class Config:
     precision: Precision
     parallel: Parallel
     logger: Logger
+    probe: Probe
+    profile: Profile
     train: Train
     tokenizer: Tokenizer
     eval: Eval

@@ -27,6 +27,7 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import clip
 from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
+from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.weights import Weights
@@ -60,6 +61,7 @@ class Trainer:
         )
         self.gradients = weights.gradients(cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
+        self.probe, self.probed = Probe(cfg, runtime, weights), {}  # and what it has found, by the step that followed
         self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
         self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
@@ -133,6 +135,8 @@ class Trainer:
                 why = f"train.stop_after={stop_after}"
                 raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. Without it, the run goes on")
             batch = self.next_batch(loader)
+            if self.probe.is_due(self.step):
+                self.look_at_gradients(batch)
             values = self.update(batch, self.lr(self.step))
             self.step += 1
             self.runtime.stepped(self.step)
@@ -222,8 +226,15 @@ class Trainer:
                     "perf/max_memory_gb": self.peak_memory(),
                     "time": time.time(),
                 }
+                | self.probed.pop(step, {})
             )
         return records
+
+    def look_at_gradients(self, batch: Batch) -> None:
+        """Probe the weights before the update from ``batch``."""
+        self.runtime.synchronize()  # the steps before this one count as theirs
+        with self.throughput.paused():
+            self.probed[self.step + 1] = self.probe(batch)
 
     def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
         """End the run at the update that nothing follows, on every rank, with the state before it saved."""

@@ -1,0 +1,127 @@
+"""The gradient-path probe: how a projection's gradient reaches its latent, through B and through the residual.
+
+Of y = (B + beta R^T) z, the gradient of z is u + v with u = B^T g and v = beta R g; g is that of y, B's own output before
+anything is added to it or normalised. For a g without a preferred direction the root mean squares of |v| and |u| are in
+the ratio |beta R^T|_F / |B|_F (``isotropic``). Source: Wang et al. (2026), their study of gradient paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.residual import Residual
+
+META = torch.device("meta")
+SUMS = 6  # of ``sums``
+
+
+class PlainPath:
+    """The model of ``cfg`` as it is read: eager, one projection at a time, on somebody else's weights.
+
+    Its parameters are constants in the memory of the model that trains, so no backward pass through it leaves a
+    gradient there, and neither hooks nor compiled code of that model see it.
+    """
+
+    def __init__(self, cfg: Config, vocab_size: int):
+        if cfg.dlr.impl == "branch":
+            self.model = build(cfg, vocab_size, META)
+        else:  # the weights that are multiplied by hold the residual
+            with META:
+                self.model = Llama(cfg, vocab_size, grouped=False)
+
+    def output_gradients(
+        self, weights: dict[str, Tensor], names: Iterable[str], inputs: tuple[Tensor, ...], count: Tensor
+    ) -> dict[str, Tensor]:
+        """The gradients [N, d_out] of the outputs of the up-projections ``names``, at the N positions of ``inputs``.
+
+        ``weights`` are the model's parameters and buffers as it multiplies by them, ``inputs`` its arguments; the loss
+        is their summed cross-entropy divided by ``count``.
+        """
+        own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        self.model.load_state_dict({name: weights[name].detach() for name in own}, assign=True)
+        self.model.requires_grad_(False)
+        zeros: dict[str, Tensor] = {}  # added to the outputs; what is computed again in the backward pass finds its own
+
+        def added(name: str, _module, _inputs, y: Tensor) -> Tensor:
+            if name not in zeros:
+                zeros[name] = torch.zeros_like(y, requires_grad=True)
+            return y + zeros[name]
+
+        modules = ((name, self.model.get_submodule(name)) for name in names)
+        hooks = [module.register_forward_hook(partial(added, name)) for name, module in modules]
+        try:
+            with torch.enable_grad():
+                loss = self.model(*inputs) / count
+                gradients = torch.autograd.grad(loss, list(zeros.values()))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {name: gradient.flatten(0, -2) for name, gradient in zip(zeros, gradients, strict=True)}
+
+
+def counted(name: str, scored: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Which positions [N] count for the projection ``name``: the ``scored`` ones [B, T].
+
+    Of queries the first of a document (of a row without ``documents`` [B, T]) does not: it sees one key, and its
+    gradient is zero but for rounding.
+    """
+    if ".q_proj." in name:
+        first = torch.zeros_like(scored)
+        first[:, 0] = True
+        if documents is not None:
+            first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        scored = scored & ~first
+    return scored.flatten()
+
+
+def sums(g: Tensor, b: Tensor, residual: Tensor) -> Tensor:
+    """Over the positions of ``g`` [N, d_out]: their number, |u|, |v|, |v| / |u|, cos(u, v), and the number of the last.
+
+    B and ``residual``, beta R^T, are [d_out, r]. Where u or v is zero there is neither ratio nor cosine. Products in
+    fp32 (fp64 for fp64), sums in fp64.
+    """
+    wide = torch.promote_types(g.dtype, torch.float32)
+    u, v = ((g.to(wide) @ matrix.to(wide)).double() for matrix in (b, residual))
+    through_b, through_residual = u.norm(dim=-1), v.norm(dim=-1)
+    both = (through_b > 0) & (through_residual > 0)
+    ratio = through_residual[both] / through_b[both]
+    cosine = (u[both] * v[both]).sum(dim=-1) / (through_b[both] * through_residual[both])
+    number = torch.ones_like(through_b)
+    return torch.stack([term.sum() for term in (number, through_b, through_residual, ratio, cosine, number[both])])
+
+
+def means(sums: list[float]) -> dict[str, float | None]:
+    """What the summed ``sums`` of all positions say; None where no position counts.
+
+    ``rho`` is the ratio of the means |v| / |u|, ``rho_mean`` the mean of the ratios.
+    """
+    count, u, v, ratio, cosine, both = sums
+
+    def share(of: float, number: float) -> float | None:
+        return of / number if number else None
+
+    return {
+        "through_b": share(u, count),
+        "through_residual": share(v, count),
+        "rho": share(v, u),
+        "rho_mean": share(ratio, both),
+        "cosine": share(cosine, both),
+    }
+
+
+def residual_matrix(residual: Residual, b: Tensor, alpha: Tensor | None) -> Tensor:
+    """beta R^T [d_out, r] in fp32 (fp64 for fp64), as it enters B."""
+    matrix = torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32))
+    residual.add(matrix, residual.entries(matrix), alpha)
+    return matrix
+
+
+def isotropic(b: Tensor, residual: Tensor) -> Tensor:
+    """|v| / |u| in root mean square for gradients without a preferred direction, [] in fp64."""
+    return residual.double().norm() / b.double().norm()

@@ -1,0 +1,71 @@
+"""``probe=on``: gradient paths at some steps, of the step's own first micro-batch, in a pass of its own.
+
+Nothing that trains is touched: weights are published for the pass and restored, the pass is eager and leaves no
+``.grad``, and no random number is drawn.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.probing import probed
+from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets, separated
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.weights import Weights
+
+SEQUENCES = 4  # at once: eager code would otherwise need more memory than the compiled step
+
+
+class Probe:
+    """Looks at the projections that ``cfg.probe`` names."""
+
+    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
+        self.cfg, self.runtime, self.weights = cfg, runtime, weights
+        self.layers = {f"model.layers.{name}.b": name for name in probed(cfg)} if cfg.probe.enabled else {}
+        if self.layers:
+            self.path = PlainPath(cfg, weights.model.lm_head.out_features)
+
+    def is_due(self, updates: int) -> bool:
+        """Whether to look at the weights after so many ``updates``."""
+        every = self.cfg.probe.every
+        early = updates < every and str(updates).rstrip("0") in ("", "1", "3")  # 0, 1, 3, 10, 30, ...
+        return bool(self.layers) and (early or updates % every == 0)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> dict[str, float | None]:
+        """``probe/<projection>/...`` of ``means``, and ``isotropic`` of the weights; of all ranks together.
+
+        The loss is the mean over the scored targets of the first micro-batches of all ranks.
+        """
+        runtime, first = self.runtime, self.cfg.micro_batch(self.runtime.world_size)
+        inputs = inputs_and_targets(*(runtime.to_device(part[:first]) for part in (batch.tokens, batch.lengths)))
+        if self.cfg.data.mask_documents:
+            inputs = separated(*inputs)
+        count = runtime.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
+
+        state = dict(self.weights.state)
+        pieces = list(zip(*(rows.split(SEQUENCES) for rows in inputs), strict=True))
+        matrices = {name: self._matrices(name, state) for name in self.layers}
+        totals = torch.zeros(len(self.layers), SUMS, dtype=torch.float64, device=runtime.device)
+        with self.weights.published():
+            model = self.weights.model
+            multiplied = dict(model.named_parameters()) | dict(model.named_buffers())
+            for piece in runtime.advancing(pieces):
+                scored = piece[1] != IGNORE
+                gradients = self.path.output_gradients(multiplied, self.layers, piece, count)
+                for total, name in zip(totals, self.layers, strict=True):
+                    total += sums(gradients[name][counted(name, scored, *piece[2:])], *matrices[name])
+        ideal = torch.stack([isotropic(*matrices[name]) for name in self.layers]).tolist()
+        found = {}
+        for name, values, expected in zip(self.layers.values(), runtime.sum(totals).tolist(), ideal, strict=True):
+            numbers = means(values) | {"isotropic": expected}
+            found |= {f"probe/{name}/{key}": value for key, value in numbers.items()}
+        return found
+
+    def _matrices(self, name: str, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """B as the state has it, without the residual, and beta R^T; as copies."""
+        b = state[f"{name}.weight"].detach().clone()
+        residual = self.weights.model.get_submodule(name).residual
+        return b, residual_matrix(residual, b, state.get(f"{name}.dlr_alpha"))

@@ -1,0 +1,108 @@
+"""Training with ``probe=on``: the same run bit for bit, and numbers that do not depend on how it is run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.train.checkpoint import load
+from tests.conftest import forked, saved
+
+pytestmark = pytest.mark.usefixtures("no_export")
+NUMBERS = {"through_b", "through_residual", "rho", "rho_mean", "cosine", "isotropic"}
+PROBE = ("probe=on", "probe.every=4")
+LAYERS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
+COMMON = ("train.lr=1e-3", "train.steps=6", "eval.every=100", "checkpoint.every=100")
+
+
+@pytest.fixture
+def run(train, words, tmp_path):
+    """Trains CoLA with DLR, where ``overrides`` do not say otherwise, in a folder of its own."""
+
+    def of(name: str, *overrides: str, ranks: int = 1):
+        folder, given = tmp_path / name, {word.split("=")[0] for word in overrides}
+        usual = ("backbone=cola", "dlr=on", *COMMON)
+        overrides = (*(word for word in usual if word.split("=")[0] not in given), *overrides)
+        if ranks > 1:
+            forked(words(f"run.dir={folder}", *overrides), ranks)
+            return folder
+        return train(folder, *overrides)
+
+    return of
+
+
+def probes(folder) -> dict[int, dict]:
+    records = read_metrics(folder / "metrics.jsonl")
+    found = {r["step"]: {k: v for k, v in r.items() if k.startswith("probe/")} for r in records}
+    return {step: values for step, values in found.items() if values}
+
+
+def assert_same(one, other) -> None:
+    """Losses, weights, moments, data positions and random states, bit for bit."""
+    a, b = (folder / "checkpoints" / "step_00000006" for folder in (one, other))
+    tensors, others = saved(a), saved(b)
+    assert tensors.keys() == others.keys()
+    assert all(torch.equal(value, others[name]) for name, value in tensors.items())
+    first, second = load(a), load(b)
+    assert all(torch.equal(x, y) for x, y in zip(first.random, second.random, strict=True))
+    assert first.state == second.state
+    for x, y in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (one, other)), strict=True):
+        assert all(x[name] == y[name] for name in x if name.startswith("train/"))
+
+
+@pytest.mark.parametrize("how", [
+    (), ("train.micro_batch=8",), ("train.activation_checkpointing=latent", "precision=bf16"),
+    ("precision=bf16_mixed", "train.accumulate=fp32", "data.mask_documents=true"),
+    ("dlr=learnable_alpha",), ("dlr.impl=branch",), ("backbone=lost", "backbone.sparsity=0.2"),
+], ids=" ".join)  # fmt: skip
+def test_training_does_not_notice(run, how):
+    plain, probed = run("plain", *how), run("probed", *how, *PROBE)
+    assert_same(plain, probed)
+    assert probes(plain) == {}
+    assert list(probes(probed)) == [1, 2, 4, 5]  # after 0, 1, 3 and 4 updates
+    for values in probes(probed).values():
+        assert set(values) == {f"probe/{layer}/{number}" for layer in LAYERS for number in NUMBERS}
+        assert all(value is not None for value in values.values())
+        for layer in LAYERS:
+            assert 0.3 < values[f"probe/{layer}/rho"] / values[f"probe/{layer}/isotropic"] < 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "checkpointing"), [(1, "latent"), (2, "none")])
+def test_compiled_training_does_not_notice(run, monkeypatch, ranks, checkpointing):
+    """Ahead-of-time autograd: the graphs and their guards are inductor's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    how = ("compile=true", f"train.activation_checkpointing={checkpointing}")
+    assert_same(run("plain", *how, ranks=ranks), run("probed", *how, *PROBE, ranks=ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [
+    (), ("precision=bf16_mixed", "train.accumulate=fp32"), ("dlr=learnable_alpha",),
+], ids=" ".join)  # fmt: skip
+def test_training_on_ranks_does_not_notice(run, how):
+    assert_same(run("plain", *how, ranks=2), run("probed", *how, *PROBE, ranks=2))
+
+
+@pytest.mark.slow
+def test_numbers_are_those_of_all_ranks_together(run):
+    """Whole shares of a batch as micro-batches: the same positions, whoever has them."""
+    alone = probes(run("alone", *PROBE, "train.micro_batch=8"))
+    shared = probes(run("shared", *PROBE, "train.micro_batch=4", ranks=2))
+    assert list(alone) == list(shared)
+    for step, values in alone.items():
+        assert shared[step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
+
+
+def test_numbers_are_those_of_every_way_to_multiply(run):
+    """In weight space, by the branch, with masters, and where latents alone are kept."""
+    expected = probes(run("weight", *PROBE))[1]
+    for how in (("dlr.impl=branch",), ("train.activation_checkpointing=latent",), ("train.accumulate=fp32",)):
+        assert probes(run(how[0].replace("=", "_"), *PROBE, *how))[1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    for precision in ("bf16_mixed", "bf16"):
+        found = probes(run(precision, *PROBE, f"precision={precision}"))[1]
+        assert found == pytest.approx(expected, rel=0.05, abs=0.02)
+    assert probes(run("pad", *PROBE, "data.packing=pad"))[1] != expected
