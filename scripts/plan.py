@@ -8,6 +8,7 @@ from dataclasses import asdict
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.runs import expand
 
 
 def main() -> int:
@@ -17,13 +18,26 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--ranks", type=at_least_1, metavar="N", default=1, help="GPUs of the run (default: 1)")
+    parser.add_argument(
+        "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
+    )
+    parser.add_argument(
+        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU of --gpus (h200)"
+    )
+    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
+    parser.add_argument("--measured", metavar="FILE", help="results of scripts/benchmark.py step beside the estimates")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
     if given.table1 and words:
         parser.error(f"--table1 is of the recipes as they stand: {' '.join(words)} has no place beside it")
     try:
-        print(table1(given.json) if given.table1 else one(words, given.ranks, given.json))
+        if given.table1:
+            print(table1(given.json))
+        elif given.gpus:
+            print(scaling(words, given))
+        else:
+            print(one(words, given.ranks, given.json))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -36,12 +50,29 @@ def at_least_1(text: str) -> int:
     return number
 
 
+def numbers(text: str) -> list[int]:
+    return [at_least_1(number) for number in text.split(",")]
+
+
 def one(words: list[str], ranks: int, as_json: bool) -> str:
     cfg = load(words, ranks, machine=False)
     from dlr_pretrain.analysis.plan import plan, render  # torch is imported only now, when nothing is left to refuse
 
     found = plan(cfg, ranks)
     return json.dumps(found, indent=2) if as_json else render(found)
+
+
+def scaling(words: list[str], given: argparse.Namespace) -> str:
+    """Estimates for every configuration of a sweep such as ``scale=60m,1b backbone=full,cola``."""
+    configs = [load(list(run.words), machine=False) for run in expand(words)]
+    from dlr_pretrain.analysis.scaling import Scaling, assume, render, titled
+
+    assumed = assume(given.device, given.assume)
+    found = [(cfg, Scaling(cfg, assumed).estimates(given.gpus)) for cfg in configs]
+    if not given.json:
+        return render(found, assumed, given.device)
+    runs = [{"run": titled(cfg), "estimates": [e and asdict(e) for e in of.values()]} for cfg, of in found]
+    return json.dumps({"device": given.device, "assumptions": asdict(assumed), "runs": runs}, indent=2)
 
 
 def table1(as_json: bool) -> str:

@@ -8,6 +8,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     flops_per_token   forward and backward, see ``flops``; flops_total for all steps
     memory            bytes on one GPU, see ``memory.Memory``: weights, masters, gradients, optimizer_state,
                       activations, temporaries, total (the peak)
+    disk              bytes of a checkpoint, and of all that the run keeps at a time, one being written among it
     paper_memory      bytes as the DLR paper estimates them: weights (2 each), optimizer_state (in bf16), indices, total
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
@@ -32,6 +33,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
+from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import rate
 
 SHARD_BYTES = 319_000_000  # of one of the 1,024 shards of C4's en, gzipped
@@ -55,6 +58,7 @@ def plan(cfg: Config, ranks: int) -> dict:
         "flops_per_token": flops,
         "flops_total": flops * positions,
         "memory": asdict(memory(cfg, vocab_size, ranks)),
+        "disk": disk(cfg, vocab_size),
         "paper_memory": paper | {"total": sum(paper.values())},
         "batch": batch,
         "steps": cfg.train.steps,
@@ -75,6 +79,18 @@ def folded_parameters(cfg: Config, vocab_size: int) -> int:
         cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
     model = build(cfg, vocab_size, torch.device("meta"))
     return sum(p.numel() for p in model.parameters()) - len(learned_strengths(model))
+
+
+def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
+    """Bytes of one checkpoint, and of all checkpoints that are there at a time, with the folded model."""
+    model = build(cfg, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name])
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    checkpoint = weights + state_bytes(cfg.optimizer, trained)
+    keep, steps = cfg.checkpoint, cfg.train.steps
+    count = keep.keep_last + 1 + keep.keep_best + (steps // keep.keep_every if keep.keep_every else 0)
+    folded = folded_parameters(cfg, vocab_size) * STATE_DTYPE[cfg.precision.name].itemsize
+    return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
 def _batch(cfg: Config, ranks: int) -> dict[str, int]:
@@ -134,6 +150,11 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
         if run["data"] == "c4":
             yield "", f"and {fetched:,.1f} GB are fetched for it, where data.cache does not hold them"
         yield "", "data=tokens resumes at once"
+    sizes = p["disk"]
+    yield (
+        "disk",
+        f"{sizes['checkpoint'] / 1e9:.2f} GB a checkpoint, {sizes['run'] / 1e9:.2f} GB for what is kept at a time",
+    )
     yield "memory", "of one GPU, in GB, as eager code allocates it; torch.compile needs less"
     labels = {"optimizer_state": "optimizer", "total": "peak"}
     notes = {

@@ -254,6 +254,7 @@ KEYS = {
     "flops_per_token": None,
     "flops_total": None,
     "memory": {"weights", "masters", "gradients", "optimizer_state", "activations", "temporaries", "total"},
+    "disk": {"checkpoint", "run"},
     "paper_memory": {"weights", "optimizer_state", "indices", "total"},
     "batch": {"ranks", "global_batch", "micro_batch", "micro_batches", "seq_len", "positions"},
     "steps": None,

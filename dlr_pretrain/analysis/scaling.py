@@ -1,0 +1,286 @@
+"""Scaling on paper: step time, all-reduce, memory and time to the end of a recipe on any number of GPUs.
+
+A roofline. Every operation of a micro-batch, as ``work`` counts them, takes the longest of its arithmetic, its bytes
+and a kernel's start; micro-batches follow one another; gradients travel around a ring, partly behind the last backward
+pass; the update reads and writes the state. What is not counted is assumed: ``Assumptions`` names it, and every table
+prints it. Nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from dlr_pretrain.analysis.flops import flops_per_token
+from dlr_pretrain.analysis.memory import Memory, memory
+from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.analysis.table1 import VOCABULARY
+from dlr_pretrain.analysis.work import Operation, work
+from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
+from dlr_pretrain.config.tree import MAX_STREAMS, largest_divisor
+from dlr_pretrain.models.precision import WORKING_DTYPE
+
+
+def _is(default: float | None, doc: str):
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the estimate takes for granted: a GPU's data sheet, then shares of it in (0, 1], the network, latencies."""
+
+    peak_tflops: float = _is(None, "TFLOP/s of dense bf16 products (data sheet)")
+    memory_gbs: float = _is(None, "GB/s of the GPU's memory (data sheet)")
+    memory_gb: float = _is(None, "GB of the GPU's memory (data sheet)")
+    nvlink_gbs: float = _is(None, "GB/s of a GPU's NVLink in one direction (data sheet)")
+    infiniband_gbs: float = _is(50.0, "GB/s of the network adapter that each GPU has (NDR, 400 Gbit/s)")
+    node: int = _is(8, "GPUs that NVLink joins")
+    gemm: float = _is(0.8, "share of the peak that matrix products reach")
+    stream: float = _is(0.9, "share of the memory's bandwidth that kernels reach")
+    fused: float = _is(0.25, "share of eager elementwise bytes and kernels that compiled code is left with")
+    kernel_us: float = _is(2.0, "microseconds that a kernel takes at least")
+    roofline: float = _is(0.7, "share of this roofline's speed that a step reaches")
+    network: float = _is(0.8, "share of NVLink's and InfiniBand's bandwidth that a collective reaches")
+    hop_us: float = _is(5.0, "microseconds of latency, twice for each doubling of the GPUs")
+    overlap: float = _is(0.8, "share of the passes that hide a collective behind which it does travel")
+    capacity: float = _is(
+        0.92, "share of the GPU's memory for what the plan counts; context and fragments take the rest"
+    )
+
+
+SHARES = ("gemm", "stream", "fused", "roofline", "network", "overlap", "capacity")
+DEVICES = {  # peak_tflops, memory_gbs, memory_gb, nvlink_gbs
+    "a100": (312.0, 2039.0, 80.0, 300.0),
+    "h100": (989.0, 3350.0, 80.0, 450.0),
+    "h200": (989.0, 4800.0, 141.0, 450.0),
+    "b200": (2250.0, 8000.0, 180.0, 900.0),
+}
+
+
+def assume(device: str, words: Sequence[str] = ()) -> Assumptions:
+    """The assumptions for a GPU of ``DEVICES`` with changes such as ``overlap=0.5``; ConfigError names bad ones."""
+    given, known, problems = {}, {f.name for f in fields(Assumptions)}, []
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in known:
+            problems.append(Problem(f"--assume {name}", MISSING, "no such assumption", did_you_mean(name, known)))
+            continue
+        try:
+            value = int(text) if name == "node" else float(text)
+        except ValueError:
+            value = math.nan
+        most = 1.0 if name in SHARES else math.inf
+        least_is_zero = name in ("overlap", "kernel_us", "hop_us")
+        if not (0 < value <= most or (least_is_zero and value == 0)) or math.isinf(value):
+            rule = "must be a number above 0" + (" and at most 1" if name in SHARES else "")
+            problems.append(Problem(f"--assume {name}", text, rule))
+        given[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return replace(Assumptions(*DEVICES[device]), **given)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One configuration on ``gpus`` GPUs. Times are seconds of one update; the rate is of all GPUs together."""
+
+    gpus: int
+    micro_batch: int
+    micro_batches: int
+    compute: float  # forward and backward passes
+    communication: float  # gradients, and with fsdp weights, on the network, whether hidden or not
+    exposed: float  # the part of that for which the step waits
+    update: float
+    step: float
+    tokens_per_second: float
+    mfu: float  # of the data sheet's peak, as perf/mfu
+    hours: float  # to the end of the recipe; evaluation, checkpoints and compilation are not in it
+    memory: int  # bytes on a GPU at the peak, as ``memory.Memory``
+    fits: bool
+    trains: bool  # whether this version's data order can be shared out among so many ranks
+
+
+class Scaling:
+    """Estimates for ``cfg``; what is counted once for several numbers of GPUs is kept."""
+
+    def __init__(self, cfg: Config, given: Assumptions):
+        self.cfg, self.given = cfg, given
+        self.vocab_size = cfg.scale.vocab_size or VOCABULARY
+        self._work: dict[int, Counter[Operation]] = {}
+        self._memory: dict[tuple, Memory] = {}
+
+    def estimates(self, counts: Sequence[int]) -> dict[int, Estimate | None]:
+        return {gpus: self.estimate(gpus) for gpus in counts}
+
+    def estimate(self, gpus: int) -> Estimate | None:
+        """The estimate, or None where the global batch cannot be shared out evenly among ``gpus``."""
+        train, given = self.cfg.train, self.given
+        if train.global_batch % gpus:
+            return None
+        cfg = self._pinned(gpus)
+        rows = cfg.train.micro_batch
+        count, held = train.global_batch // gpus // rows, self._held(cfg, gpus)
+        if rows not in self._work:
+            self._work[rows] = work(cfg, self.vocab_size, rows)
+        one = roofline(self._work[rows], given) / given.roofline
+        moved, hiding = communication(cfg, held, gpus, count, one, given)
+        exposed = max(0.0, moved - given.overlap * hiding)
+        update = update_bytes(held, train.clip is not None) / (1e9 * given.memory_gbs * given.stream * given.roofline)
+        step = count * one + exposed + update
+        positions = train.global_batch * train.seq_len
+        flops = positions * flops_per_token(cfg, self.vocab_size, rows)
+        return Estimate(
+            gpus=gpus,
+            micro_batch=rows,
+            micro_batches=count,
+            compute=count * one,
+            communication=moved,
+            exposed=exposed,
+            update=update,
+            step=step,
+            tokens_per_second=positions / step,
+            mfu=flops / (step * gpus * given.peak_tflops * 1e12),
+            hours=train.steps * step / 3600,
+            memory=held.total,
+            fits=held.total <= self.room,
+            trains=MAX_STREAMS % gpus == 0,
+        )
+
+    @property
+    def room(self) -> float:
+        """Bytes of a GPU for what ``memory`` counts."""
+        return self.given.capacity * self.given.memory_gb * 1e9
+
+    def _pinned(self, gpus: int) -> Config:
+        """``cfg`` with a micro-batch that divides a GPU's share of the batch: the largest up to the one asked for."""
+        asked, share = self.cfg.train.micro_batch, self.cfg.train.global_batch // gpus
+        if asked == "auto":
+            return with_micro_batch(self.cfg, fitting(self.cfg, self.vocab_size, gpus, self.room) or 1)
+        return with_micro_batch(self.cfg, largest_divisor(share, asked or self.cfg.scale.micro_batch))
+
+    def _held(self, cfg: Config, gpus: int) -> Memory:
+        rows = cfg.train.micro_batch
+        alike = gpus if cfg.parallel.name == "fsdp" else (gpus > 1, cfg.train.global_batch > gpus * rows)
+        if (rows, alike) not in self._memory:
+            self._memory[rows, alike] = memory(cfg, self.vocab_size, gpus)
+        return self._memory[rows, alike]
+
+
+def with_micro_batch(cfg: Config, rows: int) -> Config:
+    """``cfg`` with ``train.micro_batch=rows``."""
+    return replace(cfg, train=replace(cfg.train, micro_batch=rows))
+
+
+def fitting(cfg: Config, vocab_size: int, ranks: int, room: float) -> int | None:
+    """The largest divisor of a rank's rows whose estimated memory is at most ``room`` bytes; None: not even one."""
+    share = cfg.train.global_batch // ranks
+    for rows in reversed([n for n in range(1, share + 1) if share % n == 0]):
+        if memory(with_micro_batch(cfg, rows), vocab_size, ranks).total <= room:
+            return rows
+    return None
+
+
+def roofline(operations: Counter[Operation], given: Assumptions) -> float:
+    """Seconds of ``operations``, one after another: each takes its arithmetic, its bytes or a kernel's start."""
+    flops, stream, start = 1e12 * given.peak_tflops * given.gemm, 1e9 * given.memory_gbs * given.stream, given.kernel_us
+    seconds = 0.0
+    for op, count in operations.items():
+        if op.product:
+            seconds += count * max(op.flops / flops, op.bytes / stream, start * 1e-6)
+        else:
+            seconds += count * given.fused * max(op.bytes / stream, start * 1e-6)
+    return seconds
+
+
+def ring(size: float, gpus: int, given: Assumptions, passes: int = 2) -> float:
+    """Seconds of a ring over ``size`` bytes: an all-reduce makes two passes, a gather or a scatter one.
+
+    In a pass every GPU sends size (W - 1) / W bytes. Between nodes, rings leave by all adapters of a node at once, so
+    that the slower of a GPU's NVLink and its node's adapters sets the pace.
+    """
+    if gpus == 1:
+        return 0.0
+    pace = given.nvlink_gbs if gpus <= given.node else min(given.nvlink_gbs, given.node * given.infiniband_gbs)
+    latency = 1e-6 * given.hop_us * math.ceil(math.log2(gpus))
+    return passes * (size * (gpus - 1) / gpus / (1e9 * pace * given.network) + latency)
+
+
+def communication(
+    cfg: Config, held: Memory, gpus: int, micro_batches: int, one: float, given: Assumptions
+) -> tuple[float, float]:
+    """Seconds of an update's collectives, and of passes (``one`` a micro-batch) behind which they may travel."""
+    wide, working = cfg.train.accumulate == "fp32", WORKING_DTYPE[cfg.precision.name].itemsize
+    weights = held.weights
+    if cfg.parallel.name == "fsdp":  # weights come for the forward and for the backward pass, gradients leave
+        state = 4 if cfg.precision.name != "bf16" else working
+        entries = weights * gpus / state
+        each = 2 * ring(entries * working, gpus, given, 1) + ring(entries * (4 if wide else working), gpus, given, 1)
+        return micro_batches * each, micro_batches * one
+    moved = ring(weights / working * (4 if wide else working), gpus, given)
+    return moved, 0.0 if wide else 2 / 3 * one
+
+
+def update_bytes(held: Memory, clipped: bool) -> int:
+    """Bytes that an update moves: gradients for the norm, twice for the clipping, for the update; the state twice."""
+    return (4 if clipped else 2) * held.gradients + 2 * (held.weights + held.masters + held.optimizer_state)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Showing
+
+HEADER = f"{'GPUs':>6}{'batch':>9}{'step':>9}{'reduce':>9}{'waits':>8}{'GB':>8}{'tok/s':>8}{'MFU':>6}{'end':>9}"
+LEGEND = """\
+batch: sequences x micro-batches of a GPU. step: of one update. reduce: its collectives; waits: their part that nothing
+hides. GB: peak of a GPU as eager code allocates it; ! where it does not fit. tok/s: positions, all GPUs. MFU: of the
+data sheet's peak. end: of the recipe, without evaluation, checkpoints and compilation. *: more ranks than this version
+can share its 64 data streams out to"""
+
+
+def line(gpus: int, e: Estimate | None, cfg: Config) -> str:
+    """One row of the table."""
+    if e is None:
+        return f"{gpus:>6,}  no even share of train.global_batch={cfg.train.global_batch}"
+    memory = f"{e.memory / 1e9:.1f}" + (" " if e.fits else "!")
+    return (
+        f"{gpus:>6,}{f'{e.micro_batch} x {e.micro_batches}':>9}{_time(e.step):>9}{_time(e.communication):>9}"
+        f"{_time(e.exposed):>8}{memory:>8}{_count(e.tokens_per_second):>8}{e.mfu:>6.0%}{_span(e.hours):>9}"
+        f"{'' if e.trains else '*'}"
+    )
+
+
+def titled(cfg: Config) -> str:
+    """What the rows below it are estimates of."""
+    names = [cfg.scale.name, cfg.backbone.name, f"dlr {cfg.dlr.name}", cfg.optimizer.name, cfg.precision.name]
+    kept = cfg.train.activation_checkpointing
+    names += [cfg.parallel.name] * (cfg.parallel.name != "ddp") + [f"checkpointing {kept}"] * (kept != "none")
+    return f"{', '.join(names)}: {cfg.train.steps:,} steps of {cfg.train.global_batch} x {cfg.train.seq_len} positions"
+
+
+def render(found: Sequence[tuple[Config, dict[int, Estimate | None]]], given: Assumptions, device: str) -> str:
+    """The table of all configurations at 80 columns, and what it assumes."""
+    text = []
+    for cfg, estimates in found:
+        text += [titled(cfg), HEADER, *(line(gpus, e, cfg) for gpus, e in estimates.items()), ""]
+    text += [fill(f"Estimated for {device}, compiled; nothing of it is measured. {LEGEND}."), "", "Assumed:"]
+    for f in fields(given):
+        text.append(fill(f"  {f'{f.name}={getattr(given, f.name):g}':<20}{f.metadata['doc']}", indent=22))
+    return "\n".join(text)
+
+
+def _time(seconds: float) -> str:
+    if seconds == 0:
+        return "-"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
+
+
+def _count(number: float) -> str:
+    size, unit = (1e6, "M") if number >= 999_500 else (1e3, "k")
+    return f"{number / size:.3g}{unit}"
+
+
+def _span(hours: float) -> str:
+    if hours < 1:
+        return f"{60 * hours:.1f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} d"

@@ -1,0 +1,189 @@
+"""How checks are run: each in a process of its own, within its time, on every rank; none stops another.
+
+A check is a function that returns an ``Outcome`` or raises. It runs in a fork of this process, so that what crashes,
+hangs, runs out of memory or holds a GPU is gone when the next one starts. Ranks tell each other their outcomes, and
+the port at which their checks meet, through a store, which no check uses.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from torch.distributed import DistError, TCPStore
+
+from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.errors import UserError
+
+OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
+LATE = 30.0  # seconds that ranks wait for each other beyond a check's own time
+LABEL = 6 + 12  # columns before the text
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found; ``mend`` says what to do about it."""
+
+    level: str
+    text: str
+    mend: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.mend}" if self.mend else self.text
+
+
+@dataclass(frozen=True)
+class Check:
+    """``act`` within ``limit`` seconds; ``everywhere`` on all ranks, ``together`` so that they meet in it."""
+
+    name: str
+    limit: float
+    act: Callable[[], Outcome]
+    everywhere: bool = False
+    together: bool = False
+
+
+class Ranks:
+    """This rank among all, and the store through which they talk; a process that is alone needs none."""
+
+    def __init__(self):
+        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.store: TCPStore | None = None
+        if self.count > 1:
+            hosts = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self.store = TCPStore(address, port, self.count, hosts, timedelta(seconds=60), wait_for_workers=False)
+
+    def tell(self, key: str, value: object) -> None:
+        if self.store is not None:
+            self.store.set(f"doctor/{key}", json.dumps(value))
+
+    def ask(self, key: str, seconds: float) -> object | None:
+        """What a rank has told under ``key``; None where it does not within ``seconds``."""
+        try:
+            self.store.wait([f"doctor/{key}"], timedelta(seconds=max(seconds, 0.01)))
+            return json.loads(self.store.get(f"doctor/{key}"))
+        except (DistError, RuntimeError):
+            return None
+
+    def meet(self, check: Check) -> dict[str, str]:
+        """Wait for all ranks; the variables by which the check's processes find each other."""
+        if self.count == 1:
+            return {}
+        if self.rank == 0:
+            local = os.environ.get("LOCAL_WORLD_SIZE", str(self.count)) == str(self.count)
+            with socket.socket() as free:
+                free.bind(("", 0))
+                address = "127.0.0.1" if local else socket.gethostname(), free.getsockname()[1]
+            self.tell(f"{check.name}/address", address)
+        self.tell(f"{check.name}/here/{self.rank}", True)
+        end = time.monotonic() + check.limit + LATE
+        absent = [r for r in range(self.count) if not self.ask(f"{check.name}/here/{r}", end - time.monotonic())]
+        if absent:
+            raise UserError(f"ranks {absent} did not come to it")
+        address, port = self.ask(f"{check.name}/address", LATE)
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+
+
+def run(checks: Iterable[Check], ranks: Ranks, say: Callable[[str], object] = print) -> bool:
+    """Run all checks and say on rank 0 what they found; whether none failed."""
+    sound = True
+    for check in checks:
+        if not (check.everywhere or ranks.rank == 0):
+            continue
+        began = time.monotonic()
+        try:
+            outcome = alone(check, ranks.meet(check) if check.together else {})
+        except UserError as error:
+            outcome = Outcome(FAIL, str(error))
+        if check.everywhere and ranks.count > 1:
+            ranks.tell(f"{check.name}/found/{ranks.rank}", asdict(outcome))
+            outcome = _worst(check, ranks, outcome) if ranks.rank == 0 else outcome
+        if ranks.rank == 0:
+            say(line(check.name, outcome, time.monotonic() - began))
+            sound = sound and outcome.level != FAIL
+    return sound
+
+
+def line(name: str, outcome: Outcome, seconds: float | None = None) -> str:
+    took = f" ({seconds:.0f} s)" if seconds is not None and seconds >= 1 else ""
+    return fill(f"{outcome.level:<6}{name:<12}{outcome}{took}", indent=LABEL)
+
+
+def _worst(check: Check, ranks: Ranks, own: Outcome) -> Outcome:
+    """Rank 0's own outcome, or that of the rank that found the worst."""
+    found, end = own, time.monotonic() + check.limit + LATE
+    for rank in range(1, ranks.count):
+        told = ranks.ask(f"{check.name}/found/{rank}", end - time.monotonic())
+        other = Outcome(**told) if told else Outcome(FAIL, "no answer")
+        if LEVELS.index(other.level) > LEVELS.index(found.level):
+            found = Outcome(other.level, f"rank {rank}: {other.text}", other.mend)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------
+# One check
+
+
+def alone(check: Check, environment: dict[str, str]) -> Outcome:
+    """The outcome of ``check`` in a process of its own, which does not outlive its time."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    with tempfile.TemporaryFile("w+") as said:
+        process = multiprocessing.get_context("fork").Process(
+            target=_within, args=(check, environment, sender, said), daemon=False
+        )
+        process.start()
+        sender.close()
+        try:
+            there = receiver.poll(check.limit)
+            outcome = receiver.recv() if there else None
+        except EOFError:  # it ended without an answer
+            there, outcome = True, None
+        finally:
+            _end(process)
+        if outcome is not None:
+            return outcome
+        if not there:
+            mend = "Look at what it waits for, or give it more time with --patience"
+            return Outcome(FAIL, f"no answer within {check.limit:.0f} s", mend)
+        said.seek(0)
+        last = (said.read().strip().splitlines() or [""])[-1]
+        code = process.exitcode
+        how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with code {code}"
+        return Outcome(FAIL, f"the check ended {how}{f': {last}' if last else ''}")
+
+
+def _within(check: Check, environment: dict[str, str], sender, said) -> None:
+    """In the process of a check."""
+    os.setsid()  # what it starts ends with it
+    os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+    os.environ |= environment
+    try:
+        outcome = check.act()
+    except UserError as error:
+        outcome = Outcome(FAIL, str(error))
+    except OSError as error:
+        outcome = Outcome(FAIL, f"{error.filename or 'a file'}: {error.strerror or error}")
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        outcome = Outcome(FAIL, f"{type(error).__name__}: {first}")
+    sender.send(outcome)
+    sender.close()
+    os._exit(0)  # neither the parent's exit handlers nor a collective that is left
+
+
+def _end(process: multiprocessing.Process) -> None:
+    if process.is_alive():
+        process.join(0.5)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.join()

@@ -1,0 +1,118 @@
+"""The command behind ``scripts/doctor.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from dlr_pretrain.cli import load, world_size
+from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.doctor import machine, reference, start
+from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
+from dlr_pretrain.errors import UserError
+
+
+def main(argv: list[str]) -> int:
+    """The exit code: 0, 1 where a check failed, or that of a UserError."""
+    parser = argparse.ArgumentParser(
+        prog="doctor.py",
+        description="Checks the machine and a run's configuration before GPU hours are spent; no run is touched.",
+        epilog="Everything else is an override, as train.py takes them. By torchrun, all ranks are checked.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--reference", action="store_true", help="train a recipe of minutes whose loss is known")
+    parser.add_argument("--patience", type=_factor, default=1.0, metavar="X", help="times the time of each check")
+    given, words = parser.parse_known_args(argv)
+    try:
+        if given.reference:
+            return 0 if reference.train(words) else 1
+        cfg, outcome = configuration(words)
+        ranks = Ranks()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return _examine(cfg, outcome, ranks, given.patience)
+
+
+def _factor(text: str) -> float:
+    if not (0 < (number := float(text)) < 1e6):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
+    return number
+
+
+def _examine(cfg: Config, configured: Outcome, ranks: Ranks, patience: float) -> int:
+    if ranks.rank == 0:
+        print(line("config", configured))
+    with_scratch = Scratch(cfg, ranks)
+    try:
+        asked = [replace(check, limit=patience * check.limit) for check in checks(cfg, ranks, with_scratch.path)]
+        sound = run(asked, ranks, partial(print, flush=True)) and configured.level != FAIL
+    finally:
+        with_scratch.remove()
+    return 0 if sound else 1
+
+
+def checks(cfg: Config, ranks: Ranks, scratch: Path | None) -> list[Check]:
+    """In the order in which they are run: what is quick first."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # of its machine
+
+    def of_a_machine(act) -> Outcome:
+        return act() if first else Outcome(OK, "as its machine's first rank says")
+
+    return [
+        Check("software", 20, partial(of_a_machine, machine.software), everywhere=True),
+        Check("gpus", 30, partial(machine.gpus, cfg), everywhere=True),
+        Check("disk", 30, partial(start.disk_of_the_run, cfg, scratch)),
+        Check("caches", 10, partial(of_a_machine, partial(machine.caches, cfg)), everywhere=True),
+        Check("wandb", 15, partial(machine.wandb, cfg)),
+        Check("slurm", 15, machine.slurm),
+        Check("data", 120, partial(start.data, cfg, ranks.rank, ranks.count), everywhere=True),
+        Check("collectives", 60, partial(start.collectives, cfg), everywhere=True, together=True),
+        Check("checkpoint", 90, partial(start.saved_and_read, cfg, scratch), everywhere=True, together=True),
+        Check("step", 180, partial(start.step, cfg), everywhere=True, together=True),
+    ]
+
+
+def configuration(words: list[str]) -> tuple[Config, Outcome]:
+    """The configuration, and what is wrong with it on this machine; raises ConfigError where it makes no sense at all.
+
+    What only this machine lacks, such as a file, fails one check, and the others are run.
+    """
+    ranks = world_size()
+    try:
+        cfg = load(words, ranks)
+    except ConfigError as error:
+        return load(words, ranks, machine=False), Outcome(FAIL, "; ".join(map(str, error.problems)))
+    there = Path(cfg.run.dir)
+    goes_on = ", which goes on from its last checkpoint" if (there / "manifest.json").exists() else ", a new run"
+    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
+    return cfg, Outcome(OK, f"{names} on {ranks} rank{'s' * (ranks > 1)}; {there}{goes_on}")
+
+
+class Scratch:
+    """A folder on the run's disk, beside the run directory, until the checks are over; the same on all ranks.
+
+    ``path`` is None where nothing can be written.
+    """
+
+    def __init__(self, cfg: Config, ranks: Ranks):
+        self.ranks, self.path = ranks, None
+        if ranks.rank == 0:
+            try:
+                self.path = Path(tempfile.mkdtemp(prefix=".doctor_", dir=start.room_of(cfg)))
+            except OSError:
+                self.path = None
+            ranks.tell("scratch", str(self.path) if self.path else "")
+        else:
+            told = ranks.ask("scratch", 60)
+            self.path = Path(told) if told else None
+
+    def remove(self) -> None:
+        if self.path is not None and self.ranks.rank == 0:
+            shutil.rmtree(self.path, ignore_errors=True)

@@ -1,0 +1,70 @@
+"""The reference run: a recipe of minutes, and the band of losses in which runs that were really made have ended.
+
+``reference.json`` beside this file holds those runs: seed, machine, text and final loss of each, the command that made
+them, and nothing else; the band follows from them. The text of ``data=sample`` is that of the installed packages, so
+that another environment trains on another text: its band is then that of all texts that were tried, and wider.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import mean, stdev
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome, line
+from dlr_pretrain.errors import UserError
+
+RECORD = Path(__file__).with_name("reference.json")
+TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+WIDTH = 4.0  # standard deviations on either side of the mean
+
+
+def band(runs: list[dict], text: str) -> tuple[float, float, str]:
+    """Lowest and highest loss that a sound run on ``text`` (a fingerprint) ends with, and what that rests on."""
+    of_text = [run["loss"] for run in runs if run["text"] == text]
+    if len(of_text) >= 3:
+        losses, basis = of_text, f"{len(of_text)} runs on this very text"
+    else:
+        losses = [run["loss"] for run in runs]
+        basis = (
+            f"{len(losses)} runs on {len({run['text'] for run in runs})} other texts: this machine's packages differ"
+        )
+    spread = WIDTH * stdev(losses)
+    return mean(losses) - spread, mean(losses) + spread, basis
+
+
+def judge(loss: float, runs: list[dict], text: str) -> Outcome:
+    low, high, basis = band(runs, text)
+    said = f"final evaluation loss {loss:.4f}; the band is {low:.4f} to {high:.4f}, from {basis}"
+    if low <= loss <= high:
+        return Outcome(OK, said)
+    if not any(run["text"] == text for run in runs):
+        return Outcome(WARN, said, "Another text alone may explain that: compare with an environment of known packages")
+    return Outcome(FAIL, said, "Numerics or data of this machine differ: look at torch, the driver, the git state")
+
+
+def train(words: list[str]) -> bool:
+    """Train the recipe in a temporary folder, show its lines, and say how it ended."""
+    record = json.loads(RECORD.read_text())
+    clash = [word for word in words if word.split("=")[0].lstrip("+") in ("experiment", "run.dir", "scale", "backbone")]
+    if clash:
+        raise UserError(f"--reference trains a recipe of its own: {' '.join(clash)} has no place beside it")
+    with tempfile.TemporaryDirectory(prefix="dlr_reference_") as folder:
+        run_dir = Path(folder, "run")
+        print(fill(f"training experiment=reference in {run_dir}, which is removed afterwards"), flush=True)
+        began = time.monotonic()
+        command = [sys.executable, str(TRAIN), "experiment=reference", f"run.dir={run_dir}", *words]
+        code = subprocess.run(command, check=False).returncode
+        if code:
+            raise UserError(f"the reference run ended with code {code}; what it said stands above")
+        loss = read_metrics(run_dir / "metrics.jsonl")[-1]["eval/loss"]
+        text = json.loads((run_dir / "manifest.json").read_text())["identity"]["data.shards"]
+    outcome = judge(loss, record["runs"], text)
+    print(line("reference", outcome, time.monotonic() - began))
+    return outcome.level != FAIL

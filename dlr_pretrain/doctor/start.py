@@ -1,0 +1,250 @@
+"""What a run does first, done once beforehand and away from its directory: disk, data, a step, a checkpoint."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from dlr_pretrain import shards
+from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.plan import disk
+from dlr_pretrain.analysis.scaling import Assumptions
+from dlr_pretrain.analysis.table1 import VOCABULARY
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
+from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
+from dlr_pretrain.doctor.machine import existing, file_system
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train import checkpoint
+from dlr_pretrain.train.benchmark import bare_trainer, noise
+from dlr_pretrain.train.checkpoint import Keep
+from dlr_pretrain.train.files import sync
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.trainer import Trainer
+
+WRITTEN = 64 << 20  # bytes of the disk's test
+SLOW_DISK = 100e6  # bytes/s below which saving is felt
+REDUCED = 64 << 20  # bytes of the all-reduce test, on a GPU four times that
+SAVED = 1e9  # bytes of the checkpoint that is written for a test, at most
+
+
+def room_of(cfg: Config) -> Path:
+    """The nearest folder above ``run.dir`` that exists; never the run directory itself."""
+    return existing(Path(cfg.run.dir).absolute().parent)
+
+
+def vocabulary(cfg: Config) -> int:
+    """Rows of the embedding; the plan's assumption where the tokenizer cannot be read, which its own check tells."""
+    if cfg.scale.vocab_size is not None:
+        return cfg.scale.vocab_size
+    try:
+        return open_tokenizer(cfg, open_source(cfg)).vocab_size
+    except UserError:
+        return VOCABULARY
+
+
+def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
+    """Write, fsync, rename; free space against what the run will keep."""
+    above, sizes = room_of(cfg), disk(cfg, vocabulary(cfg))
+    run_dir = Path(cfg.run.dir)
+    kept = run_dir / "checkpoints"
+    held = sum(f.stat().st_size for f in kept.rglob("*") if f.is_file()) if kept.is_dir() else 0
+    usage = shutil.disk_usage(run_dir if run_dir.is_dir() else above)
+    text = f"{above} ({file_system(above)}): {usage.free / 1e9:.1f} GB free"
+    needs = f"the run keeps {sizes['run'] / 1e9:.2f} GB, of checkpoints of {sizes['checkpoint'] / 1e9:.2f} GB each"
+    mend = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
+    if scratch is None:
+        return Outcome(FAIL, f"{text}, and nothing can be written there; {needs}", mend)
+    began = time.perf_counter()
+    path = scratch / "written"
+    try:
+        with path.open("wb", buffering=0) as file:
+            block = os.urandom(1 << 20)
+            for _ in range(WRITTEN >> 20):
+                if file.write(block) != len(block):
+                    raise OSError(28, "No space left on device")
+            os.fsync(file.fileno())
+        path.rename(scratch / "renamed")
+        sync(scratch)
+    except OSError as error:
+        return Outcome(FAIL, f"{text}, and writing {WRITTEN / 1e6:.0f} MB fails: {error.strerror}; {needs}", mend)
+    finally:
+        for name in ("written", "renamed"):
+            (scratch / name).unlink(missing_ok=True)
+    rate = WRITTEN / (time.perf_counter() - began)
+    text += f", {rate / 1e6:.0f} MB/s with fsync; {needs}"
+    if usage.free + held < sizes["run"]:
+        return Outcome(FAIL, text, mend)
+    if rate < SLOW_DISK:
+        return Outcome(WARN, text, f"A save takes {sizes['checkpoint'] / rate:.0f} s: the run goes on meanwhile")
+    return Outcome(OK, text)
+
+
+def data(cfg: Config, rank: int, ranks: int) -> Outcome:
+    """Source, tokenizer, this rank's first batch and what it says."""
+    began = time.perf_counter()
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
+        rule = f"{tokenizer.path}: {tokenizer.vocab_size} pieces, and scale.vocab_size={cfg.scale.vocab_size}"
+        return Outcome(FAIL, rule, f"Set scale.vocab_size={tokenizer.vocab_size} or more")
+    loader = TrainLoader(cfg, source, tokenizer, rank, ranks, None)
+    batch = next(loader)
+    row = batch.tokens[0, : int(batch.lengths[0])].tolist()
+    unknown = row.count(tokenizer.unk_id) / len(row)
+    sample = " ".join(tokenizer.decode(row).split())[:48]
+    prints = f"data {source.fingerprint[:8]}, tokenizer {tokenizer.fingerprint[:8]}"
+    took = time.perf_counter() - began
+    text = (
+        f'{source.describe()}; first batch in {took:.1f} s: "{sample}..." ({tokenizer.vocab_size:,} pieces; {prints})'
+    )
+    if unknown > 0.02:
+        mend = "The tokenizer is of other text: look at tokenizer.path"
+        return Outcome(WARN, f"{text}; {unknown:.0%} of its tokens are unknown", mend)
+    return Outcome(OK, text)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def collectives(cfg: Config) -> Outcome:
+    """The bandwidth of an all-reduce over all ranks."""
+    with Runtime(cfg) as runtime:
+        world = runtime.world_size
+        if world == 1:
+            return Outcome(OK, "one rank, nothing to reduce; start this by torchrun to try more")
+        runtime.use_device()
+        on_gpu = runtime.device.type == "cuda"
+        tensor = torch.ones(REDUCED * (4 if on_gpu else 1) // 4, device=runtime.device)
+        seconds = []
+        for _ in range(6):
+            tensor.fill_(1.0)
+            runtime.gather(None)
+            began = time.perf_counter()
+            dist.all_reduce(tensor)
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        if not bool((tensor == world).all()):
+            return Outcome(FAIL, f"an all-reduce of ones over {world} ranks is not {world} everywhere")
+        rate = 2 * (world - 1) / world * tensor.nbytes / median(seconds[1:]) / 1e9
+        backend = "NCCL" if on_gpu else "gloo"
+        text = f"all-reduce of {tensor.nbytes / 1e6:.0f} MB over {world} ranks by {backend}: {rate:.2f} GB/s of a ring"
+        usual = Assumptions.infiniband_gbs
+        if on_gpu and rate < usual:
+            mend = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and IB rather than sockets"
+            return Outcome(WARN, f"{text}, less than one adapter's {usual:g}", mend)
+        return Outcome(OK, text)
+
+
+def step(cfg: Config) -> Outcome:
+    """Two updates of the configuration as it stands, of at most two micro-batches; peak memory against the plan's."""
+    ranks, vocab_size = int(os.environ.get("WORLD_SIZE", 1)), vocabulary(cfg)
+    share = cfg.train.global_batch // ranks
+    rows = cfg.micro_batch(ranks)
+    few = min(2, share // rows)
+    short = replace(cfg, train=replace(cfg.train, global_batch=ranks * rows * few, micro_batch=rows))
+    planned = memory(short, vocab_size, ranks).total
+    before = resident()
+    with Runtime(short) as runtime:
+        runtime.use_device()
+        trainer = bare_trainer(short, runtime, vocab_size, lambda _: None)
+        batch = noise(short, runtime, vocab_size)
+        try:
+            (first, loss), (second, _) = (_update(trainer, batch) for _ in range(2))
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of GPU memory with {rows} sequences at once; the plan says {planned / 1e9:.1f} GB. "
+                "Use train.micro_batch=auto, or train.activation_checkpointing=latent"
+            ) from error
+        on_gpu = runtime.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
+        whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
+    uniform = math.log(vocab_size)
+    text = (
+        f"{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s (the first in {first:.1f} s), an update of "
+        f"{share // rows} about {second / few * (share // rows):.3g} s; loss {loss:.2f}, of chance {uniform:.2f}; peak "
+        f"{peak / 1e9:.2f} GB{'' if on_gpu else ' of the process'}, planned {planned / 1e9:.2f} GB"
+    )
+    if not abs(loss - uniform) < 1:
+        return Outcome(FAIL, text, "A new model's loss lies near that of chance: look at the precision and the kernels")
+    if peak > 0.95 * whole or (on_gpu and peak > 1.1 * planned):
+        return Outcome(WARN, f"{text}; of {whole / 1e9:.0f} GB", "Use train.micro_batch=auto, or a smaller one")
+    return Outcome(OK, text)
+
+
+def _update(trainer: Trainer, batch) -> tuple[float, float]:
+    """Seconds of one update, and its loss."""
+    trainer.runtime.gather(None)
+    began = time.perf_counter()
+    loss = trainer.update(batch, trainer.cfg.train.lr)[0].item()
+    return time.perf_counter() - began, loss
+
+
+def resident(peak: bool = False) -> int:
+    """Bytes of this process in memory, now or at most so far."""
+    label = "VmHWM:" if peak else "VmRSS:"
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(row.split()[1]) for row in rows if row.startswith(label))
+
+
+def available() -> int:
+    """Bytes of the machine's memory that a process could still take."""
+    rows = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(row.split()[1]) for row in rows if row.startswith("MemAvailable:"))
+
+
+def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
+    """A checkpoint of this model on the run's disk, read again bit for bit; of fewer blocks where it would be large."""
+    if scratch is None:
+        raise UserError(f"{room_of(cfg)}: nothing can be written there. Set run.root to another disk")
+    vocab_size, depth = vocabulary(cfg), cfg.scale.num_layers
+    size = disk(cfg, vocab_size)["checkpoint"]
+    layers = depth if size <= SAVED else 1
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    train = replace(cfg.train, global_batch=ranks, micro_batch=1, seq_len=min(cfg.train.seq_len, 32))
+    short = replace(cfg, train=train, scale=replace(cfg.scale, num_layers=layers), compile=False)
+    with Runtime(short) as runtime:
+        runtime.use_device()
+        trainer = bare_trainer(short, runtime, vocab_size, lambda _: None)
+        trainer.update(noise(short, runtime, vocab_size), cfg.train.lr)
+        trainer.step = 1
+        began = time.perf_counter()
+        with Saver(scratch / "checkpoints", runtime, Keep(1)) as saver:
+            trainer.saver = saver
+            trainer.checkpoint(None, wait=True)
+        wrote = time.perf_counter() - began
+        folder, skipped = checkpoint.newest(scratch / "checkpoints")
+        if folder is None:
+            return Outcome(FAIL, f"what was written is not valid: {'; '.join(skipped)}", "Look at the disk")
+        found = checkpoint.load(folder)
+        tensors = {f"model/{n}": t for n, t in trainer.weights.state.items()}
+        tensors |= {f"optimizer/{n}": t for n, t in trainer.optimizer.state_tensors().items()}
+        stored = {f"model/{n}": s for n, s in found.model.items()} | {
+            f"optimizer/{n}": s for n, s in found.optimizer.items()
+        }
+        differ = [n for n, t in tensors.items() if n not in stored or not _equal(t, stored[n])]
+        found.close()
+        runtime.gather(None)  # all have read
+        written = sum(f.stat().st_size for f in folder.iterdir())
+    part = f" (a model of 1 block: the whole one takes {size / 1e9:.1f} GB)" if layers < depth else ""
+    text = f"{written / 1e6:.0f} MB written in {wrote:.1f} s and read again{part}"
+    if differ:
+        return Outcome(
+            FAIL, f"{text}, but {len(differ)} tensors are not the same, {differ[0]} first", "Look at the disk"
+        )
+    return Outcome(OK, f"{text}, {len(tensors)} tensors equal bit for bit")
+
+
+def _equal(tensor: torch.Tensor, stored: checkpoint.Stored) -> bool:
+    return torch.equal(shards.here(tensor).detach().cpu(), shards.own_part(tensor, stored).cpu())

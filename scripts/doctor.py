@@ -1,0 +1,13 @@
+"""What would fail after hours, in a minute: ``python scripts/doctor.py``, or torchrun, with the words of train.py."""
+
+import sys
+
+from dlr_pretrain import process
+
+if __name__ == "__main__":
+    process.die_with_agent()
+
+from dlr_pretrain.doctor.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
