@@ -1,8 +1,8 @@
 """The gradient-path probe: how a projection's gradient reaches its latent, through B and through the residual.
 
-Of y = (B + beta R^T) z, the gradient of z is u + v with u = B^T g and v = beta R g; g is that of y, B's own output before
-anything is added to it or normalised. For a g without a preferred direction the root mean squares of |v| and |u| are in
-the ratio |beta R^T|_F / |B|_F (``isotropic``). Source: Wang et al. (2026), their study of gradient paths.
+Of y = (B + beta R^T) z, the gradient of z is u + v with u = B^T g and v = beta R g; g is that of y, the output of B
+before anything is added to it or normalised. For a g without a preferred direction the root mean squares of |v| and |u|
+are in the ratio |beta R^T|_F / |B|_F (``isotropic``). Source: Wang et al. (2026), their study of gradient paths.
 """
 
 from __future__ import annotations

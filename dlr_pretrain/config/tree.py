@@ -217,13 +217,13 @@ class Config:
     precision: Precision
     parallel: Parallel
     logger: Logger
-    probe: Probe
-    profile: Profile
     train: Train
     tokenizer: Tokenizer
     eval: Eval
     checkpoint: Checkpoint
     log: Log
+    probe: Probe
+    profile: Profile
     run: Run
 
     @property
