@@ -76,8 +76,8 @@ def fold_checkpoint(
 
 
 def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
-    """About ``tokens`` of the run's own validation text."""
-    few = replace(cfg, eval=replace(cfg.eval, tokens=tokens))
+    """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
+    few = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens)))
     try:
         return validation_set(few, open_source(few), Tokenizer(run / "spiece.model"))
     except (UserError, OSError) as error:
