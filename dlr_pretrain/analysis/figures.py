@@ -111,7 +111,7 @@ def look(groups: Sequence[Group]) -> list[dict]:
     others = iter([(color, dash) for dash in ("-", "--", ":", "-.") for color in OTHERS] * len(groups))
     looks = []
     for group in groups:
-        fixed = {"full": (BLACK, "--"), base(group): (PLAIN, "-"), f"{base(group)}+dlr": (DLR, "-")}
+        fixed = {base(group): (PLAIN, "-"), f"{base(group)}+dlr": (DLR, "-"), "full": (BLACK, "--")}
         color, dash = fixed.get(group.label) or next(others)
         looks.append({"color": color, "linestyle": dash})
     return looks
