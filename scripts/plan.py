@@ -10,6 +10,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import expand
 
+AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real steps"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -22,7 +24,7 @@ def main() -> int:
         "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
     )
     parser.add_argument(
-        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU of --gpus (h200)"
+        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU that is estimated for (h200)"
     )
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
     parser.add_argument("--measured", metavar="FILE", help="results of scripts/benchmark.py step beside the estimates")
@@ -37,7 +39,7 @@ def main() -> int:
         elif given.gpus:
             print(scaling(words, given))
         else:
-            print(one(words, given.ranks, given.json))
+            print(one(words, given.ranks, given.json, given.device))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -54,12 +56,15 @@ def numbers(text: str) -> list[int]:
     return [at_least_1(number) for number in text.split(",")]
 
 
-def one(words: list[str], ranks: int, as_json: bool) -> str:
+def one(words: list[str], ranks: int, as_json: bool, device: str) -> str:
     cfg = load(words, ranks, machine=False)
     from dlr_pretrain.analysis.plan import plan, render  # torch is imported only now, when nothing is left to refuse
+    from dlr_pretrain.analysis.scaling import assume, on_paper
 
-    found = plan(cfg, ranks)
-    return json.dumps(found, indent=2) if as_json else render(found)
+    found = plan(on_paper(cfg, ranks, assume(device)), ranks)
+    if as_json:
+        return json.dumps(found, indent=2)
+    return render(found) + (f"\n{AUTO.format(device)}" if cfg.train.micro_batch == "auto" else "")
 
 
 def scaling(words: list[str], given: argparse.Namespace) -> str:

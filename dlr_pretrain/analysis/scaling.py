@@ -119,7 +119,7 @@ class Scaling:
         train, given = self.cfg.train, self.given
         if train.global_batch % gpus:
             return None
-        cfg = self._pinned(gpus)
+        cfg = on_paper(self.cfg, gpus, given)
         rows = cfg.train.micro_batch
         count, held = train.global_batch // gpus // rows, self._held(cfg, gpus)
         if rows not in self._work:
@@ -144,21 +144,9 @@ class Scaling:
             mfu=flops / (step * gpus * given.peak_tflops * 1e12),
             hours=train.steps * step / 3600,
             memory=held.total,
-            fits=held.total <= self.room,
+            fits=held.total <= room(given),
             trains=MAX_STREAMS % gpus == 0,
         )
-
-    @property
-    def room(self) -> float:
-        """Bytes of a GPU for what ``memory`` counts."""
-        return self.given.capacity * self.given.memory_gb * 1e9
-
-    def _pinned(self, gpus: int) -> Config:
-        """``cfg`` with a micro-batch that divides a GPU's share of the batch: the largest up to the one asked for."""
-        asked, share = self.cfg.train.micro_batch, self.cfg.train.global_batch // gpus
-        if asked == "auto":
-            return with_micro_batch(self.cfg, fitting(self.cfg, self.vocab_size, gpus, self.room) or 1)
-        return with_micro_batch(self.cfg, largest_divisor(share, asked or self.cfg.scale.micro_batch))
 
     def _held(self, cfg: Config, gpus: int) -> Memory:
         rows = cfg.train.micro_batch
@@ -171,6 +159,22 @@ class Scaling:
 def with_micro_batch(cfg: Config, rows: int) -> Config:
     """``cfg`` with ``train.micro_batch=rows``."""
     return replace(cfg, train=replace(cfg.train, micro_batch=rows))
+
+
+def room(given: Assumptions) -> float:
+    """Bytes of a GPU for what ``memory`` counts."""
+    return given.capacity * given.memory_gb * 1e9
+
+
+def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
+    """``cfg`` with a micro-batch that divides a GPU's share of the batch: up to the one asked for, or for ``auto`` up
+    to what the estimate has room for (1 where it has for none).
+    """
+    asked, share = cfg.train.micro_batch, cfg.train.global_batch // gpus
+    if asked == "auto":
+        vocab_size = cfg.scale.vocab_size or VOCABULARY
+        return with_micro_batch(cfg, fitting(cfg, vocab_size, gpus, room(given)) or 1)
+    return with_micro_batch(cfg, largest_divisor(share, asked or cfg.scale.micro_batch))
 
 
 def fitting(cfg: Config, vocab_size: int, ranks: int, room: float) -> int | None:

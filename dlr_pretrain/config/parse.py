@@ -122,11 +122,12 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
     hint, optional = spec.hint, False
     if isinstance(hint, types.UnionType):
         hint, optional = typing.get_args(hint)[0], True
-    if optional and value is None:
-        return None
+    if (optional and value is None) or value in spec.rules.get("words", ()):
+        return value
     converted = _convert(value, hint)
     if converted is MISSING:
-        problems.append(Problem(name, value, f"must be {KINDS[hint]}" + (" or null" if optional else "")))
+        others = [*spec.rules.get("words", ()), *(["null"] if optional else [])]
+        problems.append(Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others])))
     elif rule := _broken_rule(converted, spec.rules):
         mend = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
         problems.append(Problem(name, value, rule, mend))

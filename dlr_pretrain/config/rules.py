@@ -141,7 +141,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
         below = batch // world_size * world_size
         mend = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
         yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", mend)
-    elif micro_batch is not None and (share := batch // world_size) % micro_batch:
+    elif micro_batch not in (None, "auto") and (share := batch // world_size) % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
 

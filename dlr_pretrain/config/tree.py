@@ -21,10 +21,11 @@ def key(
     at_least: float | None = None,
     at_most: float | None = None,
     choices: tuple[str, ...] | None = None,
+    words: tuple[str, ...] = (),
     identity: bool = True,
     fixed: bool = False,
 ):
-    """A documented key with its bounds.
+    """A documented key with its bounds, and ``words`` that may stand in the place of a number.
 
     ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
     and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
@@ -127,7 +128,12 @@ class Train:
     warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
     min_lr_ratio: float = key("end of the cosine, as a share of the peak", at_least=0, at_most=1)
     global_batch: int = key("sequences an update, over all ranks", at_least=1)
-    micro_batch: int | None = key("sequences a rank takes at once; null: chosen", at_least=1, identity=False)
+    micro_batch: int | str | None = key(
+        "sequences a rank takes at once; null: the paper's, auto: the most that fit its memory",
+        at_least=1,
+        words=("auto",),
+        identity=False,
+    )
     seq_len: int = key("positions a sequence", at_least=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
     accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
@@ -234,7 +240,12 @@ class Config:
         return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's."""
+        """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's.
+
+        ``auto`` is a number from the start of a run on: see ``train.micro_batch``.
+        """
+        if self.train.micro_batch == "auto":
+            raise ValueError("train.micro_batch=auto is not settled yet")
         if self.train.micro_batch is not None:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)

@@ -27,6 +27,7 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.checkpoint import Keep
 from dlr_pretrain.train.files import sync
+from dlr_pretrain.train.micro_batch import available, choose
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
@@ -149,15 +150,16 @@ def collectives(cfg: Config) -> Outcome:
 
 def step(cfg: Config) -> Outcome:
     """Two updates of the configuration as it stands, of at most two micro-batches; peak memory against the plan's."""
-    ranks, vocab_size = int(os.environ.get("WORLD_SIZE", 1)), vocabulary(cfg)
-    share = cfg.train.global_batch // ranks
-    rows = cfg.micro_batch(ranks)
-    few = min(2, share // rows)
-    short = replace(cfg, train=replace(cfg.train, global_batch=ranks * rows * few, micro_batch=rows))
-    planned = memory(short, vocab_size, ranks).total
-    before = resident()
-    with Runtime(short) as runtime:
+    vocab_size, before = vocabulary(cfg), resident()
+    with Runtime(cfg) as runtime:
         runtime.use_device()
+        auto = cfg.train.micro_batch == "auto"
+        rows = choose(cfg, runtime, vocab_size) if auto else cfg.micro_batch(runtime.world_size)
+        share = cfg.train.global_batch // runtime.world_size
+        few = min(2, share // rows)
+        train = replace(cfg.train, global_batch=runtime.world_size * rows * few, micro_batch=rows)
+        short = replace(cfg, train=train)
+        planned = memory(short, vocab_size, runtime.world_size).total
         trainer = bare_trainer(short, runtime, vocab_size, lambda _: None)
         batch = noise(short, runtime, vocab_size)
         try:
@@ -171,7 +173,8 @@ def step(cfg: Config) -> Outcome:
         peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
         whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
     uniform = math.log(vocab_size)
-    text = (
+    text = "train.micro_batch=auto: " if auto else ""
+    text += (
         f"{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s (the first in {first:.1f} s), an update of "
         f"{share // rows} about {second / few * (share // rows):.3g} s; loss {loss:.2f}, of chance {uniform:.2f}; peak "
         f"{peak / 1e9:.2f} GB{'' if on_gpu else ' of the process'}, planned {planned / 1e9:.2f} GB"
@@ -196,12 +199,6 @@ def resident(peak: bool = False) -> int:
     label = "VmHWM:" if peak else "VmRSS:"
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(row.split()[1]) for row in rows if row.startswith(label))
-
-
-def available() -> int:
-    """Bytes of the machine's memory that a process could still take."""
-    rows = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(row.split()[1]) for row in rows if row.startswith("MemAvailable:"))
 
 
 def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:

@@ -38,6 +38,7 @@ from dlr_pretrain.train.fork import adapt, best_after, fork
 from dlr_pretrain.train.health import Suspects
 from dlr_pretrain.train.lock import HEARTBEAT, RunLock
 from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.micro_batch import settled
 from dlr_pretrain.train.record import describe_device, hold, open_record, read_record, record_start, update_record
 from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
@@ -84,6 +85,7 @@ class Run:
         start = self.open_start() if snapshot is None else None
         self.runtime.use_device()
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
+        self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
         dtype = STATE_DTYPE[self.cfg.precision.name]
         model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
         if start:
@@ -229,6 +231,7 @@ class Run:
             root = self.dir / "checkpoints"
             saver = opened.enter_context(Saver(root, runtime, keep, permit, saved, about, saved_step=step))
             trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, saver, suspects)
+            opened.callback(trainer.profiler.close)
             if snapshot:
                 trainer.resume(snapshot)
             streams = snapshot.state["streams"] if snapshot else None
@@ -238,7 +241,8 @@ class Run:
                 trainer.train(loader)
             except torch.OutOfMemoryError as error:
                 used = f"train.micro_batch={trainer.micro_batch}: out of GPU memory on rank {runtime.rank}"
-                raise UserError(f"{used}. Halve it (the global batch stays), or use more GPUs. {error}") from error
+                mend = "Halve it (the global batch stays) or leave it to train.micro_batch=auto, or use more GPUs"
+                raise UserError(f"{used}. {mend}. {error}") from error
 
     def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
         """``metrics.jsonl``, and what shows it elsewhere; ``opened`` closes them."""

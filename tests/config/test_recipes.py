@@ -16,7 +16,9 @@ METHODS = [
     *(f"{b}{dlr}" for b in BACKBONES for dlr in ("", "_dlr")),
 ]
 RECIPES = sorted(
-    str(p.relative_to(CONFIG_DIR / "experiment").with_suffix("")) for p in (CONFIG_DIR / "experiment").rglob("*.yaml")
+    str(p.relative_to(CONFIG_DIR / "experiment").with_suffix(""))
+    for p in (CONFIG_DIR / "experiment").rglob("*.yaml")
+    if p.name != "reference.yaml"  # of no paper: scripts/doctor.py trains it
 )
 EXTREMES = ("60m", "1b")  # for recipes without a value of their own for a scale
 SCALES = {"7b": ("7b",), "long_26b": ("1b",), "ablation": EXTREMES}  # of a folder, where not those of Table 1
