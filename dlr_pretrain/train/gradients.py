@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from dlr_pretrain.models import dlr
 
@@ -46,13 +47,16 @@ class Gradients:
         """
         overlapped = isinstance(self.forward, DistributedDataParallel)
         with nullcontext() if last or not overlapped else self.forward.no_sync():
-            loss = self.forward(*inputs) / count
-            loss.backward()
+            with record_function("forward"):
+                loss = self.forward(*inputs) / count
+            with record_function("backward"):
+                loss.backward()
         if self.sums is not None:
             torch._foreach_add_(self.sums, [p.grad for p in self.weights.working.values()])
             self.forward.zero_grad()
             if last and self.world_size > 1:
-                dist.all_reduce(self.buffer)
+                with record_function("communication"):
+                    dist.all_reduce(self.buffer)
         return loss.detach()
 
     def collect(self) -> list[Tensor]:

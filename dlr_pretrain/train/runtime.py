@@ -17,6 +17,7 @@ from torch import Tensor
 from dlr_pretrain import process
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 
 T = TypeVar("T")
@@ -156,6 +157,7 @@ class Runtime:
         """A group for collectives on the host of another thread than the main one; all ranks ask for it together."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if self.world_size > 1 else None
 
+    @part("communication")
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor`` summed over ranks, in place."""
         if self.world_size > 1:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.profiler import record_function
 
 from dlr_pretrain import shards
 from dlr_pretrain.models import dlr
@@ -87,8 +88,10 @@ class ShardedGradients:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
         for p in self.weights.working.values() if self.totals else ():
             p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold it
-        loss = self.forward(*inputs) / count
-        loss.backward()
+        with record_function("forward"):
+            loss = self.forward(*inputs) / count
+        with record_function("backward"):
+            loss.backward()
         return loss.detach()
 
     @torch.no_grad()

@@ -27,7 +27,9 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import clip
 from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
+from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.probe import Probe
+from dlr_pretrain.train.profile import Profiler
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.weights import Weights
@@ -62,6 +64,7 @@ class Trainer:
         self.gradients = weights.gradients(cfg.train.accumulate, runtime.world_size)
         require_tied(weights.model)
         self.probe, self.probed = Probe(cfg, runtime, weights), {}  # and what it has found, by the step that followed
+        self.profiler = Profiler(cfg, runtime, console)
         self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
         self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
@@ -101,10 +104,16 @@ class Trainer:
 
         micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
         numbered = enumerate(self.runtime.advancing(micro), 1)
-        with self.weights.published():
+        with Entering("publish", self.weights.published()):
             losses = [self.gradients.add(some, count, last=i == len(micro)) for i, some in numbered]
         loss = self.runtime.sum(torch.stack(losses).sum())
 
+        norm, masked = self.apply(loss, lr, failed)
+        return torch.stack((loss, norm, masked, self.halted, real_tokens.float(), stop.float()))
+
+    @part("optimizer")
+    def apply(self, loss: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the summed gradients and take the step; returns their norm, and whether the step was masked."""
         gradients = self.gradients.collect()
         norm = self.gradients.norm(gradients)
         clip(gradients, norm, self.cfg.train.clip)
@@ -119,7 +128,7 @@ class Trainer:
             share = lr * self.cfg.optimizer.weight_decay * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
-        return torch.stack((loss, norm, masked, self.halted, real_tokens.float(), stop.float()))
+        return norm, masked
 
     # ------------------------------------------------------------------------------------------------
     # The loop
@@ -142,6 +151,8 @@ class Trainer:
             self.runtime.stepped(self.step)
             self.batches[self.step] = batch
             self.pending.push(self.step, values)
+            with self.throughput.paused():
+                self.profiler.step()
 
             last = self.step == steps
             evaluate = last or self.step % self.cfg.eval.every == 0
@@ -178,6 +189,7 @@ class Trainer:
         if self.failure is not None:  # of the last step; the updates before it would have ended the run
             raise self.failure
 
+    @part("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
         """The next batch; an empty one where this rank has failed, so that all ranks learn of it in the step."""
         try:
@@ -312,8 +324,8 @@ class Trainer:
         """
         self.require_sound()
         streams = {}
-        for part in self.runtime.gather(self.streams):
-            streams |= part
+        for own in self.runtime.gather(self.streams):
+            streams |= own
         state = {
             "step": self.step,
             "tokens": self.tokens,

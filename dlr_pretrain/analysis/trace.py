@@ -1,0 +1,141 @@
+"""Tables of a trace of some steps: where their time goes, by the parts of a step and by kernel. Needs no torch.
+
+A trace is what ``torch.profiler`` exports. A step is one of its ``ProfilerStep#`` ranges; ``PARTS`` are ranges too.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PARTS = ("data", "publish", "forward", "backward", "communication", "optimizer")
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a GPU
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+TOP = 15  # kernels that are shown
+
+
+@dataclass
+class Tables:
+    """Milliseconds a step. ``host`` and ``gpu`` are by part, "other" among them; ``gpu`` is empty without a GPU.
+
+    ``kernels`` are (name, calls a step, time a step), the longest first: on a GPU its kernels, else operators by the
+    time in themselves. ``collectives`` is how long gloo's were under way beside the step's own thread.
+    """
+
+    steps: int
+    wall: float
+    host: dict[str, float]
+    gpu: dict[str, float]
+    collectives: float
+    kernels: list[tuple[str, float, float]] = field(default_factory=list)
+
+
+def read_trace(path: Path) -> list[dict]:
+    """The complete events of an exported trace, gzipped or not."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
+        return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+
+
+def tables(events: list[dict]) -> Tables:
+    """Raises ValueError where no step is in the trace."""
+    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    if not steps:
+        raise ValueError("the trace holds no step")
+    number, wall = len(steps), sum(e["dur"] for e in steps)
+    parts = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PARTS]
+    host = dict.fromkeys(PARTS, 0.0) | _total(own_times(parts), lambda e: e["name"])
+    host["other"] = wall - sum(host.values())
+
+    kernels = [e for e in events if e.get("cat") in KERNELS]
+    gpu: dict[str, float] = {}
+    if kernels:
+        launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in LAUNCHES}
+        gpu = dict.fromkeys((*PARTS, "other"), 0.0)
+        for kernel in kernels:
+            gpu[_part_of(kernel, parts, launched.get(_correlation(kernel)))] += kernel["dur"]
+    names = {id(e) for e in (*steps, *parts)}
+    gloo = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("gloo:")]
+    names |= {id(e) for e in gloo}
+    operators = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") and id(e) not in names]
+    timed = [(e, e["dur"]) for e in kernels] or own_times(operators)
+    times, calls = _total(timed, lambda e: e["name"]), defaultdict(int)
+    for event, _ in timed:
+        calls[event["name"]] += 1
+    longest = sorted(times, key=lambda name: -times[name])[:TOP]
+    each = 1000 * number
+    return Tables(
+        steps=number,
+        wall=wall / each,
+        host={name: time / each for name, time in host.items()},
+        gpu={name: time / each for name, time in gpu.items()},
+        collectives=sum(e["dur"] for e in gloo) / each,
+        kernels=[(name, calls[name] / number, times[name] / each) for name in longest],
+    )
+
+
+def own_times(events: Iterable[dict]) -> list[tuple[dict, float]]:
+    """Each event with its duration less those that lie in it, on its own thread."""
+    threads = defaultdict(list)
+    for event in events:
+        threads[event["pid"], event["tid"]].append(event)
+    own = []
+    for of_thread in threads.values():
+        open_events: list[list] = []
+        for event in sorted(of_thread, key=lambda e: (e["ts"], -e["dur"])):
+            while open_events and open_events[-1][0]["ts"] + open_events[-1][0]["dur"] <= event["ts"]:
+                open_events.pop()
+            if open_events:
+                open_events[-1][1] -= event["dur"]
+            open_events.append([event, event["dur"]])
+            own.append(open_events[-1])
+    return [(event, time) for event, time in own]
+
+
+def _part_of(kernel: dict, parts: list[dict], launched: float | None) -> str:
+    """The innermost part that was open when ``kernel`` was launched, by whatever thread; NCCL's are communication."""
+    if "nccl" in kernel["name"].lower():
+        return "communication"
+    if launched is None:
+        return "other"
+    around = [p for p in parts if p["ts"] <= launched < p["ts"] + p["dur"]]
+    return min(around, key=lambda p: p["dur"])["name"] if around else "other"
+
+
+def _correlation(event: dict) -> object:
+    return event.get("args", {}).get("correlation")
+
+
+def _total(timed: Iterable[tuple[dict, float]], key: Callable[[dict], str]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for event, time in timed:
+        totals[key(event)] += time
+    return dict(totals)
+
+
+def render(found: Tables, title: str) -> str:
+    """The tables as Markdown."""
+    gpu = bool(found.gpu)
+    lines = [f"# {title}", "", f"{found.steps} steps, {found.wall:,.2f} ms each on the host.", ""]
+    lines += ["| part | host, ms a step | share |" + (" GPU, ms a step |" if gpu else "")]
+    lines += ["| --- | ---: | ---: |" + (" ---: |" if gpu else "")]
+    for name, time in found.host.items():
+        row = f"| {name} | {time:,.2f} | {time / found.wall:.1%} |"
+        lines.append(row + (f" {found.gpu[name]:,.2f} |" if gpu else ""))
+    lines.append("")
+    if gpu:
+        lines.append(
+            f"The GPU was at work for {sum(found.gpu.values()):,.2f} ms a step, kernels that overlap counted each; a "
+            "kernel belongs to the part that launched it, those of NCCL to communication."
+        )
+    elif found.collectives:
+        lines.append(f"Collectives were under way for {found.collectives:,.2f} ms a step, beside the parts.")
+    what = "kernel" if gpu else "operator, in itself"
+    lines += ["", f"| {what} | calls a step | ms a step |", "| --- | ---: | ---: |"]
+    for name, calls, time in found.kernels:
+        short = name if len(name) <= 90 else name[:87] + "..."
+        lines.append(f"| `{short.replace('|', chr(92) + '|')}` | {calls:,.1f} | {time:,.3f} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,63 @@
+"""``profile=on``: a trace of a few steps on every rank, and the tables of rank 0's, in ``<run>/profile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from dlr_pretrain.analysis.trace import read_trace, render, tables
+from dlr_pretrain.config import Config
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.runtime import Runtime
+
+HISTORY = 200_000  # allocations of GPU memory that are remembered with their place in the code
+
+
+class Profiler:
+    """Counts the steps of this start and traces those that ``cfg.profile`` names; a full disk costs a warning."""
+
+    def __init__(self, cfg: Config, runtime: Runtime, console: Console):
+        self.cfg, self.runtime, self.console = cfg, runtime, console
+        self.folder, self.trace = Path(cfg.run.dir) / "profile", None
+        self.profile: profile | None = None
+        if cfg.profile.enabled:
+            activities = [ProfilerActivity.CPU]
+            if runtime.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+                torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+            due = schedule(wait=cfg.profile.start - 1, warmup=1, active=cfg.profile.steps, repeat=1)
+            self.profile = profile(activities=activities, schedule=due, on_trace_ready=self._write)
+            self.profile.start()
+
+    def step(self) -> None:
+        """One step of the training is over."""
+        if self.profile is not None:
+            self.profile.step()
+            if self.trace is not None:
+                self.close()
+
+    def close(self) -> None:
+        """End the profile, complete or not."""
+        if self.profile is None:
+            return
+        ended, self.profile = self.profile, None
+        ended.stop()
+        if self.runtime.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.trace is None:
+            start, steps = self.cfg.profile.start, self.cfg.profile.steps
+            self.console.say(f"warning: no profile: profile.start={start} and profile.steps={steps} were not reached")
+
+    def _write(self, ended: profile) -> None:
+        self.trace = self.folder / f"trace_rank{self.runtime.rank}.json.gz"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            ended.export_chrome_trace(str(self.trace))
+            if self.runtime.is_main:
+                text = render(tables(read_trace(self.trace)), Path(self.cfg.run.dir).resolve().name)
+                (self.folder / "profile.md").write_text(text, encoding="utf-8")
+                self.console.say(f"profile     {self.folder / 'profile.md'}, and traces for https://ui.perfetto.dev")
+        except (OSError, ValueError) as error:
+            self.console.say(f"warning: no profile: {error}")
