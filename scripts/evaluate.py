@@ -3,7 +3,6 @@ seeds of one method, give mean and standard deviation. Under torchrun each rank,
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -56,7 +55,6 @@ def run(given: argparse.Namespace) -> None:
 
 def evaluate(given: argparse.Namespace) -> dict:
     """Everything that is printed and written, of all folders."""
-    os.environ["TQDM_DISABLE"] = "1"  # before the harness is imported: it draws a bar for each of MMLU's subjects
     import torch
 
     from dlr_pretrain.deploy import zero_shot

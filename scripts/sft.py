@@ -4,7 +4,6 @@ torchrun --nproc-per-node 8 scripts/sft.py full=runs/1b-full-dlr_off-s42/folded 
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -63,7 +62,6 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace) -> None:
-    os.environ["TQDM_DISABLE"] = "1"  # before torch is imported: the harness draws a bar for each of MMLU's subjects
     need("accelerate", "sft", (1, 1))
     if given.tasks:
         need("lm-eval", "eval", OLDEST_HARNESS)

@@ -28,6 +28,7 @@ def world_size() -> int:
 def command(act: Callable[[], None]) -> int:
     """The exit code of ``act``. What a user can mend is said in a line, with the rank where that is not the first."""
     where = f" on rank {rank()}" if rank() else ""
+    os.environ["TQDM_DISABLE"] = "1"  # read when torch is imported; the harness draws a bar for each of MMLU's subjects
     try:
         act()
     except (UserError, OSError) as error:

@@ -248,6 +248,7 @@ def test_all_six_tasks_on_real_documents_with_the_published_tokenizer(tmp_path, 
         [sys.executable, *map(str, [SCRIPT, folder, *words])], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert "it/s]" not in done.stderr  # 62 bars
     report = json.loads(output.read_text())
     assert {name: task["n"] for name, task in report["tasks"].items()} == dict.fromkeys(zero_shot.TASKS, 2) | {
         "mmlu": 114
