@@ -60,8 +60,6 @@ def submit(argv: list[str]) -> None:
     array = Array(runs, chosen, name, given.limit, for_sbatch)
     if given.dry_run:
         return print(f"Would submit {len(chosen)}: {shlex.join(array.command)}")
-    if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
-        raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
     job = array.submit()
     print(f"Submitted {len(chosen)} as job {job}: {shlex.join(array.command)}")
 
@@ -87,7 +85,7 @@ def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--status", action="store_true", help="show how the runs stand")
     parser.add_argument("--resubmit", action="store_true", help="those that failed, were cancelled, or stopped")
     parser.add_argument("--time", action="store_true", help="estimate, where such a run has been timed in run.root")
-    parser.add_argument("--limit", type=_at_least_1, metavar="N", help="tasks of the array that run at once")
+    parser.add_argument("--limit", type=at_least_1, metavar="N", help="tasks of the array that run at once")
     parser.add_argument("--sbatch", type=shlex.split, default=[], metavar="WORDS", help="the same as behind --")
     parser.add_argument("--write", metavar="FILE", help="write the runs to a new runs file, and submit nothing")
     parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
@@ -97,7 +95,7 @@ def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return given, given.sbatch + argv[cut + 1 :]
 
 
-def _at_least_1(text: str) -> int:
+def at_least_1(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return int(text)

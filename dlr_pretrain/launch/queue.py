@@ -121,6 +121,8 @@ class Array:
         """Write the runs file, queue the array, note its tasks in the run directories; returns the job's id."""
         if shutil.which("sbatch") is None:
             raise UserError("no SLURM here: sbatch is not on PATH")
+        if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
+            raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
         self.folder.mkdir(parents=True, exist_ok=True)
         aside = self.folder / f"runs.{os.getpid()}"
         aside.write_text(self.text, encoding="utf-8")
@@ -128,11 +130,16 @@ class Array:
         job = _ask(*self.command).strip().split(";")[0]
         for run in self.chosen:
             name = f"{job}_{run.number}"
-            entry = {"time": time.time(), "job": name, "log": str((self.folder / f"{name}.log").absolute())}
-            run.dir.mkdir(parents=True, exist_ok=True)
-            with open(run.dir / JOBS, "a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
+            note(run.dir, name, self.folder / f"{name}.log")
         return job
+
+
+def note(run_dir: Path, job: str, log: Path) -> None:
+    """Add a job to those of a run."""
+    entry = {"time": time.time(), "job": job, "log": str(log.absolute())}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / JOBS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")
 
 
 def last_job(run_dir: Path) -> dict | None:

@@ -98,12 +98,13 @@ def combine(lines: list[Line], others: list[Line]) -> list[Line]:
     return [replace(line, words=line.words + other.words) for line in lines for other in others]
 
 
-def load_runs(lines: list[Line], ranks: int) -> list[Run]:
-    """The checked runs, each as ``train.py`` on ``ranks`` ranks would see it, but for the files of the machine.
+def load_runs(lines: list[Line], ranks: int, machine: bool = False) -> list[Run]:
+    """The checked runs, each as ``train.py`` on ``ranks`` ranks would see it; the files of this machine and its other
+    means are looked at where it is the ``machine`` that will train.
 
     Raises one ConfigError with every problem of every line; two lines with one run directory are a problem too.
     """
-    check = partial(_loaded, ranks=ranks)
+    check = partial(_loaded, ranks=ranks, machine=machine)
     if len(lines) <= FEW:
         found = list(map(check, lines))
     else:
@@ -128,14 +129,14 @@ def load_runs(lines: list[Line], ranks: int) -> list[Run]:
     return [Run(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
 
 
-def _loaded(line: Line, ranks: int) -> Config | ConfigError:
+def _loaded(line: Line, ranks: int, machine: bool) -> Config | ConfigError:
     try:
         if line.problem:
             raise ConfigError([Problem("words", MISSING, line.problem)])
         asked = read(list(line.words))
         if asked.answers or asked.shows:
             raise ConfigError([Problem(" ".join(asked.flags), MISSING, "prints something, and trains nothing")])
-        return load(list(line.words), ranks, machine=False)
+        return load(list(line.words), ranks, machine)
     except ConfigError as error:
         return error
 

@@ -1,0 +1,271 @@
+"""A comparison, as ``comparison`` gives it, in words, tables and the curve of perplexity against learning rate."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlr_pretrain.analysis.comparison import LEVEL
+from dlr_pretrain.analysis.show import fill
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
+MARKS = "osD^vP"
+COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")
+
+
+def write(found: dict, folder: Path) -> None:
+    """``tune.json``, ``curve.csv`` (a line for each run), ``curve.png``, ``curve.svg`` and ``report.md``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    with open(folder / "curve.csv", "w", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, COLUMNS)
+        lines.writeheader()
+        lines.writerows(curve(found))
+    plot(found, [folder / "curve.png", folder / "curve.svg"])
+    (folder / "report.md").write_text(report(found), encoding="utf-8")
+
+
+def curve(found: dict) -> list[dict]:
+    """Every run with the perplexities of both halves; ``chosen`` says of its rate that the method is reported at it."""
+    rows = []
+    for trial in found["trials"]:
+        row = {name: trial[name] for name in COLUMNS if name in trial}
+        row |= {f"perplexity_{half}": _perplexity(trial[f"loss_{half}"]) for half in "ab"}
+        rows.append(row | {"chosen": trial["lr"] == found["chosen"][trial["method"]]["lr"]})
+    return rows
+
+
+# ----------------------------------------------------------------------------------------------------
+# Words
+
+
+def verdicts(found: dict) -> list[str]:
+    """A sentence for each method that is compared."""
+    said = []
+    for c in found["comparisons"]:
+        pair = f"{c['method']} against {c['against']}"
+        if c["better"] is None:
+            said.append(f"{pair}: not decided: {c['reason']}.")
+            continue
+        d = c["difference"]
+        verdict = "no difference shown" if c["better"] == "none shown" else f"{c['better']} is better"
+        said.append(f"{pair}: {verdict}. {_difference(d)} over {d['n']} seeds.")
+    return said
+
+
+def remarks(found: dict) -> list[str]:
+    """What a reader has to know before quoting a verdict."""
+    said, rates = [], found["design"]["rates"]
+    for method, choice in found["chosen"].items():
+        if choice["edge"] == "only":
+            said.append(f"{method}: a grid of one rate chooses nothing.")
+        elif choice["edge"]:
+            beyond = "below" if choice["edge"] == "lowest" else "above"
+            end = f"its best rate, {choice['lr']:g}, is the {choice['edge']} of the grid"
+            said.append(f"{method}: {end}, and a better one may lie {beyond} it. Widen lr= and give the command again.")
+    spent = found["budgets"]
+    if len({tuple(budget.values()) for budget in spent.values()}) > 1:
+        each = ", ".join(f"{method} {b['steps']:,} steps, {b['tokens']:,} tokens" for method, b in spent.items())
+        said.append(f"The budgets are not equal: {each}.")
+    diverged = [t for t in found["trials"] if t["state"] == "diverged"]
+    for method in found["design"]["methods"]:
+        if own := [f"{t['lr']:g} (seed {t['seed']})" for t in diverged if t["method"] == method]:
+            said.append(f"{method} diverged at {', '.join(own)}.")
+    if not found["design"]["fresh"] and len(rates) > 1:
+        said.append(
+            "The rates were chosen with the seeds that are reported, on other text: a seed's luck is in both, and the "
+            "losses are a little flattered. Give confirm=<seeds> to report seeds that chose nothing."
+        )
+    return said
+
+
+def report(found: dict) -> str:
+    """The text of ``report.md``."""
+    design = found["design"]
+    seeds = f"seeds {_listed(design['fresh'] or design['seeds'])}"
+    sections = [
+        f"# {' / '.join(design['methods'])}",
+        "\n".join(f"* **{line}**" for line in verdicts(found)),
+        "\n".join(f"* {line}" for line in remarks(found)),
+        f"## At each method's own rate, on held-out text ({seeds})",
+        _chosen_table(found),
+        "![perplexity against learning rate](curve.png)",
+        f"## Perplexity on held-out text by rate, mean ± std (seeds {_listed(design['seeds'])})",
+        _rate_table(found),
+        "## At equal rates",
+        _equal_table(found),
+        "## How it was done",
+        _method(found),
+        "```\n" + f"python {found['command']}" + "\n```",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def console(found: dict) -> str:
+    """The table of the methods, the verdicts and the remarks, in 80 columns but for long names of methods."""
+    width = max(map(len, ["method", *found["chosen"]]))
+    lines = [f"{'method':{width}}  {'lr':>9}  {'held-out perplexity':>20}  seeds"]
+    for method, choice in found["chosen"].items():
+        lr = f"{choice['lr']:g}" if choice["lr"] is not None else "-"
+        lines.append(f"{method:{width}}  {lr:>9}  {_spread(choice['held_out']['perplexity']):>20}  {_count(choice)}")
+    said = [*verdicts(found), *(f"note: {line}" for line in remarks(found))]
+    return "\n".join([*lines, "", *(fill(line, indent=2) for line in said)])
+
+
+def _method(found: dict) -> str:
+    design = found["design"]
+    k = len(design["methods"]) - 1
+    level = f"{100 * (1 - (1 - LEVEL) / max(1, k)):g} %"
+    wider = f" ({LEVEL:.0%} for the {k} comparisons together, by Bonferroni)" if k > 1 else ""
+    words = "\n".join(f"* `{method}`: `{text}`" for method, text in found["words"].items())
+    return (
+        f"Every method was trained at {len(design['rates'])} rates with {len(design['seeds'])} seeds. Its rate is that "
+        "of the lowest mean loss on half A of the validation set; what is reported is half B. Differences are of runs "
+        f"with the same seed; intervals are Student's t over seeds, at {level}{wider}, and a method is called better "
+        "where the interval leaves out zero. A rate with a diverged run is not chosen.\n\n"
+        f"{words}\n* all: `{found['shared']}`"
+    )
+
+
+def _chosen_table(found: dict) -> str:
+    rows = []
+    for method, choice in found["chosen"].items():
+        out = choice["held_out"]
+        lr = f"{choice['lr']:g}" if choice["lr"] is not None else f"none: {choice['reason']}"
+        loss = out["loss"]
+        interval = f"{loss['low']:.4f} to {loss['high']:.4f}" if loss and loss["low"] is not None else "none"
+        mean = f"{loss['mean']:.4f}" if loss else "-"
+        rows.append([method, lr, _spread(out["perplexity"]), mean, interval, _count(choice)])
+    header = ["method", "rate", "perplexity, mean ± std", "loss", f"{LEVEL:.0%} interval of the loss", "seeds"]
+    return _table(header, rows)
+
+
+def _rate_table(found: dict) -> str:
+    design, rows = found["design"], []
+    for lr in design["rates"]:
+        row = [f"{lr:g}"]
+        for method in design["methods"]:
+            own = [t for t in _grid(found, method) if t["lr"] == lr]
+            values = [_perplexity(t["loss_b"]) for t in own if t["loss_b"] is not None]
+            lost = [t["state"] for t in own if t["loss_b"] is None]
+            shown = [_mean_and_std(values), *(f"{lost.count(state)} {state}" for state in dict.fromkeys(lost))]
+            cell = ", ".join(filter(None, shown))
+            row.append(f"**{cell}**" if lr == found["chosen"][method]["lr"] else cell)
+        rows.append(row)
+    return _table(["rate", *design["methods"]], rows)
+
+
+def _equal_table(found: dict) -> str:
+    rows = [
+        [c["method"], c["against"], f"{c['lr']:g}", _difference(c["difference"]), str(len(c["by_seed"]))]
+        for c in found["at_equal_rates"]
+    ]
+    return _table(["method", "against", "rate", f"difference, {LEVEL:.0%} of each by itself", "seeds"], rows)
+
+
+def _difference(d: dict | None) -> str:
+    """The mean difference of a loss with its interval, and what it is of the perplexity."""
+    if d is None:
+        return "-"
+    percent = f"perplexity {100 * math.expm1(d['mean']):+.2f} %"
+    if d["low"] is None:
+        return f"{d['mean']:+.4f} nats a token, no interval ({percent})"
+    interval = f"{100 * d['level']:g} % interval {d['low']:+.4f} to {d['high']:+.4f}"
+    return f"{d['mean']:+.4f} nats a token, {interval} ({percent})"
+
+
+def _spread(e: dict | None) -> str:
+    if e is None:
+        return "-"
+    return f"{e['mean']:.2f}" + (f" ± {e['std']:.2f}" if e["std"] is not None else " (one seed)")
+
+
+def _mean_and_std(values: Sequence[float]) -> str:
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
+    return f"{mean:.2f}" + (f" ± {std:.2f}" if std is not None else "")
+
+
+def _count(choice: dict) -> str:
+    """2 of 3, 1 diverged."""
+    out = choice["held_out"]
+    lost = [f"{len(out[name])} {name}" for name in ("diverged", "missing") if out[name]]
+    return ", ".join([f"{len(out['losses'])} of {len(out['seeds'])}" if lost else str(len(out["seeds"])), *lost])
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows] if rows else []
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _grid(found: dict, method: str) -> list[dict]:
+    """The method's runs without those of fresh seeds."""
+    return [t for t in found["trials"] if t["method"] == method and t["seed"] in found["design"]["seeds"]]
+
+
+def _perplexity(loss: float | None) -> float | None:
+    return None if loss is None else math.exp(loss)
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The curve
+
+
+def plot(found: dict, paths: Sequence[Path]) -> None:
+    """Held-out perplexity against learning rate: every seed a faint point, a line through the means of the rates at
+    which all have finished, a ring at the chosen one, a cross at the top for each diverged run."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    design = found["design"]
+    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for i, method in enumerate(design["methods"]):
+        _draw(axes, found, method, COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)], (i, len(design["methods"])))
+    if not any(len(line.get_xdata()) for line in axes.lines):
+        axes.set_ylim(1, 10)  # a logarithmic axis needs some
+    axes.set(xscale="log", yscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
+    axes.xaxis.set_major_locator(FixedLocator(design["rates"]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for which in ("major", "minor"):
+        getattr(axes.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
+    if len(design["rates"]) > 8:
+        axes.tick_params(axis="x", rotation=45)
+    axes.grid(alpha=0.25, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title=f"seeds {_listed(design['seeds'])}; ring: rate chosen on the other half")
+    for path in paths:
+        figure.savefig(path)
+
+
+def _draw(axes, found: dict, method: str, colour: str, mark: str, place: tuple[int, int]) -> None:
+    """One method; ``place`` is its number and that of all, by which points of one rate stand beside each other."""
+    grid = _grid(found, method)
+    aside = 1 + 0.015 * (place[0] - (place[1] - 1) / 2)
+    points = [(t["lr"], _perplexity(t["loss_b"])) for t in grid if t["loss_b"] is not None]
+    means = {}
+    for lr in found["design"]["rates"]:
+        losses = [t["loss_b"] for t in grid if t["lr"] == lr]
+        if losses and None not in losses:
+            means[lr] = math.exp(sum(losses) / len(losses))
+    axes.plot([lr * aside for lr, _ in points], [y for _, y in points], mark, color=colour, alpha=0.35, markersize=4)
+    axes.plot(list(means), list(means.values()), color=colour, marker=mark, markersize=5, linewidth=1.6, label=method)
+    if (best := found["chosen"][method]["lr"]) in means:
+        ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": "none"}
+        axes.plot([best], [means[best]], "o", color=colour, **ring)
+    lost = [t["lr"] * aside for t in grid if t["state"] == "diverged"]
+    if lost:
+        top = {"transform": axes.get_xaxis_transform(), "label": f"{method}, diverged"}
+        axes.plot(lost, [0.98] * len(lost), "x", color=colour, **top)

@@ -1,0 +1,167 @@
+"""The grid of a fair comparison: every method at the same learning rates with the same seeds, as lines of a table.
+
+A method is written ``backbone[+dlr][+option][:key=value...]``: ``cola``, ``cola+dlr``, ``lowrank+init_offset``,
+``full+galore``, ``cola+dlr:dlr.alpha=0.5``; or as words alone, ``experiment=table1/cola_dlr``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlr_pretrain.analysis.comparison import Design
+from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, did_you_mean, flatten, to_dict
+from dlr_pretrain.launch.runs import Line, Run
+
+LISTS = ("pair", "lr", "seeds", "confirm")
+OURS = {"train.lr": "lr=", "scale.lr": "lr=", "seed": "seeds=", "run.dir": "run.root=", "lr": "lr=", "seeds": "seeds="}
+# What a loss is of: between methods that differ in one of these, losses say nothing.
+MEASURE = re.compile(
+    r"eval\.(?!every).*|tokenizer\..*|train\.seq_len|scale\.vocab_size"
+    r"|data\.(source|dataset|revision|root|validation_files|text_key|mask_documents)"
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A design with the words of each method, and those of all."""
+
+    design: Design
+    words: dict[str, tuple[str, ...]]
+    shared: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of its results; the same for other rates and seeds, so that a grid can be widened."""
+        text = "\n".join([*(f"{method}: {words}" for method, words in self.words.items()), *sorted(self.shared)])
+        shown = re.sub(r"[^\w+-]+", "_", "-".join(self.design.methods))[:60]
+        return f"{shown}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    def line(self, method: str, lr: float, seed: int) -> Line:
+        """The words of one run; those of the method take the place of shared ones."""
+        own = self.words[method]
+        given = {_key(word) for word in own}
+        shared = (word for word in self.shared if _key(word) not in given)
+        return Line(f"{method} lr={lr:g} seed={seed}", (*shared, *own, f"train.lr={lr!r}", f"seed={seed}"))
+
+    def cells(self) -> list[tuple[str, float, int]]:
+        """(method, rate, seed) of the grid, method by method."""
+        d = self.design
+        return [(method, lr, seed) for method in d.methods for lr in d.rates for seed in d.seeds]
+
+
+def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
+    """The grid that a command line asks for; raises one ConfigError with every problem of its lists."""
+    lists = {key: value for key, _, value in (word.partition("=") for word in words) if key in LISTS}
+    shared = [word for word in words if _key(word) not in LISTS]
+    problems = [_reserved(word) for word in shared if _key(word) in OURS]
+    for name, mend in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
+        if name not in lists:
+            problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={mend}"))
+    methods: dict[str, tuple[str, ...]] = {}
+    for written in _items(lists.get("pair", ""), "pair", problems):
+        methods[written] = _method(written, config_dir, problems)
+    rates = sorted(_numbers(lists.get("lr", ""), "lr", float, problems))
+    seeds, fresh = (_numbers(lists.get(name, ""), name, int, problems) for name in ("seeds", "confirm"))
+    if both := sorted(set(seeds) & set(fresh)):
+        rule = f"the rates are chosen with seed {both[0]}"
+        problems.append(Problem("confirm", lists["confirm"], rule, "Give seeds that are not among seeds="))
+    if problems:
+        raise ConfigError(problems)
+    design = Design(tuple(methods), tuple(rates), tuple(seeds), tuple(fresh))
+    flags = ("--config-dir", config_dir) if config_dir else ()
+    return Grid(design, methods, (*flags, *shared))
+
+
+def require_comparable(methods: dict[str, Config]) -> None:
+    """Refuse methods whose losses are not of the same text in the same pieces."""
+    first, *others = methods
+    measure = {name: value for name, value in flatten(to_dict(methods[first])).items() if MEASURE.fullmatch(name)}
+    problems = []
+    for other in others:
+        values = flatten(to_dict(methods[other]))
+        problems += [
+            Problem(name, values.get(name), f"of {other} is not that of {first}, {value}: their losses do not compare",
+                    "Give it for all methods")
+            for name, value in measure.items()
+            if values.get(name) != value
+        ]  # fmt: skip
+    if problems:
+        raise ConfigError(problems)
+
+
+def budgets(runs: dict[str, Run]) -> dict[str, dict[str, int]]:
+    """Steps and tokens (positions) of each method's run."""
+    return {
+        method: {"steps": run.cfg.train.steps, "tokens": run.cfg.train.steps * run.positions}
+        for method, run in runs.items()
+    }
+
+
+def _method(written: str, config_dir: str | None, problems: list[Problem]) -> tuple[str, ...]:
+    """The words of a method as it is written."""
+    name, *words = written.split(":")
+    if "=" in name:
+        words = [name, *words]
+    else:
+        backbone, *options = name.split("+")
+        chosen = {"backbone": backbone, "dlr": "off"}
+        known = {group: _options(group, config_dir) for group in ("backbone", "dlr", "optimizer")}
+        if backbone not in known["backbone"]:
+            problems.append(_unknown(written, backbone, "backbone", known["backbone"]))
+        for option in options:
+            group = "optimizer" if option in known["optimizer"] else "dlr"
+            option = "on" if option == "dlr" else option
+            chosen[group] = option
+            if option not in known[group]:
+                either = known["dlr"] | known["optimizer"]
+                problems.append(_unknown(written, option, "choice of dlr or optimizer", either))
+        words = [*(f"{group}={option}" for group, option in chosen.items()), *words]
+    problems += [_reserved(word) for word in words if _key(word) in OURS]
+    return tuple(words)
+
+
+def _options(group: str, config_dir: str | None) -> set[str]:
+    roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
+    return {path.stem for root in roots for path in (root / group).glob("*.yaml")}
+
+
+def _unknown(written: str, name: str, what: str, known: set[str]) -> Problem:
+    return Problem("pair", written, f"{name} is no {what}", did_you_mean(name, known, f"Choose {', '.join(known)}"))
+
+
+def _reserved(word: str) -> Problem:
+    key, _, value = word.lstrip("+").partition("=")
+    return Problem(key, value, "is the grid's, and the same for all methods", f"Write {OURS[key]}<value>,<value>")
+
+
+def _items(text: str, name: str, problems: list[Problem]) -> list[str]:
+    items = [item.strip() for item in text.split(",")] if text else []
+    if twice := {item for item in items if items.count(item) > 1}:
+        problems.append(Problem(name, text, f"{twice.pop()} is given twice", "Leave one of them out"))
+    return items
+
+
+def _numbers(text: str, name: str, kind: type, problems: list[Problem]) -> list:
+    """The numbers of a list, rates above 0 and whole seeds from 0 on, each once."""
+    found = []
+    for item in _items(text, name, problems):
+        try:
+            number = kind(item)
+        except ValueError:
+            number = -1
+        if not (0 < number < float("inf") or (kind is int and number == 0)):
+            rule = f"{item!r} is not a {'whole number from 0 on' if kind is int else 'learning rate above 0'}"
+            problems.append(Problem(name, text, rule))
+        elif number in found:
+            problems.append(Problem(name, text, f"{item} is there already", "Leave one of them out"))
+        else:
+            found.append(number)
+    return found
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]

@@ -1,0 +1,99 @@
+"""Runs on this machine, several at once, each a process of ``train.py`` with a log such as SLURM's jobs have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dlr_pretrain.config import CONFIG_DIR
+from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.launch.queue import note
+from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.process import stop_signals
+
+TRAIN = CONFIG_DIR.parent / "train.py"
+
+
+def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]) -> None:
+    """Train ``runs``, ``at_once`` of them at a time; ``ended(run, seconds)`` hears of each that has, in whatever way.
+
+    Raises Stopped after a signal, when those that ran have saved.
+    """
+    if not TRAIN.is_file():
+        raise UserError(f"{TRAIN}: no such file. Install the package with pip install -e from its repository")
+    waiting, free = list(runs), list(range(at_once))
+    running: dict[subprocess.Popen, tuple[Run, int, str, float]] = {}
+    with _passed_on(running) as asked:
+        while running or (waiting and not asked):
+            while waiting and free and not asked:
+                run, slot, job = waiting.pop(0), free.pop(0), f"0_{time.time_ns()}"  # no job of SLURM's has that name
+                process = _start(run, slot, at_once, job)
+                running[process] = run, slot, job, time.monotonic()
+                if asked:  # while it was started
+                    process.terminate()
+            for process in [process for process in running if process.poll() is not None]:
+                run, slot, job, since = running.pop(process)
+                _write(run, f"job {job}: ended with exit code {process.returncode}\n")
+                free.append(slot)
+                ended(run, time.monotonic() - since)
+            time.sleep(0.05)
+    if asked:
+        raise Stopped("stopped; what had begun is saved. The same command continues")
+
+
+def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
+    run.dir.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} | os.environ
+    if devices := _gpus():
+        environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    note(run.dir, job, _log(run))
+    _write(run, f"job {job}, start 1: {run.line}\n")
+    with open(_log(run), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, str(TRAIN), *run.line.words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # so that Ctrl-C is passed on, once
+        )
+
+
+def _write(run: Run, text: str) -> None:
+    with open(_log(run), "a", encoding="utf-8") as log:
+        log.write(text)
+
+
+def _log(run: Run) -> Path:
+    return run.dir / "local.log"
+
+
+def _gpus() -> list[str]:
+    """This machine's GPUs, or those of them that its user has left visible."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
+    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+@contextmanager
+def _passed_on(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
+    """Signals of ``stop_signals`` end what runs, as one that asks to save; those that came are in the list."""
+    asked: list[int] = []
+
+    def stop(number: int, _frame) -> None:
+        asked.append(number)
+        for process in list(running):
+            process.terminate()
+
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,249 @@
+"""Methods compared at their own rates: the statistics, on losses that are planted."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+import statistics
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from dlr_pretrain.analysis.comparison import Design, Trial, compare
+from dlr_pretrain.analysis.comparison_view import console, report, write
+from dlr_pretrain.analysis.student import estimate, quantile
+
+RATES = (0.001, 0.003, 0.01)
+
+
+def trials(design: Design, loss, seeds=None) -> list[Trial]:
+    """A finished run for each cell; ``loss(method, lr, seed)`` gives both halves, or None for a diverged run."""
+    found = []
+    for method in design.methods:
+        for lr in design.rates:
+            for seed in seeds or design.seeds:
+                halves = loss(method, lr, seed)
+                state = "finished" if halves else "diverged"
+                a, b = halves or (None, None)
+                found.append(
+                    Trial(method, lr, seed, state, f"runs/{method}-{lr:g}-{seed}", a, b, halves and (a + b) / 2)
+                )
+    return found
+
+
+def bowl(best: float, lr: float) -> float:
+    """A loss whose minimum over the rates, 3, is at ``best``."""
+    return 3 + math.log10(lr / best) ** 2
+
+
+def dressed(found: dict) -> dict:
+    """With what the command adds."""
+    methods = found["design"]["methods"]
+    budget = {method: {"steps": 60, "tokens": 6000} for method in methods}
+    words = {method: f"backbone={method}" for method in methods}
+    return found | {"words": words, "shared": "scale=tiny", "budgets": budget, "command": "scripts/tune.py pair=..."}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Student's t
+
+
+@pytest.mark.parametrize(
+    ("freedom", "p", "t"),
+    [(1, 0.975, 12.7062), (2, 0.975, 4.30265), (3, 0.95, 2.35336), (4, 0.975, 2.77645), (5, 0.995, 4.03214),
+     (10, 0.975, 2.22814), (30, 0.9, 1.310415), (120, 0.975, 1.97993)],
+)  # fmt: skip
+def test_the_quantiles_are_those_of_the_tables(freedom, p, t):
+    assert quantile(p, freedom) == pytest.approx(t, rel=3e-6)
+
+
+def test_an_estimate_is_the_textbooks():
+    found = estimate([2.0, 4.0, 9.0])
+    reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
+    assert (found.n, found.mean, found.std) == (3, 5.0, pytest.approx(math.sqrt(13)))
+    assert (found.low, found.high) == pytest.approx((5 - reach, 5 + reach), rel=1e-6)
+
+
+def test_one_value_has_no_interval():
+    found = estimate([2.0])
+    assert (found.mean, found.std, found.low, found.high) == (2.0, None, None, None)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Choosing and comparing
+
+
+def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
+    """Half B would have another best rate, and half A has other losses."""
+    design = Design(("one", "two"), RATES, (1, 2))
+    best = {"one": 0.001, "two": 0.003}
+    found = compare(design, trials(design, lambda m, lr, s: (bowl(best[m], lr), 10 * s - 100 * lr + (m == "two"))))
+    assert [choice["lr"] for choice in found["chosen"].values()] == [0.001, 0.003]
+    assert [choice["edge"] for choice in found["chosen"].values()] == ["lowest", None]
+    assert found["chosen"]["one"]["loss_a"] == 3
+    assert found["chosen"]["two"]["held_out"]["losses"] == {1: 10.7, 2: 20.7}
+    (comparison,) = found["comparisons"]
+    assert comparison["by_seed"] == pytest.approx({1: 0.8, 2: 0.8})
+    assert [round(c["difference"]["mean"], 6) for c in found["at_equal_rates"]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("lead", "better"), [(-0.3, "two"), (0.3, "one"), (0.0, "none shown")])
+def test_what_is_planted_is_found(lead, better):
+    """Noise of the seeds is in both methods alike and in each by itself; the lead is beyond it, or is not there."""
+    rng = random.Random(1)
+    design = Design(("one", "two"), RATES, (1, 2, 3, 4))
+    luck = {seed: rng.gauss(0, 1) for seed in design.seeds}
+
+    def loss(method, lr, seed):
+        level = bowl(0.003, lr) + luck[seed] + (lead if method == "two" else 0)
+        return level + rng.gauss(0, 0.02), level + rng.gauss(0, 0.02)
+
+    (found,) = compare(design, trials(design, loss))["comparisons"]
+    assert found["better"] == better
+    values = list(found["by_seed"].values())
+    reach = 3.182446 * statistics.stdev(values) / 2  # t of 3 degrees of freedom at 97.5 %
+    interval = found["difference"]["low"], found["difference"]["high"]
+    assert interval == pytest.approx((statistics.mean(values) - reach, statistics.mean(values) + reach), rel=1e-5)
+
+
+def test_ties_are_called_differences_as_often_as_the_level_says():
+    """Hundreds of comparisons of a method with itself, its rate chosen among three each time by noisy losses."""
+    rng = random.Random(0)
+    design = Design(("one", "two"), RATES, (1, 2, 3), fresh=(4, 5, 6))
+    called = 0
+    for _ in range(800):
+        noise = lambda *_: (rng.gauss(3, 0.1), rng.gauss(3, 0.1))  # noqa: E731
+        found = compare(design, trials(design, noise) + trials(design, noise, design.fresh))
+        called += found["comparisons"][0]["better"] != "none shown"
+    assert 0.027 < called / 800 < 0.073  # 5 % and three standard errors
+
+
+def test_fresh_seeds_are_reported_and_choose_nothing():
+    design = Design(("one", "two"), RATES, (1,), fresh=(7, 8))
+    grid = trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0))
+    fresh = [Trial(m, 0.003, s, "finished", "", -9.0, 2.0 + s, 0.0) for m in design.methods for s in design.fresh]
+    found = compare(design, grid + fresh)
+    assert found["chosen"]["one"]["lr"] == 0.003 and found["chosen"]["one"]["loss_a"] == 3
+    assert found["chosen"]["one"]["held_out"]["losses"] == {7: 9.0, 8: 10.0}
+    assert found["comparisons"][0]["by_seed"] == {7: 0.0, 8: 0.0}
+    assert found["at_equal_rates"][1]["by_seed"] == {1: 0.0}
+
+
+def test_a_diverged_run_rules_its_rate_out_and_no_edge_lies_before_it():
+    design = Design(("one", "two"), RATES, (1, 2))
+    found = compare(
+        design,
+        trials(design, lambda m, lr, s: None if m == "two" and lr == 0.01 and s == 2 else (bowl(0.01, lr), 3.0)),
+    )
+    assert [(c["lr"], c["edge"]) for c in found["chosen"].values()] == [(0.01, "highest"), (0.003, None)]
+    assert found["comparisons"][0]["better"] == "none shown"
+    assert [len(c["by_seed"]) for c in found["at_equal_rates"]] == [2, 2, 1]
+    assert "two diverged at 0.01 (seed 2)." in report(dressed(found))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: None if t.lr == 0.001 and t.seed == 2 and t.method == "two" else t, "1 of the 6 runs"),
+        (lambda t: Trial(t.method, t.lr, t.seed, "running") if t.lr > 0.002 else t, "4 of the 6 runs"),
+        (lambda t: Trial(t.method, t.lr, t.seed, "diverged"), "every rate has a diverged run"),
+    ],
+    ids=["missing", "running", "diverged"],
+)
+def test_nothing_is_decided_without_the_runs(change, reason):
+    design = Design(("one", "two"), RATES, (1, 2))
+    finished = trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0))
+    found = dressed(compare(design, [changed for t in finished if (changed := change(t)) is not None]))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and reason in comparison["reason"]
+    assert "not decided" in console(found) and reason in report(found)
+
+
+def test_a_fresh_seed_that_diverges_is_not_left_out_of_a_mean():
+    design = Design(("one", "two"), RATES, (1,), fresh=(7, 8))
+    fresh = [Trial("one", 0.003, s, "finished", "", 1.0, 1.0, 1.0) for s in (7, 8)]
+    fresh += [Trial("two", 0.003, 7, "finished", "", 0.5, 0.5, 0.5), Trial("two", 0.003, 8, "diverged")]
+    (found,) = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0)) + fresh)["comparisons"]
+    assert found["better"] is None and found["reason"] == "two diverges at its chosen rate with seed 8"
+
+
+def test_one_seed_gives_a_difference_and_no_verdict():
+    design = Design(("one", "two"), RATES, (1,))
+    found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two")))))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and comparison["difference"]["mean"] == -1
+    assert comparison["difference"]["low"] is None
+    assert "two against one: not decided: one seed" in console(found) and "(one seed)" in report(found)
+
+
+def test_several_comparisons_hold_together():
+    """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
+    design = Design(("one", "two", "three", "four"), RATES, (1, 2, 3))
+    found = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 + s * (m != "one"))))
+    for comparison in found["comparisons"]:
+        d = comparison["difference"]
+        assert d["level"] == pytest.approx(1 - 0.05 / 3)
+        reach = quantile(1 - 0.05 / 6, 2) / math.sqrt(3)
+        assert (d["low"], d["high"]) == pytest.approx((2 - reach, 2 + reach))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is written
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A comparison with a diverged run, in files."""
+    design = Design(("cola", "cola+dlr"), RATES, (1, 2, 3))
+
+    def loss(method, lr, seed):
+        if method == "cola" and lr == 0.01 and seed == 3:
+            return None
+        lead = -0.05 if method == "cola+dlr" else 0.0
+        return bowl(0.003, lr) + lead, bowl(0.003, lr) + lead + seed / 1000 * (1 if lead else 2)
+
+    found = dressed(compare(design, trials(design, loss)))
+    folder = tmp_path_factory.mktemp("comparison") / "out"
+    write(found, folder)
+    return found, folder
+
+
+def test_the_files_hold_the_numbers(written):
+    found, folder = written
+    stored = json.loads((folder / "tune.json").read_text())
+    assert stored["comparisons"][0]["better"] == "cola+dlr"
+    assert stored["comparisons"][0]["difference"] == found["comparisons"][0]["difference"]
+    with open(folder / "curve.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    for row, trial in zip(rows, found["trials"], strict=True):
+        assert (row["method"], float(row["lr"]), int(row["seed"])) == (trial["method"], trial["lr"], trial["seed"])
+        assert row["chosen"] == str(trial["lr"] == 0.003)
+        if trial["state"] == "finished":
+            assert float(row["perplexity_b"]) == math.exp(trial["loss_b"])
+        else:
+            assert row["state"] == "diverged" and row["perplexity_b"] == row["loss_b"] == ""
+
+
+def test_the_report_says_it_in_words_and_tables(written):
+    found, folder = written
+    text = (folder / "report.md").read_text()
+    difference = statistics.fmean(found["comparisons"][0]["by_seed"].values())
+    assert f"**cola+dlr against cola: cola+dlr is better. {difference:+.4f} nats a token, 95 % interval" in text
+    values = [math.exp(3 + 2 * seed / 1000) for seed in (1, 2, 3)]
+    spread = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+    assert f"| cola | 0.003 | {spread} |" in text and f"| 0.003 | **{spread}** |" in text
+    assert "2 of 3" not in text and "1 diverged" in text
+    assert "a seed's luck is in both" in text
+    assert all(len(line) <= 80 for line in console(found).splitlines())
+
+
+def test_the_curve_is_drawn_for_what_there_is(written):
+    folder = written[1]
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert ET.parse(folder / "curve.svg").getroot().tag.endswith("svg")
+    nothing = dressed(compare(Design(("one",), RATES, (1,)), []))
+    write(nothing, folder.parent / "nothing")
+    assert (folder.parent / "nothing" / "curve.png").exists()
