@@ -1,13 +1,14 @@
 """Tables of a trace of some steps: where their time goes, by the parts of a step and by kernel. Needs no torch.
 
-A trace is what ``torch.profiler`` exports. A step is one of its ``ProfilerStep#`` ranges; ``PARTS`` are ranges too.
+A trace is what ``torch.profiler`` exports. A step is one of its ``ProfilerStep#`` ranges with an update;
+``PARTS`` are ranges, too.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,29 +43,27 @@ def read_trace(path: Path) -> list[dict]:
 
 def tables(events: list[dict]) -> Tables:
     """Raises ValueError where no step is in the trace."""
-    steps = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("ProfilerStep#")]
+    ranges = [e for e in events if e.get("cat") == "user_annotation"]
+    updates = [e["ts"] for e in ranges if e["name"] == "optimizer"]
+    steps = [e for e in ranges if e["name"].startswith("ProfilerStep#") and any(_lies_in(ts, e) for ts in updates)]
     if not steps:
         raise ValueError("the trace holds no step")
+    kernels = [e for e in events if e.get("cat") in KERNELS]
+    launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in LAUNCHES}
+    inside = [e for e in events if e.get("cat") not in KERNELS and any(_lies_in(e["ts"], step) for step in steps)]
     number, wall = len(steps), sum(e["dur"] for e in steps)
-    parts = [e for e in events if e.get("cat") == "user_annotation" and e["name"] in PARTS]
+
+    parts = [e for e in inside if e.get("cat") == "user_annotation" and e["name"] in PARTS]
     host = dict.fromkeys(PARTS, 0.0) | _total(own_times(parts), lambda e: e["name"])
     host["other"] = wall - sum(host.values())
+    gpu = dict.fromkeys(host, 0.0) if kernels else {}
+    for kernel in kernels:
+        gpu[_part_of(kernel, parts, launched.get(_correlation(kernel)))] += kernel["dur"]
 
-    kernels = [e for e in events if e.get("cat") in KERNELS]
-    gpu: dict[str, float] = {}
-    if kernels:
-        launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in LAUNCHES}
-        gpu = dict.fromkeys((*PARTS, "other"), 0.0)
-        for kernel in kernels:
-            gpu[_part_of(kernel, parts, launched.get(_correlation(kernel)))] += kernel["dur"]
-    names = {id(e) for e in (*steps, *parts)}
-    gloo = [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith("gloo:")]
-    names |= {id(e) for e in gloo}
-    operators = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") and id(e) not in names]
+    gloo = [e for e in inside if e["name"].startswith("gloo:")]
+    operators = [e for e in inside if e.get("cat") == "cpu_op"]
     timed = [(e, e["dur"]) for e in kernels] or own_times(operators)
-    times, calls = _total(timed, lambda e: e["name"]), defaultdict(int)
-    for event, _ in timed:
-        calls[event["name"]] += 1
+    times, calls = _total(timed, lambda e: e["name"]), Counter(e["name"] for e, _ in timed)
     longest = sorted(times, key=lambda name: -times[name])[:TOP]
     each = 1000 * number
     return Tables(
@@ -101,8 +100,12 @@ def _part_of(kernel: dict, parts: list[dict], launched: float | None) -> str:
         return "communication"
     if launched is None:
         return "other"
-    around = [p for p in parts if p["ts"] <= launched < p["ts"] + p["dur"]]
+    around = [p for p in parts if _lies_in(launched, p)]
     return min(around, key=lambda p: p["dur"])["name"] if around else "other"
+
+
+def _lies_in(time: float, event: dict) -> bool:
+    return event["ts"] <= time < event["ts"] + event["dur"]
 
 
 def _correlation(event: dict) -> object:

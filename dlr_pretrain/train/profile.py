@@ -20,44 +20,53 @@ class Profiler:
 
     def __init__(self, cfg: Config, runtime: Runtime, console: Console):
         self.cfg, self.runtime, self.console = cfg, runtime, console
-        self.folder, self.trace = Path(cfg.run.dir) / "profile", None
+        self.folder = Path(cfg.run.dir) / "profile"
         self.profile: profile | None = None
-        if cfg.profile.enabled:
+        self.written = False
+
+    def __enter__(self) -> Profiler:
+        choice = self.cfg.profile
+        if choice.enabled:
             activities = [ProfilerActivity.CPU]
-            if runtime.device.type == "cuda":
+            if self.runtime.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-            due = schedule(wait=cfg.profile.start - 1, warmup=1, active=cfg.profile.steps, repeat=1)
+            due = schedule(wait=choice.start - 1, warmup=1, active=choice.steps, repeat=1)
             self.profile = profile(activities=activities, schedule=due, on_trace_ready=self._write)
             self.profile.start()
+        return self
 
     def step(self) -> None:
         """One step of the training is over."""
         if self.profile is not None:
             self.profile.step()
-            if self.trace is not None:
-                self.close()
+            if self.written:
+                self.__exit__()
 
-    def close(self) -> None:
+    def __exit__(self, kind: type | None = None, *_) -> None:
         """End the profile, complete or not."""
         if self.profile is None:
             return
         ended, self.profile = self.profile, None
         ended.stop()
-        if self.runtime.device.type == "cuda":
+        if self.runtime.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # which leaves a snapshot yet
             torch.cuda.memory._record_memory_history(enabled=None)
-        if self.trace is None:
-            start, steps = self.cfg.profile.start, self.cfg.profile.steps
-            self.console.say(f"warning: no profile: profile.start={start} and profile.steps={steps} were not reached")
+        if not self.written:
+            self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
 
     def _write(self, ended: profile) -> None:
-        self.trace = self.folder / f"trace_rank{self.runtime.rank}.json.gz"
+        trace = self.folder / f"trace_rank{self.runtime.rank}.json.gz"
         try:
             self.folder.mkdir(exist_ok=True)
-            ended.export_chrome_trace(str(self.trace))
+            ended.export_chrome_trace(str(trace))
+            found = tables(read_trace(trace))
             if self.runtime.is_main:
-                text = render(tables(read_trace(self.trace)), Path(self.cfg.run.dir).resolve().name)
+                text = render(found, Path(self.cfg.run.dir).resolve().name)
                 (self.folder / "profile.md").write_text(text, encoding="utf-8")
                 self.console.say(f"profile     {self.folder / 'profile.md'}, and traces for https://ui.perfetto.dev")
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self.console.say(f"warning: no profile: {error}")
+        except ValueError:  # the run ends in the step before
+            trace.unlink(missing_ok=True)
+            return
+        self.written = True

@@ -231,7 +231,7 @@ class Run:
             root = self.dir / "checkpoints"
             saver = opened.enter_context(Saver(root, runtime, keep, permit, saved, about, saved_step=step))
             trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, saver, suspects)
-            opened.callback(trainer.profiler.close)
+            opened.enter_context(trainer.profiler)
             if snapshot:
                 trainer.resume(snapshot)
             streams = snapshot.state["streams"] if snapshot else None
