@@ -119,7 +119,7 @@ def _method(found: dict) -> str:
     design = found["design"]
     k = len(design["methods"]) - 1
     level = f"{100 * (1 - (1 - LEVEL) / max(1, k)):g} %"
-    wider = f" ({LEVEL:.0%} for the {k} comparisons together, by Bonferroni)" if k > 1 else ""
+    wider = f" ({100 * LEVEL:g} % for the {k} comparisons together, by Bonferroni)" if k > 1 else ""
     words = "\n".join(f"* `{method}`: `{text}`" for method, text in found["words"].items())
     return (
         f"Every method was trained at {len(design['rates'])} rates with {len(design['seeds'])} seeds. Its rate is that "
@@ -139,7 +139,7 @@ def _chosen_table(found: dict) -> str:
         interval = f"{loss['low']:.4f} to {loss['high']:.4f}" if loss and loss["low"] is not None else "none"
         mean = f"{loss['mean']:.4f}" if loss else "-"
         rows.append([method, lr, _spread(out["perplexity"]), mean, interval, _count(choice)])
-    header = ["method", "rate", "perplexity, mean ± std", "loss", f"{LEVEL:.0%} interval of the loss", "seeds"]
+    header = ["method", "rate", "perplexity, mean ± std", "loss", f"{100 * LEVEL:g} % interval of the loss", "seeds"]
     return _table(header, rows)
 
 
@@ -163,7 +163,7 @@ def _equal_table(found: dict) -> str:
         [c["method"], c["against"], f"{c['lr']:g}", _difference(c["difference"]), str(len(c["by_seed"]))]
         for c in found["at_equal_rates"]
     ]
-    return _table(["method", "against", "rate", f"difference, {LEVEL:.0%} of each by itself", "seeds"], rows)
+    return _table(["method", "against", "rate", f"difference, {100 * LEVEL:g} % of each by itself", "seeds"], rows)
 
 
 def _difference(d: dict | None) -> str:

@@ -59,25 +59,31 @@ def measured(runs: Sequence[Run], name: str, over) -> Spread | None:
 
 @dataclass(frozen=True)
 class Measured:
-    """Files of accuracies among the places of a report."""
+    """What other commands have written, among the places of a report."""
 
     zero_shot: tuple[tuple[Path, dict], ...] = ()
     tuned: tuple[tuple[Path, dict], ...] = ()
+    compared: tuple[tuple[Path, dict], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.zero_shot or self.tuned or self.compared)
 
 
 def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
     """The places that are runs, and what was read of the others: JSON of ``evaluate.py --output``, folders of
-    ``sft.py --output``."""
-    runs, zero_shot, tuned = [], [], []
+    ``sft.py --output`` and of ``tune.py``."""
+    runs, zero_shot, tuned, compared = [], [], [], []
     for place in places:
         path = Path(place)
         if path.suffix == ".json":
             zero_shot.append((path, _read(path, "checkpoints", "scripts/evaluate.py --output")))
         elif (path / "table.json").exists():
             tuned.append((path, _read(path / "table.json", "models", "scripts/sft.py")))
+        elif (path / "tune.json").exists():
+            compared.append((path, _read(path / "tune.json", "comparisons", "scripts/tune.py")))
         else:
             runs.append(place)
-    return runs, Measured(tuple(zero_shot), tuple(tuned))
+    return runs, Measured(tuple(zero_shot), tuple(tuned), tuple(compared))
 
 
 def _read(path: Path, key: str, maker: str) -> dict:

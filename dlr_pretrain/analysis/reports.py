@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.analysis import layouts
+from dlr_pretrain.analysis.comparison_tables import comparison_table, draw_comparison, named
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.figures import Picture, draw
 from dlr_pretrain.analysis.groups import Group, grouped
@@ -21,16 +22,17 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
 
     ``index.html`` has everything; ``report.md`` the tables; ``tables/`` each as Markdown, CSV and LaTeX; ``figures/``
     each as PNG and SVG. ``places`` are run directories, folders of them, globs, JSON of ``evaluate.py --output`` and
-    folders of ``sft.py``.
+    folders of ``sft.py`` and ``tune.py``.
     """
-    places, accuracies = take_measured(places)
+    places, others = take_measured(places)
     runs, remarks = find_runs(places)
-    if not runs and not (accuracies.zero_shot or accuracies.tuned):
+    if not runs and not others:
         raise UserError("there is nothing to report: no run could be read. " + " ".join(remarks))
     groups, duplicates = grouped(runs)
     found, unknown = costs(groups)
     remarks += [*duplicates, *what_to_know(runs, groups), *unknown]
     tables = [
+        *(comparison_table(*each) for each in named(others.compared)),
         layouts.pairs_table(groups),
         layouts.groups_table(groups, found),
         layouts.table_1(groups),
@@ -38,11 +40,12 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
         *(layouts.ablation(groups, name) for name in layouts.ABLATIONS),
         layouts.milestones(groups),
         system(groups, found),
-        zero_shot_table(accuracies.zero_shot),
-        sft_table(accuracies.tuned),
+        zero_shot_table(others.zero_shot),
+        sft_table(others.tuned),
         layouts.runs_table(runs),
     ]
-    pictures = draw(groups, found, output / "figures")
+    pictures = [draw_comparison(*each, output / "figures") for each in named(others.compared)]
+    pictures += draw(groups, found, output / "figures")
     _write(tables, pictures, remarks, output, command, _summary(runs, groups))
     return remarks
 

@@ -13,6 +13,7 @@ import pytest
 
 from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.comparison_view import console, report, write
+from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.student import estimate, quantile
 
 RATES = (0.001, 0.003, 0.01)
@@ -247,3 +248,14 @@ def test_the_curve_is_drawn_for_what_there_is(written):
     nothing = dressed(compare(Design(("one",), RATES, (1,)), []))
     write(nothing, folder.parent / "nothing")
     assert (folder.parent / "nothing" / "curve.png").exists()
+
+
+def test_a_report_of_runs_shows_it(written, tmp_path):
+    found, folder = written
+    write_reports([str(folder)], tmp_path / "report", "python scripts/report.py")
+    held_out = found["chosen"]["cola+dlr"]["held_out"]["perplexity"]
+    row = f"| cola+dlr | 0.003 | {held_out['mean']:.2f} ± {held_out['std']:.2f} (3) |"
+    assert row in (tmp_path / "report" / "tables" / "tune.md").read_text()
+    assert (tmp_path / "report" / "figures" / "tune.svg").exists()
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "cola+dlr against cola: cola+dlr is better." in page and "scripts/tune.py" not in page
