@@ -14,7 +14,11 @@ from dlr_pretrain.config import OPEN_GROUPS, Config, parse, to_dict
 from dlr_pretrain.config.composition import build, session
 from dlr_pretrain.errors import UserError
 
-IRRELEVANT = ("train.lr", "train.steps", "train.warmup_steps", "train.min_lr_ratio", "train.clip", "run.", "probe.")
+IRRELEVANT = (
+    *("data.", "eval.", "precision.", "optimizer.", "run.", "probe.", "tokenizer.hub", "tokenizer.path"),
+    *("train.lr", "train.steps", "train.warmup_steps", "train.min_lr_ratio", "train.clip", "train.accumulate"),
+    *("scale.lr", "scale.steps", "scale.warmup_steps", "scale.adam_eps", "scale.eval_tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ def costs(groups: Sequence[Group]) -> tuple[list[Cost | None], list[str]]:
     found: list[Cost | None] = []
     remarks = []
     for group in groups:
-        model = group.without("data.", "eval.", "precision.", "optimizer.", *IRRELEVANT)
+        model = model_key(group)
         if model not in known:
             try:
                 known[model] = _cost(group.runs[0], sizes[tokenizer(group)])
@@ -43,6 +47,13 @@ def costs(groups: Sequence[Group]) -> tuple[list[Cost | None], list[str]]:
             remarks.append(cost)
         found.append(cost if isinstance(cost, Cost) else None)
     return found, list(dict.fromkeys(remarks))
+
+
+def model_key(group: Group) -> str:
+    """Equal for groups whose models have the same parameters and products: a residual in weight space adds neither."""
+    dlr = group.config["dlr"]
+    folded = not dlr["enabled"] or (dlr["impl"] == "weight" and dlr["train_b"] and not dlr["learn_alpha"])
+    return group.without(*IRRELEVANT, *(["dlr."] if folded else []))
 
 
 def _cost(run: Run, vocabulary: int | None) -> Cost:
@@ -77,6 +88,9 @@ def _exported(run: Run) -> int | None:
 
 def configuration(run: Run) -> Config:
     """The run's configuration as today's code has it: keys that it did not know have their defaults."""
+    cfg, problems = parse(run.config, {group: run.config[group] for group in OPEN_GROUPS})
+    if cfg is not None:
+        return cfg
     words = [f"{group}={run.config[group]['name']}" for group in ("scale", "backbone", "optimizer")]
     with session():
         plain, problems = build("train", words)

@@ -12,7 +12,7 @@ from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import PERPLEXITY, Group, pairs, spread
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run, column
-from dlr_pretrain.analysis.report import smoothed
+from dlr_pretrain.analysis.report import finite, smoothed
 
 # Okabe and Ito (2008): apart for every kind of colour vision
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
@@ -21,7 +21,6 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
 COLUMNS = 3  # panels in a row
-SMOOTH_FROM = 20  # steps
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder:
                 ax.plot(x[at], level, **style, linewidth=1.1, alpha=0.75, label=None if i else _legend(group))
                 steps = {record["step"]: j for j, record in enumerate(run.metrics)}
                 where = [steps[e["step"]] for e in run.evaluations]
-                levels = _finite(column(run.evaluations, "eval/loss"))
+                levels = finite(column(run.evaluations, "eval/loss"))
                 ax.plot(x[where], levels, "o", color=style["color"], markersize=3.5, zorder=3)
                 shown += [*level[len(level) // 20 :], *levels]
         ax.set_title(name)
@@ -149,7 +148,7 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
     for (name, members), ax in zip(by_backbone, axes, strict=True):
         for group, style in zip(members, look(members), strict=True):
             for i, run in enumerate(run for run in group.runs if run.metrics):
-                x, norm = run.column("train/tokens"), _finite(run.column("train/grad_norm"))
+                x, norm = run.column("train/tokens"), finite(run.column("train/grad_norm"))
                 at, level = smoothed(norm)
                 ax.plot(x, norm, **style, linewidth=0.5, alpha=0.35)
                 ax.plot(x[at], level, **style, linewidth=1.2, label=None if i else group.label)
@@ -177,7 +176,7 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     for group in evaluated:
         steps = sorted({e["step"] for run in group.runs for e in run.evaluations})
         found = [group.at(step, PERPLEXITY) for step in steps]
-        y = _finite(np.array([s.mean for s in found]))
+        y = finite(np.array([s.mean for s in found]))
         error = np.array([np.nan if s.std is None else s.std for s in found])
         dash = "--" if group.label == base(group) else "-" if group.label.endswith("+dlr") else ":"
         x = np.array(steps) * group.runs[0].positions
@@ -265,7 +264,7 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
         found = [group.final(PERPLEXITY) for group in study]
         ranks = [group.config["backbone"]["rank"] for group in study]
         error = [np.nan if s.std is None else s.std for s in found]
-        y = _finite(np.array([s.mean for s in found]))
+        y = finite(np.array([s.mean for s in found]))
         ax.errorbar(ranks, y, error, color=color, marker="o", capsize=3, label=study[-1].method)
         ax.set_xticks(ranks)
     ax.legend(frameon=False)
@@ -311,15 +310,11 @@ def _label(axes, x: str, y: str, limits: tuple[float, float] | None = None, show
 
 
 def _range(values: Sequence[float]) -> tuple[float, float] | None:
-    finite = np.array([v for v in values if np.isfinite(v)])
-    if not len(finite):
+    shown = np.array([v for v in values if np.isfinite(v)])
+    if not len(shown):
         return None
-    room = 0.04 * (finite.max() - finite.min()) or 0.1
-    return finite.min() - room, finite.max() + room
-
-
-def _finite(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, np.nan)
+    room = 0.04 * (shown.max() - shown.min()) or 0.1
+    return shown.min() - room, shown.max() + room
 
 
 def _legend(group: Group) -> str:
@@ -333,5 +328,6 @@ def _save(figure, folder: Path, name: str, caption: str) -> Picture:
 
     with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
         figure.savefig(folder / f"{name}.png")
+        figure.set_layout_engine("none")  # it has done its work
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return Picture(name, caption)

@@ -29,7 +29,7 @@ OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that l
 @dataclass(frozen=True)
 class Run:
     """A run directory: ``config.yaml`` nested, ``identity`` dotted (with the fingerprints of data and tokenizer), a
-    record for each update, and the starts from ``manifest.json``.
+    record for each update, and ``manifest.json``.
 
     ``remarks`` say what is wrong with the record itself.
     """
@@ -38,12 +38,16 @@ class Run:
     config: dict
     identity: dict
     metrics: list[dict] = field(repr=False)
-    starts: list[dict] = field(repr=False)
+    manifest: dict = field(repr=False)
     remarks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def starts(self) -> list[dict]:
+        return self.manifest.get("starts", [])
 
     @property
     def seed(self) -> int:
@@ -148,7 +152,7 @@ def read_run(folder: Path) -> Run:
     if gaps or (metrics and metrics[0]["step"] != 1 and not config.get("run", {}).get("fork_from")):
         remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
     identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
-    return Run(folder, config, identity, metrics, manifest.get("starts", []), tuple(remarks))
+    return Run(folder, config, identity, metrics, manifest, tuple(remarks))
 
 
 def _manifest(path: Path) -> tuple[dict, list[str]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import numpy as np
-from omegaconf import OmegaConf
 
-from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.records import Run, column, read_run
 
 DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
 POINTS = 2000  # of the faint curve; more are not seen
@@ -18,31 +16,31 @@ FEW = 20  # steps that need no smoothing
 
 def write_report(run_dir: Path) -> None:
     """Write ``report.md`` and ``plots/loss.png`` from ``metrics.jsonl``, ``config.yaml`` and ``manifest.json``."""
-    metrics = read_metrics(run_dir / "metrics.jsonl")
-    config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
-    manifest = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    run = read_run(run_dir.resolve())
     (run_dir / "plots").mkdir(exist_ok=True)
-    plot_loss(metrics, run_dir.resolve().name, run_dir / "plots" / "loss.png")
-    (run_dir / "report.md").write_text(report(run_dir.resolve(), config, metrics, manifest), encoding="utf-8")
+    plot_loss(run.metrics, run.name, run_dir / "plots" / "loss.png")
+    (run_dir / "report.md").write_text(report(run), encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------
 # Words and numbers
 
 
-def report(run_dir: Path, config: dict, metrics: list[dict], manifest: dict) -> str:
+def report(run: Run) -> str:
     """The text of ``report.md``."""
+    config, metrics = run.config, run.metrics
     sections = [
-        f"# {run_dir.name}",
+        f"# {run.name}",
         _table(what_was_trained(config)),
         f"## After step {metrics[-1]['step']:,} of {config['train']['steps']:,}",
+        *(f"Note: {remark}." for remark in run.remarks),
         _table(final_numbers(config, metrics)),
         why_two_perplexities(metrics),
         "![loss](plots/loss.png)",
         "## The folded checkpoint",
-        how_to_load(run_dir / "folded", config),
+        how_to_load(run.folder / "folded", config),
         "## Made by",
-        _table(provenance(manifest)),
+        _table(provenance(run.manifest)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -64,7 +62,7 @@ def what_was_trained(config: dict) -> dict[str, str]:
 def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
     last, evaluated = metrics[-1], _last_evaluation(metrics)
     precision, packing = config["precision"]["name"], config["eval"]["packing"]
-    train_loss = _column(metrics, "train/loss")
+    train_loss = column(metrics, "train/loss")
     tail = min(len(train_loss), max(10, len(train_loss) // 100))
     rows = {"tokens seen": f"{last['train/tokens']:,} positions, of which {last['train/real_tokens']:,} real tokens"}
     if evaluated:
@@ -78,7 +76,7 @@ def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
     not_finite = int((~np.isfinite(train_loss)).sum())
     if not_finite:
         rows["steps with a loss that is not finite"] = f"{not_finite:,}"
-    rates = _column(metrics, "perf/tokens_per_second")
+    rates = column(metrics, "perf/tokens_per_second")
     if np.isfinite(rates).any():
         rows["tokens a second, median"] = f"{_median(rates):,.0f}"
     if last.get("perf/mfu") is not None:
@@ -140,16 +138,10 @@ def _last_evaluation(metrics: list[dict]) -> dict | None:
     return next((line for line in reversed(metrics) if "eval/loss" in line), None)
 
 
-def _column(metrics: list[dict], name: str) -> np.ndarray:
-    """One metric as floats; NaN where it is absent or null."""
-    values = (line.get(name) for line in metrics)
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
-
-
 def _median(values: np.ndarray) -> float:
     """Of what is finite; NaN where nothing is."""
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan
+    found = values[np.isfinite(values)]
+    return float(np.median(found)) if len(found) else math.nan
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -162,9 +154,9 @@ def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    tokens, loss = _column(metrics, "train/tokens"), _finite(_column(metrics, "train/loss"))
+    tokens, loss = column(metrics, "train/tokens"), finite(column(metrics, "train/loss"))
     evaluated = [line for line in metrics if "eval/loss" in line]
-    x, y = _column(evaluated, "train/tokens"), _finite(_column(evaluated, "eval/loss"))
+    x, y = column(evaluated, "train/tokens"), finite(column(evaluated, "eval/loss"))
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -200,15 +192,16 @@ def smoothed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def limits(loss: np.ndarray, evaluated: np.ndarray) -> tuple[float, float]:
     """The losses to show: all, but for training spikes above where the run began, which would flatten the curve."""
-    finite, evaluated = loss[np.isfinite(loss)], evaluated[np.isfinite(evaluated)]
-    shown = np.concatenate((finite[finite <= finite[:FEW].max()] if len(finite) else finite, evaluated))
+    level, evaluated = loss[np.isfinite(loss)], evaluated[np.isfinite(evaluated)]
+    shown = np.concatenate((level[level <= level[:FEW].max()] if len(level) else level, evaluated))
     if not len(shown):
         return 0.0, 1.0
     room = 0.06 * (shown.max() - shown.min()) or 0.1
     return shown.min() - room, shown.max() + room
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
+def finite(values: np.ndarray) -> np.ndarray:
+    """``values`` with NaN for what is not finite, which is not drawn."""
     return np.where(np.isfinite(values), values, math.nan)
 
 
