@@ -31,6 +31,9 @@ def fold(given: argparse.Namespace) -> None:
     run = checkpoint.parent.parent
     if not re.fullmatch(r"step_\d+", checkpoint.name):
         raise UserError(f"{checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
+    if not checkpoint.is_dir():
+        there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "no checkpoint"
+        raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
     if given.tokens < 0:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
     import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import torch
@@ -61,11 +62,14 @@ def _described(folder: Path):
         AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM)
     logging.disable_progress_bar()
     try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        if kind not in ("llama", LowRankLlamaConfig.model_type):
+            raise ValueError(f"its model_type is {kind!r}. Name a folder in this package's own layout")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}/config.json: transformers does not take it: {error}") from error
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{folder}/config.json: is not that of an export: {error}") from error
     return config, {name: list(tensor.shape) for name, tensor in expected.items()}
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, UserError, record
 
 EXIT_INTERRUPTED = 130
 LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
@@ -33,6 +33,7 @@ def command(act: Callable[[], None]) -> int:
         act()
     except (UserError, OSError) as error:
         print(f"error{where}: {error}", file=sys.stderr)
+        record(error)
         return getattr(error, "exit_code", EXIT_FAILED)
     except KeyboardInterrupt:
         if not rank():

@@ -99,8 +99,13 @@ def test_a_file_that_was_cut_is_named(folder):
         open_folder(folder)
 
 
-def test_a_backbone_that_does_not_exist_is_named(folder):
+@pytest.mark.parametrize(("change", "message"), [
+    ({"backbone": "colla"}, "colla"),
+    ({"model_type": "cola"}, "its model_type is 'cola'. Name a folder in this package's own layout"),
+])  # fmt: skip
+def test_a_configuration_of_something_else_is_named(folder, change, message):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"backbone": "colla"}))
-    with pytest.raises(UserError, match=r"config\.json.*colla"):
-        open_folder(folder)
+    for content in (json.dumps(config | change), "{"):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(UserError, match=rf"config\.json: is not that of an export: .*({message}|Expecting)"):
+            open_folder(folder)

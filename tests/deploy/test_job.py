@@ -54,13 +54,15 @@ def joined_and_decided(decide) -> None:
         job.decided(decide)
 
 
-def test_another_rank_says_who_it_is(monkeypatch, capsys):
+def test_another_rank_says_who_it_is_to_torchrun_too(monkeypatch, capsys, tmp_path):
     def act() -> None:
-        raise OSError("the disk is full")
+        raise UserError("the disk is full")
 
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     assert job.command(act) == 3
     assert capsys.readouterr().err == "error on rank 3: the disk is full\n"
+    assert "the disk is full" in (tmp_path / "error.json").read_text()
 
 
 def test_ctrl_c_ends_a_command_in_a_line(capsys):

@@ -74,7 +74,7 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
     (precious / "thesis.txt").write_text("years")
     for words, reason in (
         ([run], "name one as"),
-        ([checkpoint.with_name("step_00000009")], "was not finished"),
+        ([checkpoint.with_name("step_00000009")], "is not there; "),
         ([checkpoint, "--output", precious], "is in the way"),
         ([checkpoint, "--output", run], "is in the way"),
     ):
