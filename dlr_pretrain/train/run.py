@@ -39,6 +39,7 @@ from dlr_pretrain.train.health import Suspects
 from dlr_pretrain.train.lock import HEARTBEAT, RunLock
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.micro_batch import settled
+from dlr_pretrain.train.out_of_memory import explained
 from dlr_pretrain.train.record import describe_device, hold, open_record, read_record, record_start, update_record
 from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
@@ -86,17 +87,9 @@ class Run:
         self.runtime.use_device()
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
         self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
-        dtype = STATE_DTYPE[self.cfg.precision.name]
-        model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
-        if start:
-            start.put_into_(model)
-        self.runtime.broadcast(model.state_dict().values())
-        weights = place(self.cfg, model)
-        self.summarize(weights, snapshot)
-        if self.cfg.compile:
-            torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
-            weights.model.compile_()
-        self.train(weights, snapshot)
+        with explained(self.cfg, self.runtime, self.vocab_size):
+            weights = self.place(snapshot, start)
+            self.train(weights, snapshot)
         tensors = weights.folded(keep=self.runtime.is_main)
         inputs = weights, tensors, self.tokenizer, self.validation
         folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, *inputs))
@@ -163,6 +156,20 @@ class Run:
         start = self.runtime.main_first(lambda: DenseStart(Path(folder), self.cfg, self.vocab_size))
         self.runtime.on_main(lambda: hold(self.dir, {"train.init_from.weights": start.fingerprint()}))
         return start
+
+    def place(self, snapshot: Checkpoint | None, start: DenseStart | None) -> Weights:
+        """The model on this rank's device, compiled if it is to be."""
+        dtype = STATE_DTYPE[self.cfg.precision.name]
+        model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
+        if start:
+            start.put_into_(model)
+        self.runtime.broadcast(model.state_dict().values())
+        weights = place(self.cfg, model)
+        self.summarize(weights, snapshot)
+        if self.cfg.compile:
+            torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
+            weights.model.compile_()
+        return weights
 
     def summarize(self, weights: Weights, snapshot: Checkpoint | None) -> None:
         """What will be trained, on the console."""
@@ -237,12 +244,7 @@ class Run:
             streams = snapshot.state["streams"] if snapshot else None
             loader = TrainLoader(cfg, self.source, self.tokenizer, runtime.rank, runtime.world_size, streams)
             opened.enter_context(closing(loader))
-            try:
-                trainer.train(loader)
-            except torch.OutOfMemoryError as error:
-                used = f"train.micro_batch={trainer.micro_batch}: out of GPU memory on rank {runtime.rank}"
-                mend = "Halve it (the global batch stays) or leave it to train.micro_batch=auto, or use more GPUs"
-                raise UserError(f"{used}. {mend}. {error}") from error
+            trainer.train(loader)
 
     def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
         """``metrics.jsonl``, and what shows it elsewhere; ``opened`` closes them."""
