@@ -13,7 +13,7 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.data.benchmark import Measure
-from dlr_pretrain.models import build
+from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.checkpoint import Keep, directories
 from dlr_pretrain.train.console import Console
@@ -38,9 +38,12 @@ class NoSaver:
         pass
 
 
-def bare_trainer(cfg: Config, runtime: Runtime, vocab_size: int, write: Callable[[dict], None]) -> Trainer:
-    """A trainer without data room and run directory: it neither evaluates nor saves."""
-    model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
+def bare_trainer(
+    cfg: Config, runtime: Runtime, vocab_size: int, write: Callable[[dict], None], model: Llama | None = None
+) -> Trainer:
+    """A trainer without data room and run directory: it neither evaluates nor saves. Of ``model``, where it is given."""
+    if model is None:
+        model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
     weights = place(cfg, model)
     if cfg.compile:
         torch._dynamo.reset()

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "deploy": {"models", "config", "data", "errors"},
     "analysis": {"models", "optim", "config", "errors"},  # a plan tells the optimizer's memory and the schedule
     "launch": {"cli", "config", "analysis", "errors", "process"},  # of analysis the history, which needs no torch
+    "bench": {"cli", "train", "models", "data", "analysis", "config", "errors"},
     "doctor": {"train", "data", "analysis", "config", "cli", "errors", "shards"},
     "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process"},
 }

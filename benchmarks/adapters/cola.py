@@ -1,0 +1,40 @@
+"""The CoLA repository's own model and step (github.com/alvin-zyl/CoLA in ``$PEERS_DIR/CoLA``; transformers 4.48).
+
+``build`` is the step of its main script, ``build_lean`` the same without its waits for the host and with any attention.
+"""
+
+import os
+import sys
+
+from dlr_pretrain.bench.peers import PAD, AuthorsStep
+
+CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "CoLA")
+
+
+class Step(AuthorsStep):
+    def tensors(self):
+        """Their factors are the transposes of ours."""
+        state = {name.replace("cola_a", "a.weight").replace("cola_b", "b.weight"): p.T if "cola_" in name else p
+                 for name, p in self.model.named_parameters()}  # fmt: skip
+        return {name: p.detach() for name, p in state.items()}
+
+
+def ours(scale):
+    """From 350m on their models have no SiLU in the SwiGLU."""
+    return ["backbone=cola", "dlr=off", f"backbone.swiglu_silu={'true' if scale in ('60m', '130m') else 'false'}"]
+
+
+def build(scale, device, dtype, batch, T, compile, layers=None, lean=False):
+    sys.path.insert(0, CHECKOUT)
+    from cola import ColaConfig, ColaForCausalLM
+
+    config = ColaConfig.from_pretrained(f"{CHECKOUT}/cola_configs/cola_{scale.lower()}.json")
+    config.use_cache, config.pad_token_id = False, PAD
+    if layers is not None:
+        config.num_hidden_layers = layers
+    model = ColaForCausalLM(config).to(device=device, dtype=dtype)
+    return Step(model, compile, lean=lean, repo_sdp=not lean)
+
+
+def build_lean(*shape, **options):
+    return build(*shape, **options, lean=True)

@@ -1,0 +1,60 @@
+"""The DLR authors' layers on the LLaMA of transformers (github.com/nanguoyu/DLR in ``$PEERS_DIR/DLR``).
+
+They publish no training script: the step is the lean one. ``build`` has DLR on, ``build_off`` off, ``build_random`` the
+random map.
+"""
+
+import os
+import sys
+
+from dlr_pretrain.bench.peers import PAD, AuthorsStep
+
+CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "DLR")
+SHAPES = {"60M": (512, 1376, 8, 8, 128), "130M": (768, 2048, 12, 12, 256), "350M": (1024, 2736, 16, 24, 256),
+          "1B": (2048, 5461, 32, 24, 512), "7B": (4096, 11008, 32, 32, 1024)}  # fmt: skip
+
+
+class Step(AuthorsStep):
+    def tensors(self):
+        names = {name: name.removeprefix("wrapped_model.") for name, _ in self.model.named_parameters()}
+        return {
+            names[name].replace(".down.weight", ".a.weight").replace(".up.weight", ".b.weight"): p.detach()
+            for name, p in self.model.named_parameters()
+        }
+
+
+def ours(scale):
+    return ["backbone=cola", "dlr=on"]
+
+
+def ours_off(scale):
+    return ["backbone=cola", "dlr=off"]
+
+
+def build(scale, device, dtype, batch, T, compile, layers=None, scope="all", expand="uniform"):
+    sys.path.insert(0, CHECKOUT)
+    from dlr import DLRModel
+
+    rank = SHAPES[scale][-1]
+    model = DLRModel(llama(scale, layers), rank=rank, activation="silu", dlr_scope=scope, expand_mode=expand)
+    return Step(model.to(device=device, dtype=dtype), compile, lean=True)
+
+
+def build_off(*shape, **options):
+    return build(*shape, **options, scope="none")
+
+
+def build_random(*shape, **options):
+    return build(*shape, **options, expand="random_reuse")
+
+
+def llama(scale, layers):
+    """The dense model of transformers in the paper's shape."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    d, f, heads, depth, _ = SHAPES[scale]
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=32_000, hidden_size=d, intermediate_size=f, num_hidden_layers=layers or depth,
+        num_attention_heads=heads, rms_norm_eps=1e-6, max_position_embeddings=1024, use_cache=False,
+        tie_word_embeddings=False, pad_token_id=PAD,
+    ))  # fmt: skip

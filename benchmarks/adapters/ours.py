@@ -1,0 +1,38 @@
+"""Our own step behind the protocol, for scripts that load adapters: ``$OURS`` are its overrides."""
+
+import os
+
+from dlr_pretrain.bench.arms import Arm
+from dlr_pretrain.bench.peers import as_batch
+from dlr_pretrain.cli import load
+from dlr_pretrain.train.runtime import Runtime
+
+WORDS = "backbone=cola dlr=on"
+PRECISION = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
+
+
+class Ours:
+    def __init__(self, words):
+        cfg = load(words)
+        runtime = Runtime(cfg)
+        runtime.use_device()
+        self.arm = Arm("ours", cfg, runtime)
+        self.n = sum(p.numel() for p in self.arm.trainer.weights.optimized.values())
+
+    def step(self, ids):
+        return self.arm.step(as_batch(ids, ids.numel()))
+
+
+def build(scale, device, dtype, batch, T, compile, layers=None):
+    words = {
+        "scale": scale.lower(),
+        "train.global_batch": batch,
+        "train.micro_batch": batch,
+        "train.seq_len": T,
+        "device": str(device).split(":")[0],
+        "precision": PRECISION[str(dtype)],
+        "compile": str(compile).lower(),
+        "data": "sample",
+        "logger": "jsonl",
+    } | ({} if layers is None else {"scale.num_layers": layers})
+    return Ours([*(f"{key}={value}" for key, value in words.items()), *os.environ.get("OURS", WORDS).split()])

@@ -1,0 +1,101 @@
+"""A few steps in a process of their own: how long the first one compiles, and how much memory they take.
+
+``python -m dlr_pretrain.bench.alone scale=60m backbone=cola`` prints the JSON that ``alone`` returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from dlr_pretrain.bench.arms import Arm, fixed_batch, vocab_size
+from dlr_pretrain.bench.rounds import seconds
+from dlr_pretrain.cli import load
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.runtime import Runtime
+
+SETTLING, STEPS = 2, 3  # before memory counts, and while it does
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+
+
+def main(words: list[str]) -> None:
+    """Train a few steps and print what they took: seconds, and bytes at the peak."""
+    cfg, start = load(words), time.perf_counter()
+    with Runtime(cfg) as runtime:
+        runtime.use_device()
+        before = _begin()
+        arm = Arm("alone", cfg, runtime)
+        batch = fixed_batch(cfg, runtime, padding=0.0)
+        built = time.perf_counter() - start
+        first = seconds(lambda: arm.step(batch), runtime.device)
+        for _ in range(SETTLING - 1):
+            arm.step(batch)
+        if runtime.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        later = min(seconds(lambda: arm.step(batch), runtime.device) for _ in range(STEPS))
+        found = {"build_s": built, "first_step_s": first, "step_s": later} | _peak(runtime.device, before)
+    print(json.dumps(found))
+
+
+def _peak(device: torch.device, before: int) -> dict[str, int]:
+    """Bytes; of a CPU, what the process has grown by."""
+    if device.type == "cuda":
+        return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {"peak": _highest() - before}
+
+
+def _begin() -> int:
+    """Let the highest resident memory begin anew (Linux), and return it, in bytes."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _highest()
+
+
+def _highest() -> int:
+    """The highest resident memory of this process, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def alone(words: list[str], caches: Path | None = None) -> dict:
+    """What ``main`` prints in a new process, whose compiled code is kept in ``caches`` alone where that is given."""
+    own = {name: str(caches / folder) for name, folder in CACHES.items()} if caches else {}
+    command = [sys.executable, "-m", "dlr_pretrain.bench.alone", *words]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"{' '.join(words)}: no step was taken. {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_times(words: list[str]) -> dict[str, float]:
+    """Seconds that the first step takes beyond a later one: with an empty cache, and again with what that has left."""
+    with tempfile.TemporaryDirectory() as scratch:
+        cold, warm = (alone(words, Path(scratch)) for _ in range(2))
+    return {name: run["first_step_s"] - run["step_s"] for name, run in (("cold", cold), ("warm", warm))}
+
+
+def memory(words: list[str]) -> dict:
+    """Peak bytes of a step, and plan's estimate of them."""
+    from dlr_pretrain.analysis.memory import memory as estimate
+
+    cfg = load(words)
+    return alone(words) | {"estimate": estimate(cfg, vocab_size(cfg), ranks=1).total}
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,90 @@
+"""The arms of a comparison: trainers of several configurations in one process, on one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Config, ConfigError, Problem
+from dlr_pretrain.data import Batch
+from dlr_pretrain.models import Llama
+from dlr_pretrain.train.benchmark import bare_trainer
+from dlr_pretrain.train.runtime import Runtime
+
+LR = 1e-3
+VOCABULARY = 32_000  # where the scale leaves it to the tokenizer
+
+
+def vocab_size(cfg: Config) -> int:
+    return cfg.scale.vocab_size or VOCABULARY
+
+
+class Arm:
+    """One configuration: a trainer with weights and optimizer of its own."""
+
+    def __init__(self, name: str, cfg: Config, runtime: Runtime, model: Llama | None = None):
+        self.name, self.cfg, self.device = name, cfg, runtime.device
+        before = allocated(self.device)
+        self.trainer = bare_trainer(cfg, runtime, vocab_size(cfg), lambda _: None, model)
+        self.resident = allocated(self.device) - before  # bytes of this arm's own on the GPU
+        self.peak = 0  # and at the highest point of a step
+
+    def step(self, batch: Batch) -> Tensor:
+        """One optimizer update; the loss, on the device."""
+        first = self.trainer.step == 0
+        before = allocated(self.device) if first else 0
+        self.trainer.step += 1
+        loss = self.trainer.update(batch, LR)[0]
+        if first:  # the optimizer's state is there now
+            self.resident += allocated(self.device) - before
+        return loss
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Start from ``tensors``, by the names of our parameters; raises ValueError where some are missing."""
+        state = self.trainer.weights.state
+        if state.keys() != tensors.keys():
+            names = sorted(state.keys() ^ tensors.keys())
+            raise ValueError(f"{self.name}: {len(names)} names differ, {names[0]} among them")
+        with torch.no_grad():
+            for name, value in state.items():
+                value.copy_(tensors[name])
+
+    def measure_memory(self, batch: Batch) -> None:
+        """Find ``peak``: what a step adds to what is there, over what this arm itself has there. GPUs only."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            before = allocated(self.device)
+            self.step(batch)
+            self.peak = self.resident + torch.cuda.max_memory_allocated(self.device) - before
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def require_comparable(configs: Iterable[Config]) -> None:
+    """Refuse arms that cannot take the same batch."""
+    first, *others = configs
+    for cfg in others:
+        for name in ("global_batch", "seq_len"):
+            ours, theirs = getattr(first.train, name), getattr(cfg.train, name)
+            if ours != theirs:
+                rule = f"the first arm has {ours}, and arms are compared on one batch"
+                raise ConfigError([Problem(f"train.{name}", theirs, rule)])
+        if vocab_size(first) != vocab_size(cfg):
+            rule = f"the first arm has {vocab_size(first)}, and arms are compared on one batch"
+            raise ConfigError([Problem("scale.vocab_size", vocab_size(cfg), rule)])
+
+
+def fixed_batch(cfg: Config, runtime: Runtime, padding: float, rows: int | None = None) -> Batch:
+    """Random tokens on the device, the same on every call; that share of each row's positions is padding."""
+    rows, seq_len = rows or cfg.train.global_batch, cfg.train.seq_len
+    real = seq_len + 1 if padding == 0 else max(2, round(seq_len * (1 - padding)))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, vocab_size(cfg), (rows, seq_len + 1), generator=generator, dtype=torch.int32)
+    tokens[:, real:] = 0
+    lengths = torch.full((rows,), real, dtype=torch.int32)
+    return Batch(runtime.to_device(tokens), runtime.to_device(lengths), rows * min(real, seq_len), {})

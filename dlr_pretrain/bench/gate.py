@@ -1,0 +1,104 @@
+"""The gate before the stop-watch: a step's time counts where its losses are those of the readable model.
+
+``STEPS`` updates on one batch from one start, against the plain form of the same configuration: eager code, each
+projection by itself, nothing recomputed, the residual as the paper's branch. fp32 must agree to 1e-5. bf16 is held to
+``SPREAD`` times the distance between two plain runs, one from the start rounded to nearest, one from it rounded at
+random: runs that differ by rounding and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.bench.arms import Arm, vocab_size
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch
+from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.train.runtime import Runtime
+
+STEPS = 20
+FP32_BOUND = 1e-5
+SPREAD = 3.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The largest relative difference of a loss from ``reference`` in ``STEPS`` updates, and what it may be."""
+
+    reference: str
+    difference: float
+    bound: float
+
+    @property
+    def passes(self) -> bool:
+        return self.difference <= self.bound
+
+
+def losses(step: Callable[[Batch], Tensor], batch: Batch) -> list[float]:
+    """Of ``STEPS`` updates."""
+    return torch.stack([step(batch).detach().float() for _ in range(STEPS)]).tolist()
+
+
+def difference(found: list[float], expected: list[float]) -> float:
+    """The largest relative difference; NaN is none that a bound admits."""
+    return max((abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True)), key=lambda d: (d != d, d))
+
+
+class References:
+    """Losses of plain runs on ``batch``; each is run once."""
+
+    def __init__(self, runtime: Runtime, batch: Batch):
+        self.runtime, self.batch = runtime, batch
+        self.known: dict[str, tuple[list[float], float]] = {}
+
+    def judge(self, cfg: Config, found: list[float]) -> Verdict:
+        """Whether ``found``, the losses of ``cfg``, are those of its plain form."""
+        expected, bound = self.of(cfg)
+        return Verdict("the plain model", difference(found, expected), bound)
+
+    def of(self, cfg: Config) -> tuple[list[float], float]:
+        """The losses of the plain form of ``cfg``, and how far others may be from them."""
+        cfg = plain(cfg)
+        if repr(cfg) not in self.known:
+            self.known[repr(cfg)] = self._run(cfg)
+        return self.known[repr(cfg)]
+
+    def _run(self, cfg: Config) -> tuple[list[float], float]:
+        expected = self._losses(cfg, rounded_at_random=False)
+        if WORKING_DTYPE[cfg.precision.name] == torch.float32:
+            return expected, FP32_BOUND
+        return expected, SPREAD * difference(self._losses(cfg, rounded_at_random=True), expected)
+
+    def _losses(self, cfg: Config, rounded_at_random: bool) -> list[float]:
+        return losses(
+            Arm("plain", cfg, self.runtime, plain_model(cfg, self.runtime, rounded_at_random)).step, self.batch
+        )
+
+
+def plain(cfg: Config) -> Config:
+    train = replace(cfg.train, activation_checkpointing="none")
+    residual = cfg.dlr.enabled and cfg.dlr.mode == "residual"
+    return replace(cfg, compile=False, train=train, dlr=replace(cfg.dlr, impl="branch") if residual else cfg.dlr)
+
+
+def plain_model(cfg: Config, runtime: Runtime, rounded_at_random: bool) -> Llama:
+    """The model of ``cfg`` without common storages, which is how it is built for sharding."""
+    ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
+    dtype = STATE_DTYPE[cfg.precision.name]
+    model = build(ungrouped, vocab_size(cfg), runtime.device, torch.float32 if rounded_at_random else dtype)
+    if rounded_at_random:
+        round_at_random_(model, torch.Generator(runtime.device).manual_seed(0))
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def round_at_random_(model: nn.Module, generator: torch.Generator) -> None:
+    """Round fp32 parameters to values that bf16 holds: up or down, with the probability that has no bias."""
+    for p in model.parameters():
+        noise = torch.randint(1 << 16, p.shape, generator=generator, dtype=torch.int32, device=p.device)
+        p.copy_(((p.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))

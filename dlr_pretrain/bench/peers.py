@@ -1,0 +1,135 @@
+"""Steps of others, by the files in ``benchmarks/adapters``: code of ours that imports the user's checkout of theirs.
+
+An adapter is a Python file with a function
+
+    build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
+
+``scale`` is "60M" ... "7B", ``ids`` [batch, T] on the device, right-padded with ``PAD``; a step is a whole update. So
+that losses can be compared the object may have ``tensors()``, its parameters by the names of ours, and the file
+``ours(scale)``, the overrides with which we compute the same.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dlr_pretrain.bench.arms import LR
+from dlr_pretrain.config import Config, ConfigError, Problem
+from dlr_pretrain.data import Batch
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.precision import WORKING_DTYPE
+
+PAD = 1
+
+
+class Peer:
+    """The adapter ``file``, or ``file:function`` for another function than ``build``."""
+
+    def __init__(self, place: str, scale: str):
+        path, _, function = place.partition(":")
+        module = _imported(Path(path))
+        self.name = Path(path).stem + function.removeprefix("build")
+        self.scale, self.make = scale.upper(), getattr(module, function or "build", None)
+        if self.make is None:
+            has = ", ".join(name for name in vars(module) if name.startswith("build"))
+            raise ConfigError([Problem("--peer", place, "the file has no such function", f"It has {has or 'none'}")])
+        ours = getattr(module, f"ours{function.removeprefix('build')}", getattr(module, "ours", None))
+        self.ours: list[str] | None = ours(scale) if ours else None
+
+    def build(self, cfg: Config, device: torch.device, padding: float) -> PeerStep:
+        """Their model and optimizer for the batch of ``cfg``."""
+        dtype = WORKING_DTYPE[cfg.precision.name]
+        shape = cfg.train.global_batch, cfg.train.seq_len
+        try:
+            return PeerStep(self.make(self.scale, str(device), dtype, *shape, cfg.compile, layers=cfg.scale.num_layers))
+        except ImportError as error:
+            raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by --peers-dir") from error
+
+
+class PeerStep:
+    """What an adapter has built, on our batches."""
+
+    def __init__(self, built):
+        self.built = built
+
+    def step(self, batch: Batch) -> Tensor:
+        return self.built.step(peer_ids(batch))
+
+    def on(self, batch: Batch) -> Callable[[], object]:
+        ids = peer_ids(batch)
+        return lambda: self.built.step(ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.built.tensors()
+
+
+def peer_ids(batch: Batch) -> Tensor:
+    """[rows, T] as peers take them: ``PAD`` behind each row's end, every other token one that is scored."""
+    ids = batch.tokens[:, :-1].long()
+    padding = torch.arange(ids.shape[1], device=ids.device) >= batch.lengths[:, None]
+    return ids.masked_fill(padding, PAD)
+
+
+def as_batch(ids: Tensor, real_tokens: int) -> Batch:
+    """The reverse: their T positions, of which T - 1 have a next token. The metrics say ``real_tokens``, unchecked."""
+    tokens = torch.cat((ids, ids.new_full((len(ids), 1), PAD)), dim=1).int()
+    return Batch(tokens, (ids != PAD).sum(1, dtype=torch.int32), real_tokens, {})
+
+
+class AuthorsStep:
+    """One update as the main scripts of GaLore's family write it (CoLA's and SLTrain's among them).
+
+    It waits for the device for the token count, and copies every gradient to the host for the norm that is logged;
+    ``lean`` leaves both out. ``repo_sdp`` forbids flash and memory-efficient attention, as these scripts do.
+    """
+
+    def __init__(self, model: nn.Module, compile: bool, lean: bool = False, repo_sdp: bool = False):
+        self.model = model.train()
+        self.forward = torch.compile(model, dynamic=False) if compile else model
+        self.trained = [p for p in model.parameters() if p.requires_grad]
+        self.n = sum(p.numel() for p in self.trained)
+        self.optimizer = torch.optim.AdamW(self.trained, lr=LR, weight_decay=0.1)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
+        self.lean, self.repo_sdp = lean, repo_sdp
+
+    def step(self, ids: Tensor) -> Tensor:
+        mask = ids != PAD
+        if not self.lean:
+            mask.sum().item()
+        with _without_flash(self.repo_sdp):
+            loss = self.forward(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 0.5)
+        if not self.lean:
+            sum(torch.norm(p.grad.clone().detach().cpu()) for p in self.trained if p.grad is not None)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@contextmanager
+def _without_flash(forbidden: bool) -> Iterator[None]:
+    backends = torch.backends.cuda
+    before = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()
+    if forbidden:
+        backends.enable_flash_sdp(False), backends.enable_mem_efficient_sdp(False)
+    try:
+        yield
+    finally:
+        backends.enable_flash_sdp(before[0]), backends.enable_mem_efficient_sdp(before[1])
+
+
+def _imported(path: Path):
+    if not path.is_file():
+        raise ConfigError([Problem("--peer", path, "no such file", "The adapters are in benchmarks/adapters")])
+    spec = importlib.util.spec_from_file_location(f"adapter_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,66 @@
+"""Times that can be compared: everything in one process, in turn, as ratios of neighbours."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class Quartiles(NamedTuple):
+    """Median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def quartiles(values: list[float]) -> Quartiles:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Quartiles(median, low, high)
+
+
+def seconds(act: Callable[[], object], device: torch.device) -> float:
+    """What ``act`` takes, to its end on ``device``: by events of the GPU's queue, or by the clock."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    act()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def interleaved(
+    acts: Mapping[str, Callable[[], object]], warmup: int, rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each act, a value a round. Acts take turns, and each round begins with the next one."""
+    names = list(acts)
+    for act in acts.values():
+        for _ in range(warmup):
+            act()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(seconds(acts[name], device))
+    return times
+
+
+def paired(times: list[float], reference: list[float]) -> Quartiles:
+    """The ratios to the reference of the same round."""
+    return quartiles([t / r for t, r in zip(times, reference, strict=True)])
+
+
+def best_product(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the best of some large matrix products: what this device reaches, whatever its data sheet says."""
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 5)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(repeats))

@@ -1,0 +1,197 @@
+"""Steps of several configurations beside each other, and beside steps of peers.
+
+``measure`` returns plain values with stable keys:
+
+    device, batch     where, and rows, seq_len, padding (share of positions), rounds, warmup
+    peak_flops        datasheet (null where unknown), measured (of large matrix products, in the working dtype)
+    sm_clock_mhz      before and after; null without nvidia-smi
+    arms              a list; the first is the one that ratios are to, the second the first once more (the noise)
+
+and of each arm
+
+    name; words       words: its overrides of train.py (null: a peer)
+    config            scale, backbone, dlr, impl, grouping, precision, optimizer, activation_checkpointing, compile
+    parity            reference, difference (largest relative one of a loss in 20 updates), bound, passes; null: was
+                      not compared
+    seconds           a value a round; ms is their median
+    ratio             median, low, high (quartiles) of its seconds over the first arm's of the same round
+    tokens_per_second, real_tokens_per_second
+    flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak, hfu with what is computed again
+    memory            resident and peak bytes of this arm alone (GPUs)
+    compile_s         cold, warm; where asked for
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+
+import torch
+
+from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
+from dlr_pretrain.bench.arms import Arm, fixed_batch, require_comparable, vocab_size
+from dlr_pretrain.bench.gate import References, Verdict, difference, losses
+from dlr_pretrain.bench.peers import Peer, as_batch, peer_ids
+from dlr_pretrain.bench.rounds import best_product, interleaved, paired, quartiles
+from dlr_pretrain.bench.words import joined
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.data.sources import open_source
+from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.train.runtime import Runtime
+
+NOISE, LOADED = ", once more", ", from the loader"
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How to measure: rounds, steps before them, share of padding; whether the first arm reads real data once more."""
+
+    rounds: int
+    warmup: int
+    padding: float
+    loader: bool = False
+
+
+def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: Callable[[str], None]) -> dict:
+    """Time the ``arms`` (name -> overrides of train.py) and ``peers``; returns what is described above."""
+    configs = {name: load(words) for name, words in arms.items()}
+    twins = {peer.name: load(joined(next(iter(arms.values())), peer.ours)) for peer in peers if peer.ours is not None}
+    require_comparable([*configs.values(), *twins.values()])
+    first, cfg = next(iter(configs.items()))
+    with Runtime(cfg) as runtime:
+        runtime.use_device()
+        batch = fixed_batch(cfg, runtime, how.padding)
+        if peers:
+            batch = as_batch(peer_ids(batch), batch.real_tokens)
+        ours = {name: Arm(name, c, runtime) for name, c in {first: cfg, first + NOISE: cfg, **configs}.items()}
+        beside = {peer.name: Arm(peer.name, twins[peer.name], runtime) for peer in peers if peer.name in twins}
+        built = {peer.name: peer.build(cfg, runtime.device, how.padding) for peer in peers}
+        rows = cfg.train.global_batch if peers else gate_rows(configs.values())
+        few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
+        verdicts = hold(ours, beside, built, runtime, few, say)
+        beside.clear()
+        gc.collect()
+        acts = {name: arm_step(arm, batch) for name, arm in ours.items()}
+        acts |= {name: built[name].on(batch) for name in built}
+        clock = sm_clock(runtime.device)
+        for arm in ours.values():
+            arm.measure_memory(batch)
+        say(f"{how.rounds} rounds of {len(acts)} arms, after {how.warmup} steps each")
+        times = timed(acts, ours[first], how, runtime)
+        clock = [clock, sm_clock(runtime.device)] if clock else None
+        peaks = {
+            "datasheet": peak_flops(runtime.device),
+            "measured": best_product(runtime.device, WORKING_DTYPE[cfg.precision.name]),
+        }
+        rows = []
+        for name, seconds in times.items():
+            arm = ours.get(name, ours[first] if name == first + LOADED else None)
+            rows.append(
+                {"name": name, "words": arms.get(name.removesuffix(NOISE).removesuffix(LOADED))}
+                | of_time(seconds, times[first], batch)
+                | {"parity": asdict(v) | {"passes": v.passes} if (v := verdicts.get(name)) else None}
+                | (of_arm(arm, batch, seconds, peaks) if arm else {})
+            )
+        device = describe(runtime.device)
+    about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, **asdict(how)}
+    return {"device": device, "batch": about, "peak_flops": peaks, "sm_clock_mhz": clock, "arms": rows}
+
+
+def arm_step(arm: Arm, batch: Batch) -> Callable[[], object]:
+    return lambda: arm.step(batch)
+
+
+def hold(
+    ours: dict[str, Arm], beside: dict[str, Arm], peers: dict, runtime: Runtime, batch: Batch, say: Callable
+) -> dict[str, Verdict]:
+    """Hold each arm against the plain model, and each peer against the arm ``beside`` it, from the peer's own start."""
+    references, verdicts = References(runtime, batch), {}
+    for name, arm in ours.items():
+        verdicts[name] = references.judge(arm.cfg, losses(arm.step, batch))
+        say(f"parity of {name}: {shown(verdicts[name])}")
+    for name, arm in beside.items():
+        arm.load(peers[name].tensors())
+        expected, (_, bound) = losses(arm.step, batch), references.of(arm.cfg)
+        verdicts[name] = Verdict("our step", difference(losses(peers[name].step, batch), expected), bound)
+        say(f"parity of {name}: {shown(verdicts[name])}")
+    return verdicts
+
+
+def gate_rows(configs: Iterable[Config]) -> int:
+    """Rows of a batch for the gate: whole micro-batches of every arm, and two of them where there are two."""
+    micro, whole = math.lcm(*(cfg.micro_batch(1) for cfg in configs)), next(iter(configs)).train.global_batch
+    return 2 * micro if whole >= 2 * micro else micro
+
+
+def shown(verdict: Verdict) -> str:
+    relation = "within" if verdict.passes else "NOT within"
+    return f"losses {verdict.difference:.1e} from those of {verdict.reference}, {relation} {verdict.bound:.1e}"
+
+
+def timed(acts: dict, first: Arm, how: Protocol, runtime: Runtime) -> dict[str, list[float]]:
+    """Seconds of each act; with ``how.loader`` of the first arm's step with the wait for its batch, too."""
+    if not how.loader:
+        return interleaved(acts, how.warmup, how.rounds, runtime.device)
+    source = open_source(first.cfg)
+    with closing(TrainLoader(first.cfg, source, open_tokenizer(first.cfg, source), 0, 1, None)) as loader:
+        acts = acts | {first.name + LOADED: lambda: first.step(loader.take(lambda: False))}
+        return interleaved(acts, how.warmup, how.rounds, runtime.device)
+
+
+def of_time(seconds: list[float], reference: list[float], batch: Batch) -> dict:
+    median = quartiles(seconds).median
+    positions = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
+    return {
+        "seconds": seconds,
+        "ms": 1e3 * median,
+        "ratio": paired(seconds, reference)._asdict(),
+        "tokens_per_second": positions / median,
+        "real_tokens_per_second": batch.real_tokens / median,
+    }
+
+
+def of_arm(arm: Arm, batch: Batch, seconds: list[float], peaks: dict[str, float | None]) -> dict:
+    cfg, median = arm.cfg, quartiles(seconds).median
+    rows, width = batch.tokens.shape
+    counts = [flops_per_token(cfg, vocab_size(cfg), arm.trainer.micro_batch, again) for again in (False, True)]
+    used = [{n: p and count * rows * (width - 1) / median / p for n, p in peaks.items()} for count in counts]
+    memory = {"resident": arm.resident, "peak": arm.peak} if arm.peak else None
+    return {"config": choices(cfg), "flops_per_token": counts[0], "mfu": used[0], "hfu": used[1], "memory": memory}
+
+
+def choices(cfg: Config) -> dict[str, object]:
+    return {
+        "scale": cfg.scale.name,
+        "backbone": cfg.backbone.name,
+        "dlr": cfg.dlr.name,
+        "impl": cfg.dlr.impl if cfg.dlr.enabled else None,
+        "grouping": cfg.dlr.grouping if cfg.dlr.enabled else None,
+        "precision": cfg.precision.name,
+        "optimizer": cfg.optimizer.name,
+        "activation_checkpointing": cfg.train.activation_checkpointing,
+        "micro_batch": cfg.micro_batch(1),
+        "compile": cfg.compile,
+    }
+
+
+def describe(device: torch.device) -> str:
+    threads = torch.get_num_threads()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {threads} threads"
+
+
+def sm_clock(device: torch.device) -> int | None:
+    """MHz of the GPU's multiprocessors; None where it cannot be asked."""
+    if device.type != "cuda":
+        return None
+    question = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={device.index or 0}"]
+    try:
+        return int(subprocess.run(question, capture_output=True, text=True, check=True).stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        return None
