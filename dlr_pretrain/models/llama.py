@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,11 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
+from dlr_pretrain.models.loss import score, summed_cross_entropy
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
-IGNORE = -100  # target of a position that is not scored
 
 Carry = tuple[Tensor | None, ...]  # what each group of a block hands to the same group of the next
 NO_CARRY: Carry = (None, None, None, None)
@@ -198,9 +199,10 @@ class Llama(nn.Module):
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.model = Body(cfg, vocab_size, grouped)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
+        self.score = score
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        """ids [B, T] -> the residual stream after the last block [B, T, D], before the final norm."""
+        """ids [B, T] -> what the head reads [B, T, D]."""
         x = self.model.embed_tokens(ids)
         cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
         bias = None if documents is None else attention_bias(documents, x.dtype)
@@ -212,30 +214,34 @@ class Llama(nn.Module):
                 x, carried = block(x, cos, sin, bias, carried, _recompute)
             else:
                 x, carried = block(x, cos, sin, bias, carried)
-        return x
+        return self.model.norm(x)
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        return self.lm_head(self.model.norm(self.hidden(ids, documents)))
+        return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The sum (not the mean) of the cross-entropy over the scored targets [B, T], in fp32."""
-        return self.summed_loss(self.hidden(ids, documents), targets)
+        x = self.hidden(ids, documents).flatten(0, -2)
+        return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
 
-    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self.lm_head(self.model.norm(x)).flatten(0, -2)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(wide, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    def compile_(self, whole: bool = False) -> None:
+        """Compile the blocks, or the ``whole`` before the head, and the loss in place; parameters keep their names.
 
-    def compile_(self) -> None:
-        """Compile the blocks and the loss in place; parameter names stay as they are."""
-        torch._dynamo.config.optimize_ddp = False  # would cut each block along DDP's buckets: a block is the unit here
+        The head's products stand outside: their rows are taken in pieces, however many there are.
+        """
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True)
+        torch._dynamo.config.optimize_ddp = False  # would cut each graph along DDP's buckets
+        self.score = compiled(score)
+        if whole:
+            self.hidden = compiled(self.hidden)
+            return
         for block in self.model.layers:
             if self.checkpointing == "latent":
                 block.compile_stages()
             else:
-                block.forward = torch.compile(block.forward, dynamic=False, fullgraph=True)  # and not FSDP's hooks
-        self.summed_loss = torch.compile(self.summed_loss, dynamic=False, fullgraph=True)
+                block.forward = compiled(block.forward)  # and not FSDP's hooks
+        self.model.norm.forward = compiled(self.model.norm.forward)
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:

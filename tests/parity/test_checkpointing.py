@@ -121,4 +121,19 @@ def test_compiled_equals_eager_with_two_graphs_a_stage(variant, mode, compiler):
     stages = 5 if mode == "latent" else 1
     if "lax" in variant:  # the first block has no gate; its last stage is that of the others, but for an output's norm
         stages = 2 * stages - (mode == "latent" and variant != TEXT)
-    assert compiler.frame_count == 2 * (stages + 1)  # and the loss; training and evaluation
+    assert compiler.frame_count == 2 * (stages + 2)  # and the last norm, and the loss; training and evaluation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["cola", "cola_lax"])
+def test_the_whole_model_compiled_equals_eager_with_two_graphs(variant, compiler):
+    eager = model(variant, "none", "dlr=on").double()
+    compiled = copy.deepcopy(eager)
+    compiled.compile_(whole=True)
+    expected, found = step(eager), step(compiled)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
+    with torch.no_grad():
+        ids = torch.randint(0, VOCAB, (3, 12))
+        torch.testing.assert_close(compiled(ids, ids), eager(ids, ids), rtol=1e-12, atol=0)
+    assert compiler.frame_count == 2 * 2  # and the loss; training and evaluation

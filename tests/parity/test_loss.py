@@ -1,0 +1,165 @@
+"""The fused head and loss against their formula in float64, torch's own, and what they may keep in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dlr_pretrain.models import loss
+from dlr_pretrain.models.loss import IGNORE, summed_cross_entropy
+
+N, D, V = 60, 16, 70
+
+
+def inputs(dtype: torch.dtype = torch.float64, ignored: int = 7) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (N,), generator=generator)
+    targets[torch.randperm(N, generator=generator)[:ignored]] = IGNORE
+    return x, weight, targets
+
+
+def formula(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Row by row."""
+    rows = [(x[i] @ weight.T, targets[i]) for i in range(N) if targets[i] != IGNORE]
+    return sum((logits.exp().sum().log() - logits[t] for logits, t in rows), start=0 * (x.sum() + weight.sum()))
+
+
+def unfused(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = x @ weight.T
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def gradients(of, x: Tensor, weight: Tensor, targets: Tensor, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+    found = of(x, weight, targets)
+    (found * scale).backward()
+    return found.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("rows", [60, 20, 17, 1])
+@pytest.mark.parametrize("ignored", [0, 7, N])
+def test_the_loss_and_its_gradients_are_those_of_the_formula(monkeypatch, rows, ignored):
+    monkeypatch.setattr(loss, "ROWS", rows)
+    for found, expected in zip(
+        gradients(summed_cross_entropy, *inputs(ignored=ignored)),
+        gradients(formula, *inputs(ignored=ignored)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    with torch.no_grad():
+        x, weight, targets = inputs(ignored=ignored)
+        torch.testing.assert_close(summed_cross_entropy(x, weight, targets), formula(x, weight, targets))
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_it_agrees_with_torchs_own(dtype):
+    theirs = partial(F.linear_cross_entropy, reduction="sum", ignore_index=IGNORE)
+    for found, expected in zip(
+        gradients(summed_cross_entropy, *inputs(dtype)), gradients(theirs, *inputs(dtype)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-5)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("rows", [60, 20, 4])
+def test_bf16_is_as_close_to_float64_as_autograd_but_for_one_rounding_more(monkeypatch, rows):
+    """bf16 rounds to 2^-9 at most, 2^-9 / sqrt(3) in the mean square; however many pieces are summed."""
+    monkeypatch.setattr(loss, "ROWS", rows)
+    given = inputs(torch.bfloat16)
+    exact = gradients(formula, *(t.double() if t.is_floating_point() else t for t in given))
+    ours, autograd = gradients(summed_cross_entropy, *given), gradients(unfused, *given)
+    for found, plain, wanted in zip(ours, autograd, exact, strict=True):
+        assert found.dtype == plain.dtype
+        assert error(found, wanted) ** 2 <= error(plain, wanted) ** 2 + (2**-9) ** 2 / 3
+    assert error(ours[0], exact[0]) < 2e-3  # logits are rounded; what follows is in fp32
+
+
+def test_what_is_frozen_gets_no_gradient_and_what_is_not_the_same():
+    x, weight, targets = inputs()
+    _, for_x, for_weight = gradients(summed_cross_entropy, x, weight, targets, scale=1.0)
+    (alone,) = torch.autograd.grad(summed_cross_entropy(x, weight.detach(), targets), x)
+    assert torch.equal(alone, for_x)
+    (alone,) = torch.autograd.grad(summed_cross_entropy(x.detach(), weight, targets), weight)
+    assert torch.equal(alone, for_weight)
+    assert not summed_cross_entropy(x.detach(), weight.detach(), targets).requires_grad
+
+
+def test_gradients_are_formed_once():
+    found = summed_cross_entropy(*inputs())
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="formed once"):
+        found.backward()
+
+
+class Largest(TorchDispatchMode):
+    """The sizes in bytes of the tensors that operations make, by dtype the largest."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        result = operation(*arguments, **(keywords or {}))
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor):
+                self.bytes[t.dtype] = max(self.bytes.get(t.dtype, 0), t.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(("dtype", "pieces"), [(torch.bfloat16, 8), (torch.float32, 8), (torch.bfloat16, 1)])
+def test_no_more_logits_exist_than_a_piece_has(monkeypatch, dtype, pieces, grad):
+    rows, width, vocabulary = 512, 8, 400
+    monkeypatch.setattr(loss, "ROWS", rows // pieces)
+    x = torch.randn(rows, width, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, dtype=dtype).requires_grad_()
+    with torch.set_grad_enabled(grad), Largest() as made:
+        found = summed_cross_entropy(x, weight, torch.randint(0, vocabulary, (rows,)))
+        if grad:
+            found.backward()
+    piece = rows // pieces * vocabulary
+    assert made.bytes[dtype] == piece * dtype.itemsize
+    assert made.bytes[torch.float32] <= 4 * piece
+    with Largest() as plain:
+        unfused(x, weight, torch.randint(0, vocabulary, (rows,)))
+    assert plain.bytes[torch.float32] == 4 * rows * vocabulary
+
+
+def test_nothing_is_kept_for_the_backward_pass_but_gradients_which_become_grad_without_a_copy():
+    x, weight, targets = inputs(torch.float32)
+    found = summed_cross_entropy(x, weight, targets)
+    for_x, for_weight = (t.data_ptr() for t in found.grad_fn.gradients)
+    assert not found.grad_fn.saved_tensors
+    found.backward()
+    assert (x.grad.data_ptr(), weight.grad.data_ptr()) == (for_x, for_weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_scores_are_those_of_eager(monkeypatch, dtype):
+    monkeypatch.setattr(loss, "ROWS", 20)
+    compiled = torch.compile(loss.score, dynamic=False, fullgraph=True)
+    for found, expected in zip(
+        gradients(partial(summed_cross_entropy, score=compiled), *inputs(dtype)),
+        gradients(summed_cross_entropy, *inputs(dtype)),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, rtol=2e-6 if dtype == torch.float32 else 2**-8, atol=1e-5)
+    x, weight, targets = inputs(dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            summed_cross_entropy(x, weight, targets, compiled), summed_cross_entropy(x, weight, targets)
+        )
