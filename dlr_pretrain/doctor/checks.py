@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -166,6 +167,7 @@ def _within(check: Check, environment: dict[str, str], sender, said) -> None:
     """In the process of a check."""
     os.setsid()  # what it starts ends with it
     os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
+    sys.stdout = sys.stderr = said
     os.environ |= environment
     try:
         outcome = check.act()
@@ -178,6 +180,7 @@ def _within(check: Check, environment: dict[str, str], sender, said) -> None:
         outcome = Outcome(FAIL, f"{type(error).__name__}: {first}")
     sender.send(outcome)
     sender.close()
+    said.flush()
     os._exit(0)  # neither the parent's exit handlers nor a collective that is left
 
 

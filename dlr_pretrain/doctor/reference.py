@@ -1,8 +1,9 @@
 """The reference run: a recipe of minutes, and the band of losses in which runs that were really made have ended.
 
-``reference.json`` beside this file holds those runs: seed, machine, text and final loss of each, the command that made
-them, and nothing else; the band follows from them. The text of ``data=sample`` is that of the installed packages, so
-that another environment trains on another text: its band is then that of all texts that were tried, and wider.
+``reference.json`` beside this file holds those runs: command, seed, machine, text and final loss of each; the band
+follows from them. ``python -m dlr_pretrain.doctor.reference <run directories>`` writes it. The text of ``data=sample``
+is that of the installed packages, so that another environment trains on another text: its band is then that of all
+texts that were tried, and wider.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dlr_pretrain.errors import UserError
 
 RECORD = Path(__file__).with_name("reference.json")
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-WIDTH = 4.0  # standard deviations on either side of the mean
+FREE = ("device", "compile", "data.root", "train.micro_batch", "parallel")  # what may differ without another result
+WIDTH = 3.0  # standard deviations on either side of the mean
 
 
 def band(runs: list[dict], text: str) -> tuple[float, float, str]:
@@ -52,9 +54,10 @@ def judge(loss: float, runs: list[dict], text: str) -> Outcome:
 def train(words: list[str]) -> bool:
     """Train the recipe in a temporary folder, show its lines, and say how it ended."""
     record = json.loads(RECORD.read_text())
-    clash = [word for word in words if word.split("=")[0].lstrip("+") in ("experiment", "run.dir", "scale", "backbone")]
+    clash = [word for word in words if word.split("=")[0].lstrip("+") not in FREE]
     if clash:
-        raise UserError(f"--reference trains a recipe of its own: {' '.join(clash)} has no place beside it")
+        rule = f"--reference trains a recipe of its own: {' '.join(clash)} has no place beside it"
+        raise UserError(f"{rule}. What it takes: {', '.join(FREE)}")
     with tempfile.TemporaryDirectory(prefix="dlr_reference_") as folder:
         run_dir = Path(folder, "run")
         print(fill(f"training experiment=reference in {run_dir}, which is removed afterwards"), flush=True)
@@ -65,6 +68,34 @@ def train(words: list[str]) -> bool:
             raise UserError(f"the reference run ended with code {code}; what it said stands above")
         loss = read_metrics(run_dir / "metrics.jsonl")[-1]["eval/loss"]
         text = json.loads((run_dir / "manifest.json").read_text())["identity"]["data.shards"]
-    outcome = judge(loss, record["runs"], text)
+    outcome = judge(loss, record, text)
     print(line("reference", outcome, time.monotonic() - began))
     return outcome.level != FAIL
+
+
+def collect(run_dirs: list[Path]) -> list[dict]:
+    """What is kept of runs of the recipe that have finished."""
+    found = []
+    for run_dir in run_dirs:
+        manifest, last = (
+            json.loads((run_dir / "manifest.json").read_text()),
+            read_metrics(run_dir / "metrics.jsonl")[-1],
+        )
+        start = manifest["starts"][-1]
+        words = [word for word in start["command"][1:] if not word.startswith("run.dir=")]
+        found.append(
+            {
+                "command": f"python train.py {' '.join(words)}",
+                "seed": manifest["identity"]["seed"],
+                "device": start["device"],
+                "torch": start["packages"]["torch"],
+                "git": start["git"],
+                "text": manifest["identity"]["data.shards"],
+                "loss": last["eval/loss"],
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(collect([Path(word) for word in sys.argv[1:]]), indent=1))

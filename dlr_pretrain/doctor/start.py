@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -32,10 +33,16 @@ from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
 
-WRITTEN = 64 << 20  # bytes of the disk's test
+WRITTEN = 64 << 20  # bytes of the disk's test, at most
+BLOCK = os.urandom(1 << 20)
 SLOW_DISK = 100e6  # bytes/s below which saving is felt
 REDUCED = 64 << 20  # bytes of the all-reduce test, on a GPU four times that
 SAVED = 1e9  # bytes of the checkpoint that is written for a test, at most
+
+
+def amount(size: float) -> str:
+    """12 MB, 1.2 GB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def room_of(cfg: Config) -> Path:
@@ -60,28 +67,28 @@ def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
     kept = run_dir / "checkpoints"
     held = sum(f.stat().st_size for f in kept.rglob("*") if f.is_file()) if kept.is_dir() else 0
     usage = shutil.disk_usage(run_dir if run_dir.is_dir() else above)
-    text = f"{above} ({file_system(above)}): {usage.free / 1e9:.1f} GB free"
-    needs = f"the run keeps {sizes['run'] / 1e9:.2f} GB, of checkpoints of {sizes['checkpoint'] / 1e9:.2f} GB each"
+    text = f"{above} ({file_system(above)}): {amount(usage.free)} free"
+    needs = f"the run keeps {amount(sizes['run'])}, of checkpoints of {amount(sizes['checkpoint'])} each"
     mend = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
     if scratch is None:
         return Outcome(FAIL, f"{text}, and nothing can be written there; {needs}", mend)
+    blocks = min(WRITTEN, max(len(BLOCK), usage.free // 2)) // len(BLOCK)
     began = time.perf_counter()
     path = scratch / "written"
     try:
         with path.open("wb", buffering=0) as file:
-            block = os.urandom(1 << 20)
-            for _ in range(WRITTEN >> 20):
-                if file.write(block) != len(block):
-                    raise OSError(28, "No space left on device")
+            for _ in range(blocks):
+                if file.write(BLOCK) != len(BLOCK):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(file.fileno())
         path.rename(scratch / "renamed")
         sync(scratch)
     except OSError as error:
-        return Outcome(FAIL, f"{text}, and writing {WRITTEN / 1e6:.0f} MB fails: {error.strerror}; {needs}", mend)
+        return Outcome(FAIL, f"{text}, and writing fails: {error.strerror}; {needs}", mend)
     finally:
         for name in ("written", "renamed"):
             (scratch / name).unlink(missing_ok=True)
-    rate = WRITTEN / (time.perf_counter() - began)
+    rate = blocks * len(BLOCK) / (time.perf_counter() - began)
     text += f", {rate / 1e6:.0f} MB/s with fsync; {needs}"
     if usage.free + held < sizes["run"]:
         return Outcome(FAIL, text, mend)
@@ -166,23 +173,23 @@ def step(cfg: Config) -> Outcome:
             (first, loss), (second, _) = (_update(trainer, batch) for _ in range(2))
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"out of GPU memory with {rows} sequences at once; the plan says {planned / 1e9:.1f} GB. "
+                f"out of GPU memory with {rows} sequences at once; the plan says {amount(planned)}. "
                 "Use train.micro_batch=auto, or train.activation_checkpointing=latent"
             ) from error
         on_gpu = runtime.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
         whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
     uniform = math.log(vocab_size)
-    text = "train.micro_batch=auto: " if auto else ""
-    text += (
-        f"{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s (the first in {first:.1f} s), an update of "
-        f"{share // rows} about {second / few * (share // rows):.3g} s; loss {loss:.2f}, of chance {uniform:.2f}; peak "
-        f"{peak / 1e9:.2f} GB{'' if on_gpu else ' of the process'}, planned {planned / 1e9:.2f} GB"
+    whole_update = f", a whole update about {second / few * (share // rows):.3g} s" if share // rows > few else ""
+    text = (
+        f"{'train.micro_batch=auto: ' if auto else ''}{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s "
+        f"(the first in {first:.1f} s){whole_update}; loss {loss:.2f}, of chance {uniform:.2f}; peak {amount(peak)}"
+        f"{'' if on_gpu else ' more in the process'}, planned {amount(planned)}"
     )
     if not abs(loss - uniform) < 1:
         return Outcome(FAIL, text, "A new model's loss lies near that of chance: look at the precision and the kernels")
     if peak > 0.95 * whole or (on_gpu and peak > 1.1 * planned):
-        return Outcome(WARN, f"{text}; of {whole / 1e9:.0f} GB", "Use train.micro_batch=auto, or a smaller one")
+        return Outcome(WARN, f"{text}; of {amount(whole)}", "Use train.micro_batch=auto, or a smaller one")
     return Outcome(OK, text)
 
 
@@ -234,8 +241,8 @@ def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
         found.close()
         runtime.gather(None)  # all have read
         written = sum(f.stat().st_size for f in folder.iterdir())
-    part = f" (a model of 1 block: the whole one takes {size / 1e9:.1f} GB)" if layers < depth else ""
-    text = f"{written / 1e6:.0f} MB written in {wrote:.1f} s and read again{part}"
+    part = f" (a model of 1 block: the whole one takes {amount(size)})" if layers < depth else ""
+    text = f"{amount(written)} written in {wrote:.1f} s and read again{part}"
     if differ:
         return Outcome(
             FAIL, f"{text}, but {len(differ)} tensors are not the same, {differ[0]} first", "Look at the disk"

@@ -1,0 +1,53 @@
+"""On a GPU: the micro-batch that is tried, and the doctor. ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.scaling import with_micro_batch
+from dlr_pretrain.cli import load
+from dlr_pretrain.train import micro_batch
+from dlr_pretrain.train.benchmark import bare_trainer, noise
+from dlr_pretrain.train.runtime import Runtime
+from tests.conftest import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
+]
+WORDS = [
+    *("scale=60m", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl", "device=cuda", "compile=false"),
+    *("train.global_batch=256", "train.micro_batch=auto"),
+]
+
+
+@pytest.mark.parametrize("left", [4e9, 12e9])
+def test_the_largest_micro_batch_is_found_and_nothing_stays_behind(left):
+    """With so many bytes left on the GPU: what is chosen trains, and twice as much does not fit under the bound."""
+    cfg = load(WORDS)
+    with Runtime(cfg) as runtime:
+        runtime.use_device()
+        ballast = torch.empty(int(torch.cuda.mem_get_info()[0] - left), dtype=torch.uint8, device="cuda")
+        state, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+        rows = micro_batch.choose(cfg, runtime, 32_000)
+        assert torch.cuda.memory_allocated() == held and torch.equal(torch.cuda.get_rng_state(), state)
+        assert 1 <= rows < 256 and 256 % rows == 0
+        assert not micro_batch.fits(cfg, runtime, 32_000, 2 * rows)
+        pinned = with_micro_batch(cfg, rows)
+        trainer = bare_trainer(pinned, runtime, 32_000, lambda _: None)
+        trainer.update(noise(pinned, runtime, 32_000), 1e-3)
+        torch.cuda.synchronize()
+        del ballast, trainer
+    torch.cuda.empty_cache()
+
+
+def test_the_doctor_finds_this_machine_sound(tmp_path):
+    command = [sys.executable, "scripts/doctor.py", *WORDS, f"run.root={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.cuda.get_device_name(0) in " ".join(done.stdout.split())
+    assert list(tmp_path.iterdir()) == []
