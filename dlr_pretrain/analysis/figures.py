@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
                 x, norm = run.column("train/tokens"), finite(run.column("train/grad_norm"))
                 at, level = smoothed(norm)
                 ax.plot(x, norm, **style, linewidth=0.5, alpha=0.35)
-                ax.plot(x[at], level, **style, linewidth=1.2, label=None if i else group.label)
+                ax.plot(x[at], level, **style, linewidth=1.2, label=None if i else wrapped(group.label))
         clip = {group.config["train"]["clip"] for group in members} - {None}
         for bound in sorted(clip):
             ax.axhline(bound, color="#767676", linewidth=0.8, linestyle=":")
@@ -181,7 +182,7 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
         dash = "--" if group.label == base(group) else "-" if group.label.endswith("+dlr") else ":"
         x = np.array(steps) * group.runs[0].positions
         ax.errorbar(x, y, error, color=colors[base(group)], linestyle=dash, marker=".", linewidth=1.3, capsize=2,
-                    elinewidth=0.7, label=group.label)  # fmt: skip
+                    elinewidth=0.7, label=wrapped(group.label, 36))  # fmt: skip
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:,.6g}")
@@ -201,24 +202,33 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 
 
 def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
-    found = [(a, b) for a, b in pairs(groups) if a.finished and b.finished]
+    found = [pair for pair in pairs(groups) if common_seeds(*pair)]
     if not found:
         return None
     figure, (ax,) = _grid(1, width=7.0, height=1.3 + 0.45 * len(found))
     for y, sides in enumerate(found):
-        values = [[run.final[PERPLEXITY] for run in side.finished] for side in sides]
+        seeds = common_seeds(*sides)
+        values = [[run.final.get(PERPLEXITY) for run in side.finished if run.seed in seeds] for side in sides]
         means = [spread(v).mean for v in values]
         ax.annotate("", (means[1], y), (means[0], y), arrowprops={"arrowstyle": "->", "color": "#767676"})
-        for side, (seeds, color, mark) in enumerate(zip(values, (PLAIN, DLR), "os", strict=True)):
+        for side, (each, color, mark) in enumerate(zip(values, (PLAIN, DLR), "os", strict=True)):
             label = (("without DLR", "with DLR")[side]) if y == 0 else None
-            ax.plot(seeds, [y] * len(seeds), mark, color=color, markersize=4, alpha=0.5)
+            ax.plot(each, [y] * len(each), mark, color=color, markersize=4, alpha=0.5)
             ax.plot(means[side], y, mark, color=color, markersize=8, label=label)
-    ax.set_yticks(range(len(found)), [a.label for a, _ in found])
+    ax.set_yticks(range(len(found)), [wrapped(a.label) for a, _ in found])
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     _label([ax], "perplexity after the last update, unbiased", "", shown=None)
-    caption = f"{scale}: what DLR changes by backbone, all else equal; small marks are seeds, large ones their mean."
+    caption = (
+        f"{scale}: what DLR changes by backbone, all else equal; small marks are the seeds of both, large ones means."
+    )
     return _save(figure, folder, f"pairs_{scale}", caption)
+
+
+def common_seeds(a: Group, b: Group) -> set[int]:
+    """The seeds with a finite perplexity in both."""
+    seeds = [{run.seed for run in side.finished if run.final.get(PERPLEXITY) is not None} for side in (a, b)]
+    return seeds[0] & seeds[1]
 
 
 def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:
@@ -236,11 +246,10 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
                 color = BACKBONES.get(base(group)) or next(spare)
                 filled = color if group.method.endswith("+dlr") else "white"
                 ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt="o", color=color,
-                            markerfacecolor=filled, elinewidth=0.7, capsize=2)  # fmt: skip
-                ax.annotate(group.label, (speed.mean, quality.mean), xytext=(6, 4), textcoords="offset points",
-                            fontsize=7)  # fmt: skip
+                            markerfacecolor=filled, elinewidth=0.7, capsize=2, label=wrapped(group.label))  # fmt: skip
         ax.set_title(machine)
-        ax.margins(0.15)
+        ax.margins(0.1)
+        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     if not drawn:
         return None
     _label(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
@@ -320,7 +329,12 @@ def _range(values: Sequence[float]) -> tuple[float, float] | None:
 def _legend(group: Group) -> str:
     last = group.final(PERPLEXITY)
     state = f"{last.mean:,.1f}" if last and last.finite else "diverged" if last else "unfinished"
-    return f"{group.label}  {state}"
+    return wrapped(f"{group.label}  {state}")
+
+
+def wrapped(label: str, width: int = 28) -> str:
+    """A label on as many lines as it needs."""
+    return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")
 
 
 def _save(figure, folder: Path, name: str, caption: str) -> Picture:
