@@ -79,8 +79,8 @@ def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
             zero_shot.append((path, _read(path, "checkpoints", "scripts/evaluate.py --output")))
         elif (path / "table.json").exists():
             tuned.append((path, _read(path / "table.json", "models", "scripts/sft.py")))
-        elif (path / "tune.json").exists():
-            compared.append((path, _read(path / "tune.json", "comparisons", "scripts/tune.py")))
+        elif found := [*path.glob("tune.json"), *sorted(path.glob("*/tune.json") if path.name == "tune" else [])]:
+            compared += [(one.parent, _read(one, "comparisons", "scripts/tune.py")) for one in found]
         else:
             runs.append(place)
     return runs, Measured(tuple(zero_shot), tuple(tuned), tuple(compared))

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def tune(argv: list[str]) -> int:
-    given, for_sbatch = _read(argv)
+    given, for_sbatch = read(argv)
     grid = read_grid(given.words, given.config_dir)
     how = Scheduler(grid.name, given.limit, for_sbatch) if given.slurm else Local(given.jobs)
     cells = grid.cells()
@@ -154,7 +154,7 @@ class Scheduler:
         return [replace(t, state="pending", remark="") if cell in due else t for cell, t in found.items()]
 
 
-def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and the words for sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(

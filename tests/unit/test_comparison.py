@@ -206,7 +206,7 @@ def written(tmp_path_factory):
         return bowl(0.003, lr) + lead, bowl(0.003, lr) + lead + seed / 1000 * (1 if lead else 2)
 
     found = dressed(compare(design, trials(design, loss)))
-    folder = tmp_path_factory.mktemp("comparison") / "out"
+    folder = tmp_path_factory.mktemp("comparison") / "tune" / "cola"
     write(found, folder)
     return found, folder
 
@@ -246,13 +246,13 @@ def test_the_curve_is_drawn_for_what_there_is(written):
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert ET.parse(folder / "curve.svg").getroot().tag.endswith("svg")
     nothing = dressed(compare(Design(("one",), RATES, (1,)), []))
-    write(nothing, folder.parent / "nothing")
-    assert (folder.parent / "nothing" / "curve.png").exists()
+    write(nothing, folder.parents[1] / "nothing")
+    assert (folder.parents[1] / "nothing" / "curve.png").exists()
 
 
 def test_a_report_of_runs_shows_it(written, tmp_path):
     found, folder = written
-    write_reports([str(folder)], tmp_path / "report", "python scripts/report.py")
+    write_reports([str(folder.parent)], tmp_path / "report", "python scripts/report.py")
     held_out = found["chosen"]["cola+dlr"]["held_out"]["perplexity"]
     row = f"| cola+dlr | 0.003 | {held_out['mean']:.2f} ± {held_out['std']:.2f} (3) |"
     assert row in (tmp_path / "report" / "tables" / "tune.md").read_text()

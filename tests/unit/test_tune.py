@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import last_job, note
 from dlr_pretrain.launch.runs import Run, load_runs
 from dlr_pretrain.launch.state import look
-from tests.conftest import ROOT
+from tests.conftest import ROOT, documents
 
 LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
 NOT_FINITE = "error: step 3: loss nan, gradient norm nan: not finite. The update was not applied.\n"
@@ -168,6 +170,15 @@ def test_what_is_wrong_with_a_grid_is_said(given, said):
 def test_methods_that_do_not_compare_or_exist_are_refused_before_any_is_trained(words, trained, capsys, own, said):
     assert tune.main([*words(), f"pair=cola,{own}", "lr=0.001", "seeds=41"]) == 2
     assert said in capsys.readouterr().err and not trained
+
+
+def test_the_documented_commands_are_grids_of_runs():
+    text = documents().replace("\\\n", " ")
+    commands = [shlex.split(found) for found in re.findall(r"^python scripts/tune\.py (.*)$", text, re.MULTILINE)]
+    assert commands
+    for given in (tune.read(command)[0] for command in commands):
+        grid = read_grid(given.words)
+        assert len(load_runs([grid.line(*grid.cells()[0]), grid.line(*grid.cells()[-1])], 1)) == 2
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -375,9 +386,9 @@ def test_a_tie_and_a_difference_are_reported_as_what_they_are(words, monkeypatch
             ended(run, 0.0)
 
     monkeypatch.setattr(tune, "train", in_this_process)
-    pair = "pair=cola,cola:data.seed=7,cola:train.steps=6"
+    pair = "pair=cola,cola:data.seed=7,cola:train.steps=4"
     own = [f"run.root={tmp_path}/runs", pair, "lr=0.01,0.02", "seeds=1,2,3", "--output", f"{tmp_path}/out"]
-    quick = words("train.steps=60", "train.micro_batch=8", "eval.tokens=2000", "eval.every=60", "checkpoint.every=60")
+    quick = words("train.steps=40", "train.micro_batch=8", "eval.every=40", "checkpoint.every=40")
     assert tune.main([*quick, *own]) == 0
     found = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert [c["better"] for c in found["comparisons"]] == ["none shown", "cola"]
