@@ -54,14 +54,19 @@ def what_was_trained(config: dict) -> dict[str, str]:
         "model": f"LLaMA {scale['name']} ({shape}), {backbone['name']}{rank}, {residual}",
         "data": f"{config['data']['source']}, {config['data']['packing']}, {train['seq_len']:,} positions a sequence",
         "recipe": f"{config['optimizer']['name']}, peak lr {train['lr']:g}, {train['global_batch']:,} sequences a step",
-        "precision": config["precision"]["name"],
+        "precision": _precision(config),
         "seeds": f"{config['seed']} (initialisation), {config['data']['seed']} (data order)",
     }
 
 
+def _precision(config: dict) -> str:
+    low = ", memory=low" if config["train"].get("memory") == "low" else ""
+    return config["precision"]["name"] + low
+
+
 def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
     last, evaluated = metrics[-1], _last_evaluation(metrics)
-    precision, packing = config["precision"]["name"], config["eval"]["packing"]
+    precision, packing = _precision(config), config["eval"]["packing"]
     train_loss = column(metrics, "train/loss")
     tail = min(len(train_loss), max(10, len(train_loss) // 100))
     rows = {"tokens seen": f"{last['train/tokens']:,} positions, of which {last['train/real_tokens']:,} real tokens"}

@@ -20,7 +20,7 @@ from dlr_pretrain.analysis.table1 import VOCABULARY
 from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.tree import MAX_STREAMS, largest_divisor
-from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 
 
 def _is(default: float | None, doc: str):
@@ -218,7 +218,7 @@ def communication(
     wide, working = cfg.train.accumulate == "fp32", WORKING_DTYPE[cfg.precision.name].itemsize
     weights = held.weights
     if cfg.parallel.name == "fsdp":  # weights come for the forward and for the backward pass, gradients leave
-        state = 4 if cfg.precision.name != "bf16" else working
+        state = STATE_DTYPE[cfg.precision.name].itemsize
         entries = weights * gpus / state
         each = 2 * ring(entries * working, gpus, given, 1) + ring(entries * (4 if wide else working), gpus, given, 1)
         return micro_batches * each, micro_batches * one

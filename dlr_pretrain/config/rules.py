@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 from dlr_pretrain.config.identity import to_dict
+from dlr_pretrain.config.memory_rules import memory_problems
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.probing import probe_problems
@@ -24,7 +25,7 @@ def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem
     Without ``machine`` nothing is asked of this one: no files, packages or compiler.
     """
     found = [*_model(cfg), *_dlr(cfg), *_batch(cfg, world_size), *_schedule(cfg), *optimizer_problems(cfg)]
-    found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg)]
+    found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
     if not machine:
         return found
     for rules in (_start, _packages, _data, _files):
@@ -69,6 +70,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["backbone.init"] = "the factors start from train.init_from"
     if cfg.run.fork_from is not None:
         idle["train.init_from"] = "the run starts from run.fork_from"
+    if cfg.train.clip is None:
+        idle["train.clip_by"] = "train.clip=null"
     if cfg.train.on_nonfinite == "stop":
         idle["train.max_skipped"] = "train.on_nonfinite=stop"
     if source != "c4":

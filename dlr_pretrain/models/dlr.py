@@ -105,8 +105,10 @@ def active(module: nn.Module) -> Iterator[None]:
     B is restored bit for bit, also when the body raises. What changes B belongs outside: ``optimizer.step`` and
     ``load_state_dict`` raise RuntimeError within, before they change anything, and other changes are found at the end.
     """
-    _require_restored(residuals(module))
-    watch = register_optimizer_step_pre_hook(partial(_refuse_step, module))
+    carrying = residuals(module)
+    _require_restored(carrying)
+    by_weight = {id(linear.weight): (name, linear) for name, linear in carrying}
+    watch = register_optimizer_step_pre_hook(partial(_refuse_step, by_weight))
     try:
         publish(module)
         yield
@@ -194,6 +196,18 @@ def restore(module: nn.Module) -> list[str]:
             residual.write(*residual.saved)  # not into what now stands in its place, as when FSDP was interrupted
             residual.saved = None
     return changed
+
+
+@torch.no_grad()
+def withdraw(linear: nn.Linear) -> bool:
+    """Take the residual out of one weight, if it is published there; whether that was as it had been left."""
+    residual = linear.residual
+    if residual.saved is None:
+        return True
+    untouched = shards.here(residual.saved[0])._version == residual.version
+    residual.write(*residual.saved)
+    residual.saved = None
+    return untouched
 
 
 @torch.no_grad()
@@ -293,11 +307,12 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
 
 
-def _refuse_step(module: nn.Module, optimizer: torch.optim.Optimizer, *_) -> None:
-    published = {id(m.weight): name for name, m in residuals(module) if m.residual.saved is not None}
-    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in published):
-        where = published[id(p)] or "the module"
-        raise RuntimeError(f"{where}: its weight holds the published residual; call optimizer.step() outside `active`")
+def _refuse_step(by_weight: dict[int, tuple[str, nn.Linear]], optimizer: torch.optim.Optimizer, *_) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in by_weight):
+        name, linear = by_weight[id(p)]
+        if linear.residual.saved is not None:
+            where = f"{name or 'the module'}: its weight holds the published residual"
+            raise RuntimeError(f"{where}; call optimizer.step() outside `active`")
 
 
 def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:

@@ -16,6 +16,7 @@ from dlr_pretrain import shards
 from dlr_pretrain.optim import quantized, rounding
 from dlr_pretrain.optim.parameters import empty_state, wide
 
+LARGEST = 1 << 24  # values that are updated at once
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # or codes, scales and map
 
 
@@ -43,7 +44,7 @@ class WideAdamW(torch.optim.Optimizer):
         lr = torch.zeros((), dtype=torch.float64)  # 0-dimensional: it widens no product
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
         self.rounding_keys, self.new_moment = rounding_keys, new_moment or _zeros
-        self.compiled = compiled
+        self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
         self.found_inf: Tensor | None = None
 
@@ -60,19 +61,26 @@ class WideAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
-        self.advance(
-            p.detach(),
-            p.grad,
-            _parts(state["exp_avg"]),
-            _parts(state["exp_avg_sq"]),
-            state["step"],
-            group["lr"],
-            torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf,
-            None if self.rounding_keys is None else self.rounding_keys[p],
-            group["weight_decay"],
-            *group["betas"],
-            group["eps"],
-        )
+        skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
+        keys = None if self.rounding_keys is None else self.rounding_keys[p]
+        moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
+        numbers = group["weight_decay"], *group["betas"], group["eps"]
+        for w, g, m, v, of_piece in self.pieces(p.detach(), p.grad, *moments, keys):
+            self.advance(w, g, m, v, state["step"], group["lr"], skip, of_piece, *numbers)
+        state["step"].add_(skip == 0)
+
+    def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
+        """What one pass takes: the whole, or so many rows that its temporaries stay small and no block is cut."""
+        if w.numel() <= LARGEST:
+            yield w, g, m, v, keys
+            return
+        row = w.shape[1:].numel()
+        rows = max(LARGEST // row // self.block_size, 1) * self.block_size
+        for first in range(0, len(w), rows):
+            end, start = min(first + rows, len(w)), first * row
+            of_piece = None if keys is None else torch.cat((keys[:2], keys[2:] + start))
+            parts = (_rows(moment, first, end, row, self.block_size) for moment in (m, v))
+            yield w[first:end], g[first:end], *parts, of_piece
 
 
 def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor] | None:
@@ -102,6 +110,13 @@ def _parts(moment: Tensor) -> Moment:
     return (moment.codes, moment.scale, moment.qmap) if quantized.is_quantized(moment) else moment
 
 
+def _rows(moment: Moment, first: int, end: int, row: int, block_size: int) -> Moment:
+    if isinstance(moment, Tensor):
+        return moment[first:end]
+    codes, scale, values = moment
+    return codes[first:end], scale[first * row // block_size : end * row // block_size], values
+
+
 def _advance(
     p: Tensor,
     gradient: Tensor,
@@ -116,7 +131,7 @@ def _advance(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place; where ``skip`` is not 0, of nothing."""
+    """One update in place, where ``skip`` is 0; ``step`` counts those before it."""
     kept, dtype = skip != 0, wide(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
@@ -133,7 +148,6 @@ def _advance(
         plain = isinstance(exp_avg_sq, Tensor)
         _write(exp_avg_sq, rounding.rounded(v, words & 0xFFFF) if plain else v, kept)
     _write(exp_avg, m, kept)
-    step.copy_(torch.where(kept, step, k))
 
 
 def _read(moment: Moment, dtype: torch.dtype) -> Tensor:

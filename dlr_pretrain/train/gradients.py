@@ -94,7 +94,12 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 def clip(gradients: list[Tensor], norm: Tensor, bound: float | None) -> None:
     """Scale the gradients so that their global norm is at most ``bound``."""
     if bound is not None:
-        torch._foreach_mul_(gradients, (bound / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, clip_factor(norm, bound))
+
+
+def clip_factor(norm: Tensor, bound: float) -> Tensor:
+    """What brings a gradient of ``norm`` down to ``bound``; 1 where it is below."""
+    return (bound / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings

@@ -192,8 +192,8 @@ class Run:
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
             f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}",
-            "precision": f"{cfg.precision.name}, {describe_device(self.runtime.device)}, torch {torch.__version__}"
-            f"{', compiled' if cfg.compile else ''}",
+            "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
+            f"{describe_device(self.runtime.device)}, torch {torch.__version__}{', compiled' if cfg.compile else ''}",
         }
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"

@@ -16,18 +16,17 @@ from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets, separated
 from dlr_pretrain.errors import Stopped, UserError
-from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.descent import Descent, PassingDescent
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.gradients import clip
 from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
-from dlr_pretrain.train.parts import Entering, part
+from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import Profiler
 from dlr_pretrain.train.runtime import Runtime
@@ -60,8 +59,10 @@ class Trainer:
             weights.undecayed,
             compiled=cfg.compile,
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
+            apart=cfg.train.memory == "low",
         )
-        self.gradients = weights.gradients(cfg.train.accumulate, runtime.world_size)
+        low = cfg.train.memory == "low"
+        self.descent = (PassingDescent if low else Descent)(cfg, runtime, weights, self.optimizer)
         require_tied(weights.model)
         self.probe, self.probed = Probe(cfg, runtime, weights), {}  # and what it has found, by the step that followed
         self.profiler = Profiler(cfg, runtime, console)
@@ -71,7 +72,6 @@ class Trainer:
         self.streams: dict[str, list[int]] = {}  # and the position before them
         self.stopping = False  # a rank was asked to stop
         self.failure: UserError | None = None  # of this rank's data, files or checkpoints
-        self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
         self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
         self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates that were not finite
         self.last_save = 0  # step at which a checkpoint was begun
@@ -90,9 +90,10 @@ class Trainer:
         """One optimizer update from one global batch. The host waits for nothing but, with optimizers
         other than adamw and adamw_8bit, for whether to mask.
 
-        An update whose loss or gradient is not finite changes nothing. Where ``train.on_nonfinite`` is "stop", or a
-        rank has failed, neither does any after it. Returns device metrics: mean loss, gradient norm before clipping,
-        whether the update was masked, whether all from here on are, real tokens, and how many ranks were asked to stop.
+        An update whose loss or gradient is not finite changes nothing; for train.memory=low see ``PassingDescent``.
+        Where ``train.on_nonfinite`` is "stop", or a rank has failed, neither does any after it. Returns device metrics:
+        mean loss, gradient norm before clipping, whether the update was masked, whether all from here on are, real
+        tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths))
@@ -103,32 +104,8 @@ class Trainer:
         count, real_tokens, stop, failed = self.runtime.sum(counts)
 
         micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
-        numbered = enumerate(self.runtime.advancing(micro), 1)
-        with Entering("publish", self.weights.published()):
-            losses = [self.gradients.add(some, count, last=i == len(micro)) for i, some in numbered]
-        loss = self.runtime.sum(torch.stack(losses).sum())
-
-        norm, masked = self.apply(loss, lr, failed)
-        return torch.stack((loss, norm, masked, self.halted, real_tokens.float(), stop.float()))
-
-    @part("optimizer")
-    def apply(self, loss: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the summed gradients and take the step; returns their norm, and whether the step was masked."""
-        gradients = self.gradients.collect()
-        norm = self.gradients.norm(gradients)
-        clip(gradients, norm, self.cfg.train.clip)
-        masked = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        halt = failed > 0
-        if self.cfg.train.on_nonfinite == "stop":
-            halt = halt | masked
-        self.halted = torch.maximum(self.halted, halt.float())
-        masked = torch.maximum(self.halted, masked.float())
-        self.optimizer.update(lr, skip=masked)
-        if self.cfg.dlr.mode == "decayed_offset":
-            share = lr * self.cfg.optimizer.weight_decay * (1 - masked)
-            dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
-        self.gradients.clear()
-        return norm, masked
+        loss, norm, masked = self.descent.take(micro, count, lr, failed)
+        return torch.stack((loss, norm, masked, self.descent.halted, real_tokens.float(), stop.float()))
 
     # ------------------------------------------------------------------------------------------------
     # The loop
@@ -249,15 +226,21 @@ class Trainer:
             self.probed[self.step + 1] = self.probe(batch)
 
     def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
-        """End the run at the update that nothing follows, on every rank, with the state before it saved."""
+        """End the run, on every rank, at the update that nothing follows; the state before it, if there, is saved."""
         self.step = step - 1
         try:
             self.saver.wait()
         except UserError as error:
             self.failure = self.failure or error
-        if self.step > self.saver.saved:
+        partly = self.took_part(loss, norm)
+        if self.step > self.saver.saved and not partly:
             self.checkpoint(None, wait=True)
         before = f"The {self.step:,} steps before it are saved" if self.step else "Nothing was trained"
+        applied = "The update was not applied"
+        if partly:
+            saved = self.saver.saved
+            before = f"Step {saved:,} is, and the same command goes on from it" if saved else "No step was saved before"
+            applied = "With train.memory=low the weights after that gradient's had been updated, and are not saved"
         failures = [(rank, error) for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
         if failures and all(isinstance(error, Stopped) for _, error in failures):
             raise Stopped(f"stopped after step {self.step} of {self.cfg.train.steps} ({failures[0][1]}); saved")
@@ -265,10 +248,14 @@ class Trainer:
             reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
             raise UserError(f"step {step} was not taken. {before}. {reasons}")
         raise UserError(
-            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied. {before}. "
+            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. {applied}. {before}. "
             f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.suspects.folder}, or leave such steps "
             "out with train.on_nonfinite=skip"
         )
+
+    def took_part(self, loss: float, norm: float) -> bool:
+        """Whether an update was applied up to a gradient that is not finite."""
+        return self.cfg.train.memory == "low" and math.isfinite(loss) and not math.isfinite(norm)
 
     def look_into(self, step: int, loss: float, norm: float, batch: Batch) -> None:
         """Count an update that was masked, and keep its batch where the numbers are to blame."""
@@ -283,7 +270,8 @@ class Trainer:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
             self.last_skipped = step
             numbers = f"loss {loss:g}, gradient norm {norm:g}"
-            self.console.say(f"warning: step {step}: {numbers}: the update was left out; {kept}")
+            where = " from the first such gradient on" if self.took_part(loss, norm) else ""
+            self.console.say(f"warning: step {step}: {numbers}: the update was left out{where}; {kept}")
             if self.skipped_in_a_row > self.cfg.train.max_skipped:
                 rule = f"the last {self.skipped_in_a_row} updates were not finite"
                 self.failure = self.failure or UserError(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
@@ -334,6 +322,7 @@ class Trainer:
             "losses": list(self.spikes.losses),
             "eval_loss": evaluation,
             "best": self.best if math.isfinite(self.best) else None,
+            "norm": self.descent.norm_before.item(),
             "owed": self.owed,
             "streams": streams,
         }
@@ -384,3 +373,4 @@ class Trainer:
         self.spikes = SpikeScore(state["losses"])
         self.best = math.inf if state["best"] is None else state["best"]
         self.streams = state["streams"] or {}
+        self.descent.norm_before.fill_(state["norm"])

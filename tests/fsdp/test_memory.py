@@ -67,16 +67,16 @@ def test_a_plan_counts_what_rank_0_holds(words):
         cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
         trainer = made(cfg, runtime)
         held = {}
-        clear = trainer.gradients.clear
+        clear = trainer.descent.gradients.clear
 
         def counted():
-            totals = [total.sum for total in trainer.gradients.totals]
+            totals = [total.sum for total in trainer.descent.gradients.totals]
             own = [shards.here(p.grad) for p in trainer.weights.optimized.values()]
             held["gradients"] = sum(tensor.nbytes for tensor in own)
             held["totals"] = sum(tensor.nbytes for tensor in totals)
             clear()
 
-        trainer.gradients.clear = counted
+        trainer.descent.gradients.clear = counted
         trainer.update(own_batches(cfg, runtime)[0], 1e-3)
         if runtime.rank == 0:
             planned = memory(cfg, VOCAB, 2)

@@ -136,12 +136,12 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
         count = torch.tensor(8 * cfg.train.seq_len)
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in plain.named_parameters()}
         for i, some in enumerate(zip(*inputs, strict=True), 1):
-            trainer.gradients.add(some, count, last=i == 4)
+            trainer.descent.gradients.add(some, count, last=i == 4)
             plain.zero_grad()
             (plain(*some) / count).backward()
             for name, p in plain.named_parameters():
                 sums[name] += p.grad
-        trainer.gradients.collect()
+        trainer.descent.gradients.collect()
         wrong = total = 0
         for name, p in trainer.weights.model.named_parameters():
             dist.all_reduce(sums[name])
@@ -164,7 +164,7 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
             tensors = trainer.weights.state | trainer.optimizer.state_tensors()
             return {name: shards.gathered(value).clone() for name, value in tensors.items()}
 
-        before, collect = state(), trainer.gradients.collect
+        before, collect = state(), trainer.descent.gradients.collect
 
         def poisoned():
             gradients = collect()
@@ -172,11 +172,11 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
                 gradients[3].view(-1)[0] = torch.inf
             return gradients
 
-        trainer.gradients.collect = poisoned
+        trainer.descent.gradients.collect = poisoned
         loss, norm, masked, *_ = trainer.update(second, 1e-3).tolist()
         assert masked == 1 and not torch.isfinite(torch.tensor(norm)) and loss == pytest.approx(3.7, abs=0.3)
         assert_bits(state(), before)
-        trainer.gradients.collect = collect
+        trainer.descent.gradients.collect = collect
         assert trainer.update(third, 1e-3).tolist()[2] == 0
         assert not torch.equal(state()["lm_head.weight"], before["lm_head.weight"])
 

@@ -65,9 +65,9 @@ def gradients(trainer: Trainer) -> tuple[float, torch.Tensor]:
     (batch,) = steps(1)
     ids, targets = inputs_and_targets(*map(trainer.runtime.to_device, (batch.tokens, batch.lengths)))
     with trainer.weights.published():
-        loss = trainer.gradients.add((ids, targets), (targets >= 0).sum(), last=True)
-    found = torch.cat([g.flatten().double() for g in trainer.gradients.collect()])
-    trainer.gradients.clear()
+        loss = trainer.descent.gradients.add((ids, targets), (targets >= 0).sum(), last=True)
+    found = torch.cat([g.flatten().double() for g in trainer.descent.gradients.collect()])
+    trainer.descent.gradients.clear()
     return loss.item(), found
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim import rounding
+from dlr_pretrain.optim import rounding, wide_adamw
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
 GO = torch.tensor(0.0)
@@ -192,3 +192,24 @@ def test_a_restart_and_a_masked_update_leave_no_trace(name):
 def test_other_optimizers_have_no_such_rounding():
     with pytest.raises(ValueError, match="muon does not round stochastically"):
         optim.build(Choice("muon", ADAM), {"w": torch.zeros(2, 2)}, rounding_seed=0)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, monkeypatch):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+
+    def trained() -> list[Tensor]:
+        p = torch.randn(640, 24, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        optimizer = optimizer_of(p, 5, name)
+        for k in range(3):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
+            optimizer.update(1e-3, skip=GO)
+        return [p.detach(), *optimizer.state_tensors().values()]
+
+    whole, calls, advance = trained(), [], wide_adamw._advance
+    monkeypatch.setattr(wide_adamw, "LARGEST", 7000)
+    monkeypatch.setattr(wide_adamw, "_advance", lambda *given: (calls.append(given[0].shape), advance(*given)))
+    assert all(torch.equal(a, b) for a, b in zip(whole, trained(), strict=True))
+    rows = 291 if name == "adamw" else 256
+    assert calls == [(rows, 24), (rows, 24), (640 - 2 * rows, 24)] * 3

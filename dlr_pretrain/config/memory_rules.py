@@ -1,0 +1,42 @@
+"""What ``train.memory=low``, updates in the backward pass, can do and cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dlr_pretrain.config.problems import Problem
+from dlr_pretrain.config.tree import Config
+
+ONE_BY_ONE = ("adamw_8bit", "adamw")  # optimizers that update, and mask on the device, a parameter at a time
+LOW = "train.memory=low"
+
+
+def memory_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
+    """Every rule of ``train.memory=low`` that is broken."""
+    t, dlr = cfg.train, cfg.dlr
+    if t.memory != "low":
+        return
+    if cfg.optimizer.name not in ONE_BY_ONE:
+        rule = f"does not update parameters one by one, as {LOW} does when their gradients come"
+        yield Problem("optimizer", cfg.optimizer.name, rule, "Use optimizer=adamw_8bit, or adamw (more memory)")
+    if t.clip is not None and t.clip_by == "norm":
+        rule = f"needs the norm of all gradients before the first update, and {LOW} keeps none of them"
+        yield Problem("train.clip", t.clip, rule, "Use train.clip_by=previous_norm, or train.clip=null")
+    share = t.global_batch // world_size
+    taken = "auto" if t.micro_batch == "auto" else share and cfg.micro_batch(world_size)
+    if t.global_batch % world_size == 0 and taken != share:
+        rule = f"{LOW} sums no micro-batches, so it must be a rank's whole share of train.global_batch, {share}"
+        mend = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
+        yield Problem("train.micro_batch", taken, rule, mend)
+    if t.accumulate == "fp32":
+        rule = f"keeps a buffer of all gradients, and {LOW} has neither that nor sums to take"
+        yield Problem("train.accumulate", "fp32", rule, "Use train.accumulate=native")
+    if cfg.parallel.name != "ddp":
+        rule = f"shards gradients block by block, and {LOW} sums them one by one"
+        yield Problem("parallel", cfg.parallel.name, rule, "Use parallel=ddp, or train.memory=full")
+    if dlr.enabled and dlr.learn_alpha:
+        rule = f"alpha's gradient is taken from that of B after the backward pass, when {LOW} has released it"
+        yield Problem("dlr.learn_alpha", True, rule, "Use dlr=on, or train.memory=full")
+    if dlr.enabled and dlr.mode == "decayed_offset":
+        rule = f"gives back a share of the offset after a whole update, which {LOW} may take in part"
+        yield Problem("dlr.mode", dlr.mode, rule, "Use train.memory=full")

@@ -1,0 +1,93 @@
+"""One update, from micro-batches to changed weights; where loss or gradient is not finite, to unchanged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import dlr
+from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.train.gradients import clip, clip_factor
+from dlr_pretrain.train.parts import Entering, part
+from dlr_pretrain.train.passing import PassingGradients
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.weights import Weights
+
+Micro = Sequence[tuple[Tensor, ...]]  # the model's inputs, a micro-batch each
+
+
+class Descent:
+    """All gradients of an update, then the optimizer's step."""
+
+    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights, optimizer: Optimizer):
+        self.cfg, self.runtime, self.weights, self.optimizer = cfg, runtime, weights, optimizer
+        self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
+        self.norm_before = torch.zeros((), device=runtime.device)  # of the last gradient that was finite
+        self.prepare()
+
+    def prepare(self) -> None:
+        self.gradients = self.weights.gradients(self.cfg.train.accumulate, self.runtime.world_size)
+
+    def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The update of ``micro``, whose targets on all ranks are ``count``; none where a rank has ``failed``.
+
+        Returns on the device the loss, the gradient's norm before clipping, and whether the update was masked.
+        """
+        numbered = enumerate(self.runtime.advancing(micro), 1)
+        with Entering("publish", self.weights.published()):
+            losses = [self.gradients.add(some, count, last=i == len(micro)) for i, some in numbered]
+        loss = self.runtime.sum(torch.stack(losses).sum())
+        return loss, *self.apply(loss, lr, failed)
+
+    @part("optimizer")
+    def apply(self, loss: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
+        """Clip the summed gradients and take the step; returns their norm, and whether the step was masked."""
+        gradients = self.gradients.collect()
+        norm = self.gradients.norm(gradients)
+        clip(gradients, self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm, self.cfg.train.clip)
+        masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
+        self.optimizer.update(lr, skip=masked)
+        if self.cfg.dlr.mode == "decayed_offset":
+            share = lr * self.cfg.optimizer.weight_decay * (1 - masked)
+            dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
+        self.gradients.clear()
+        self.remember(norm)
+        return norm, masked
+
+    def mask(self, finite: Tensor, failed: Tensor) -> Tensor:
+        """1 where this update is left out. It halts the run where ``train.on_nonfinite`` says so, or a rank failed."""
+        halt = failed > 0
+        if self.cfg.train.on_nonfinite == "stop":
+            halt = halt | ~finite
+        self.halted = torch.maximum(self.halted, halt.float())
+        return torch.maximum(self.halted, (~finite).float())
+
+    def remember(self, norm: Tensor) -> None:
+        self.norm_before = torch.where(torch.isfinite(norm), norm, self.norm_before)
+
+
+class PassingDescent(Descent):
+    """``train.memory=low``: the optimizer's step in the backward pass, a gradient at a time.
+
+    A loss that is not finite is known before anything is updated, and nothing is. Where a gradient is not finite
+    though the loss is, it and all that the backward pass makes after it update nothing; those before it have.
+    """
+
+    def prepare(self) -> None:
+        self.gradients = PassingGradients(self.weights, self.optimizer, self.runtime.world_size)
+
+    def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (inputs,) = self.runtime.advancing(micro)
+        bound = self.cfg.train.clip
+        with Entering("publish", self.weights.published()):
+            own = self.weights.model(*inputs) / count
+            loss = self.runtime.sum(own.detach().clone())
+            masked = self.mask(torch.isfinite(loss), failed)
+            factor = None if bound is None else clip_factor(self.norm_before, bound)
+            norm = self.gradients.backward(own, lr, masked, factor)
+        masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
+        self.remember(norm)
+        return loss, norm, masked

@@ -1,0 +1,84 @@
+"""``train.memory=low``: each gradient is applied as the backward pass makes it, and released.
+
+An update of a weight must not reach what the rest of the backward pass still multiplies by. It does not: a weight's
+gradient is complete only when every product with it has been differentiated. A residual is taken out of its weight
+first, so that the update acts on B; it is not needed there again in this step.
+
+Source: Lv et al. (LOMO, 2023), with any optimizer that updates one parameter at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dlr_pretrain.models import dlr
+from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.train.parts import part
+from dlr_pretrain.train.weights import Weights
+
+AHEAD = 4  # sums over ranks that run beside the backward pass
+
+
+class PassingGradients:
+    """Runs backward passes in which ``optimizer``, built ``apart``, updates every tensor that is optimized.
+
+    Gradients are summed over ranks in the order in which they come, which the graph decides: the same on all ranks.
+    """
+
+    def __init__(self, weights: Weights, optimizer: Optimizer, world_size: int):
+        self.weights, self.optimizer, self.world_size = weights, optimizer, world_size
+        self.optimized = weights.optimized
+        self.carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(weights.model)}
+        self.running = False
+        self.waiting: deque = deque()  # parameters whose gradients are being summed
+        for name, p in weights.working.items():
+            p.register_post_accumulate_grad_hook(partial(self._arrived, name))
+
+    def backward(self, loss: Tensor, lr: float, masked: Tensor, factor: Tensor | None) -> Tensor:
+        """Update by the gradients of ``loss`` times ``factor``, unless ``masked`` (a device scalar) is 1.
+
+        Nothing is updated by a gradient that is not finite, nor by one that comes after it. Returns the l2 norm of all,
+        before the factor.
+        """
+        self.lr, self.masked, self.factor, self.norms = lr, masked, factor, {}
+        self.running = True
+        try:
+            loss.backward()
+            while self.waiting:
+                self._apply(*self.waiting.popleft())
+        finally:
+            self.running = False
+            self.waiting.clear()
+        return torch.linalg.vector_norm(torch.stack([self.norms[name] for name in self.optimized]))
+
+    def _arrived(self, name: str, p: Tensor) -> None:
+        if not self.running:
+            return
+        if self.world_size == 1:
+            return self._apply(name, p, None)
+        dense = p.grad if p.grad.is_contiguous() else p.grad.T  # in the parameter's layout: by rows or by columns
+        self.waiting.append((name, p, dist.all_reduce(dense, async_op=True)))
+        if len(self.waiting) > AHEAD:
+            self._apply(*self.waiting.popleft())
+
+    @part("optimizer")
+    @torch.no_grad()
+    def _apply(self, name: str, p: Tensor, sum_over_ranks: dist.Work | None) -> None:
+        if sum_over_ranks is not None:
+            sum_over_ranks.wait()
+        value = self.optimized[name]
+        gradient, p.grad = p.grad.to(value.dtype), None
+        (self.norms[name],) = torch._foreach_norm([gradient], 2.0, dtype=torch.float32)
+        self.masked = torch.maximum(self.masked, (~torch.isfinite(self.norms[name])).float())
+        if self.factor is not None:
+            gradient.mul_(self.factor)
+        if name in self.carrying and not dlr.withdraw(self.carrying[name]):
+            raise RuntimeError(f"{name}: the weight was changed while its residual was published")
+        value.grad = gradient
+        self.optimizer.update_one(name, self.lr, self.masked)
+        value.grad = None
