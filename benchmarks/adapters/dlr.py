@@ -31,6 +31,11 @@ def ours_off(scale):
     return ["backbone=cola", "dlr=off"]
 
 
+def ours_random(scale):
+    """The same map: both draw it from the MD5 of a layer's name."""
+    return ["backbone=cola", "dlr=random"]
+
+
 def build(scale, device, dtype, batch, T, compile, layers=None, scope="all", expand="uniform"):
     sys.path.insert(0, CHECKOUT)
     from dlr import DLRModel

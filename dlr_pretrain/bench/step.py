@@ -65,6 +65,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
     twins = {peer.name: load(joined(next(iter(arms.values())), peer.ours)) for peer in peers if peer.ours is not None}
     require_comparable([*configs.values(), *twins.values()])
     first, cfg = next(iter(configs.items()))
+    torch._dynamo.config.recompile_limit = 64  # of one line of code: each arm has a graph of its own there
     with Runtime(cfg) as runtime:
         runtime.use_device()
         batch = fixed_batch(cfg, runtime, how.padding)
