@@ -34,13 +34,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return first, min(first + each, count)
 
 
-@torch.no_grad()
 def here(tensor: Tensor) -> Tensor:
     """The rows of ``tensor`` that are here, in its own memory: the same object at each call, as optimizers need it."""
     if not is_sharded(tensor):
         return tensor
     if not hasattr(tensor, "_here"):
-        tensor._here = tensor.to_local()
+        with torch.no_grad():
+            tensor._here = tensor.to_local()
     return tensor._here
 
 

@@ -222,7 +222,7 @@ class Config:
 
     seed: int = key("initialisation, and the rounding of precision=bf16_sr", at_least=0, at_most=2**32 - 1)
     device: str = key("where to train", choices=("auto", "cpu", "cuda"), identity=False)
-    compile: bool = key("torch.compile each transformer block", identity=False)
+    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", identity=False)
     scale: Scale
     backbone: Choice
     dlr: Dlr

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlr_pretrain import shards
-from dlr_pretrain.models.residual import GROUPINGS, Residual, columns_of, with_branch
+from dlr_pretrain.models.residual import GROUPINGS, Residual, Shared, by_memory, columns_of, plus, with_branch
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
 
@@ -110,17 +110,17 @@ def active(module: nn.Module) -> Iterator[None]:
     by_weight = {id(linear.weight): (name, linear) for name, linear in carrying}
     watch = register_optimizer_step_pre_hook(partial(_refuse_step, by_weight))
     try:
-        publish(module)
+        _publish_own(carrying)
         yield
     finally:
         watch.remove()
-        changed = restore(module)
+        changed = _restore(carrying)
     if changed:
         raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
-    gradients = {f"{name}.weight": linear.weight.grad for name, linear in residuals(module)}
-    for name, gradient in strength_gradients(module, gradients).items():
-        parameter = module.get_parameter(name.lstrip("."))
-        parameter.grad = gradient.to(parameter.dtype)
+    for _, linear in carrying:
+        if hasattr(linear, "dlr_alpha") and linear.weight.grad is not None:
+            gradient = linear.residual.strength_gradient(linear.weight.grad)
+            linear.dlr_alpha.grad = gradient.to(linear.dlr_alpha.dtype)
 
 
 def fold_(module: nn.Module) -> int:
@@ -158,42 +158,53 @@ def residuals(module: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 @torch.no_grad()
 def publish(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Make the working weights from the state: B + beta R^T, rounded once.
+    """Make the working weights from the state: B + beta R^T, rounded once, by as many kernels as there are memories.
 
     With ``masters`` (parameter name -> fp32 master) every parameter is the rounded master, and nothing needs to be
-    restored. Without, the parameters are the state themselves, and ``restore`` puts the touched entries back.
+    restored. Without, the parameters are the state themselves: see ``active``.
     """
     carrying = residuals(module)
     if masters is None:
         _require_restored(carrying)
-    else:
-        parameters = dict(module.named_parameters())
-        torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
-    for name, linear in carrying:
-        residual, weight = linear.residual, linear.weight
-        if residual.impl == "branch":
-            continue
-        alpha = getattr(linear, "dlr_alpha", None)
-        if masters is None:
-            entries = residual.entries(weight)
-            residual.saved = weight, entries
-        else:
-            entries = residual.entries(masters[f"{name}.weight".lstrip(".")])
-            alpha = masters.get(f"{name}.dlr_alpha".lstrip("."))
-        residual.add(weight, entries, alpha)
-        residual.version = shards.here(weight)._version
+        return _publish_own(carrying)
+    parameters = dict(module.named_parameters())
+    torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
+    states = [masters[f"{name}.weight".lstrip(".")] for name, _ in carrying]
+    _publish(carrying, states, [masters.get(f"{name}.dlr_alpha".lstrip(".")) for name, _ in carrying])
+
+
+def _publish_own(carrying: list[tuple[str, nn.Linear]]) -> None:
+    ups = [up for _, up in carrying]
+    _publish(carrying, [up.weight for up in ups], [getattr(up, "dlr_alpha", None) for up in ups])
 
 
 @torch.no_grad()
-def restore(module: nn.Module) -> list[str]:
+def _publish(carrying: list[tuple[str, nn.Linear]], states: list[Tensor], alphas: list[Tensor | None]) -> None:
+    """Write the entries of ``states`` plus beta into the weights; where a weight is its state, keep what was there."""
+    layers = [(up, *of) for (_, up), *of in zip(carrying, states, alphas, strict=True) if up.residual.impl == "weight"]
+    for group in by_memory([(up.weight, state) for up, state, _ in layers]):
+        ups, states, alphas = zip(*(layers[i] for i in group), strict=True)
+        own, weights = [up.residual for up in ups], [up.weight for up in ups]
+        entries = Shared(own, states).read()
+        parts = entries.split([len(shards.here(weight)) for weight in weights])
+        betas = [r.betas(part, alpha) for r, part, alpha in zip(own, parts, alphas, strict=True)]
+        for residual, weight, state, part in zip(own, weights, states, parts, strict=True):
+            residual.saved = (weight, part) if weight is state else None
+        Shared(own, weights).write(plus(entries, torch.cat(betas), weights[0].dtype))
+        for residual, weight in zip(own, weights, strict=True):
+            residual.version = shards.here(weight)._version
+
+
+@torch.no_grad()
+def _restore(carrying: list[tuple[str, nn.Linear]]) -> list[str]:
     """Take the residual out of the weights again, bit for bit; returns the names of those that changed meanwhile."""
-    changed = []
-    for name, linear in residuals(module):
-        residual = linear.residual
-        if residual.saved is not None:
-            if shards.here(residual.saved[0])._version != residual.version:
-                changed.append(name or "the module")
-            residual.write(*residual.saved)  # not into what now stands in its place, as when FSDP was interrupted
+    published = [(name, up.residual) for name, up in carrying if up.residual.saved is not None]
+    changed = [name or "the module" for name, r in published if shards.here(r.saved[0])._version != r.version]
+    weights = [r.saved[0] for _, r in published]  # not what now stands in their place, as when FSDP was interrupted
+    for group in by_memory([(weight,) for weight in weights]):
+        own = [published[i][1] for i in group]
+        Shared(own, [weights[i] for i in group]).write(torch.cat([r.saved[1] for r in own]))
+        for residual in own:
             residual.saved = None
     return changed
 

@@ -72,19 +72,28 @@ class Stack:
         self.tie()
 
     @torch.no_grad()
-    def tie(self) -> None:
-        """Give the weights one common storage, keeping their values and parameter objects."""
+    def tie(self, memory: Tensor | None = None) -> None:
+        """Give the weights one common storage, keeping their values and parameter objects.
+
+        It is the flat ``memory`` of ``numel`` zeros, where that is given.
+        """
         weights = [linear.weight for linear in self.linears]
         d_out, d_in = weights[0].shape
+        if memory is None:
+            memory = weights[0].new_zeros(self.numel)
         if self.pad_in > d_in:
-            base = weights[0].new_zeros(len(weights), self.pad_in, d_out)
-            self.storage = base.transpose(1, 2)  # [G, d_out, pad_in]
+            self.storage = memory.view(len(weights), self.pad_in, d_out).transpose(1, 2)  # [G, d_out, pad_in]
         else:
-            self.storage = weights[0].new_zeros(len(weights), self.pad_out, d_in)
+            self.storage = memory.view(len(weights), self.pad_out, d_in)
         for slot, weight in zip(self.storage, weights, strict=True):
             view = slot[:d_out, :d_in]
             view.copy_(weight)
             weight.data = view
+
+    @property
+    def numel(self) -> int:
+        d_out, d_in = self.linears[0].weight.shape
+        return len(self.linears) * (self.pad_in * d_out if self.pad_in > d_in else self.pad_out * d_in)
 
     def is_tied(self) -> bool:
         pairs = zip(self.storage, self.linears, strict=True)
@@ -271,6 +280,23 @@ def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
         if isinstance(module, GroupHolder):
             for group in module.groups():
                 yield f"{name}." if name else "", group
+
+
+ALIGNMENT = 64  # values: 128 bytes of bf16
+
+
+@torch.no_grad()
+def share_memory_(model: nn.Module, among: Callable[[nn.Linear], bool]) -> None:
+    """Put all stacks of layers that are ``among`` those chosen into one memory: one kernel then reaches all of them.
+
+    Until the model is moved, cast, copied or loaded by assignment, which give each stack a memory of its own again.
+    """
+    stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(among, stack.linears))]
+    sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
+    if stacks:
+        memory = stacks[0].storage.new_zeros(sum(sizes))
+        for stack, part in zip(stacks, memory.split(sizes), strict=True):
+            stack.tie(part[: stack.numel])
 
 
 def _tie_again(holder: GroupHolder, _) -> None:

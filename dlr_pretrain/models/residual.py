@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -40,6 +42,8 @@ class Residual:
         self.columns = self.rows // self.copies if columns is None else columns
         self.saved: tuple[Tensor, Tensor] | None = None  # B and its entries while the residual is published into it
         self.version = 0  # of B's memory when it was published
+        self._places: dict[tuple, Tensor] = {}  # by the layout of a weight
+        self._betas: Tensor | None = None
 
     @property
     def beta(self) -> float:
@@ -63,21 +67,33 @@ class Residual:
         return shards.here(weight), (self.rows[: end - first], self.columns[first:end])
 
     def add(self, weight: Tensor, entries: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
-        """Make the entries of ``weight`` entries + share beta, formed in fp32 (fp64 for fp64) and rounded once.
+        """Make the entries of ``weight`` entries + share beta."""
+        beta = self.beta if alpha is None else alpha.to(wide(entries.dtype)) / self.divisor
+        self.write(weight, plus(entries, share * beta, weight.dtype))
 
-        The one place where a residual enters a weight: in training, folding and exporting alike.
-        """
-        wide = entries.to(torch.promote_types(entries.dtype, torch.float32))
-        beta = self.beta if alpha is None else alpha.to(wide.dtype) / self.divisor
-        self.write(weight, (wide + share * beta).to(weight.dtype))
+    def places(self, weight: Tensor) -> Tensor:
+        """Where in the memory of ``weight`` the entries are, counted in values from its beginning."""
+        own, (rows, columns) = self._entries_of(weight)
+        layout = own.storage_offset(), *own.stride(), len(rows), rows.device
+        if layout not in self._places:
+            self._places[layout] = layout[0] + rows * layout[1] + columns * layout[2]
+        return self._places[layout]
+
+    def betas(self, entries: Tensor, alpha: Tensor | None = None) -> Tensor:
+        """beta for each of ``entries``, in the dtype in which it is added to them."""
+        dtype = wide(entries.dtype)
+        if alpha is not None:
+            return (alpha.to(dtype) / self.divisor).expand(len(entries))
+        if self._betas is None or self._betas.dtype != dtype or self._betas.device != entries.device:
+            self._betas = entries.new_full(self.rows.shape, self.beta, dtype=dtype)
+        return self._betas[: len(entries)]
 
     def strength_gradient(self, gradient: Tensor) -> Tensor:
         """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): B and beta R^T enter the same product.
 
         Of a gradient that is sharded by rows, it is the part of those that are here.
         """
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return self.entries(gradient).sum(dtype=wide) / self.divisor
+        return self.entries(gradient).sum(dtype=wide(gradient.dtype)) / self.divisor
 
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out]; contiguous copies as full groups plus a tail.
@@ -110,6 +126,53 @@ def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Te
         mixed = (seed ^ int.from_bytes(digest[:8], "little")) % (2**63 - 1)
         return torch.randint(0, rank, (d_out,), generator=torch.Generator("cpu").manual_seed(mixed))
     return None
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a residual is added to ``dtype``: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """entries + betas, formed in fp32 (fp64 for fp64) and rounded once to ``dtype``.
+
+    The one sum by which a residual enters a weight: in training, folding and exporting alike.
+    """
+    return (entries.to(wide(entries.dtype)) + betas).to(dtype)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """The entries that ``residuals`` touch in ``tensors``, which share a memory: read and written by one kernel."""
+
+    residuals: Sequence[Residual]
+    tensors: Sequence[Tensor]
+
+    def read(self) -> Tensor:
+        """The entries of all, one after another."""
+        return self._memory[self._places]
+
+    def write(self, values: Tensor) -> None:
+        self._memory[self._places] = values
+        for tensor in self.tensors:
+            torch.autograd.graph.increment_version(shards.here(tensor))
+
+    @property
+    def _memory(self) -> Tensor:
+        first = shards.here(self.tensors[0]).detach()
+        return first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
+
+    @property
+    def _places(self) -> Tensor:
+        return torch.cat([r.places(t) for r, t in zip(self.residuals, self.tensors, strict=True)])
+
+
+def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
+    """The positions of ``tensors`` in groups, in each of which the first of all share a memory, the second, ..."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, some in enumerate(tensors):
+        groups.setdefault(tuple(shards.here(t).untyped_storage()._cdata for t in some), []).append(i)
+    return list(groups.values())
 
 
 class Branch:

@@ -22,9 +22,12 @@ from dlr_pretrain import shards
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, dlr
+from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.train.checkpoint import Stored, fill_
 from dlr_pretrain.train.gradients import Gradients
+
+ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609
 
 
 def place(cfg: Config, model: Llama) -> Weights:
@@ -45,8 +48,9 @@ class Weights:
         self.model = model
         self.masters: dict[str, Tensor] | None = None
         if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
-            self.masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+            self.masters = _copies(dict(model.named_parameters()))
             model.to(WORKING_DTYPE[precision])
+        share_memory_(model, lambda linear: hasattr(linear, "residual"))
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
         self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
@@ -54,6 +58,16 @@ class Weights:
     def gradients(self, accumulate: str, world_size: int) -> Gradients:
         """What takes backward passes through the model."""
         return Gradients(self, accumulate, world_size)
+
+    def compile_(self, world_size: int) -> None:
+        """Compile the model in place: up to 350m as one graph on a GPU, and block by block elsewhere.
+
+        The backward pass of one graph gives all gradients at its end, which would leave ranks nothing to overlap their
+        reduction with; FSDP gathers, and checkpointing recomputes, block by block.
+        """
+        model, values = self.model, sum(p.numel() for p in self.model.parameters())
+        alone = world_size == 1 and not self.sharded and model.checkpointing == "none"
+        model.compile_(whole=alone and model.lm_head.weight.is_cuda and values <= ONE_GRAPH)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -122,6 +136,16 @@ class Weights:
                     raise RuntimeError(f"{name}: the folded tensor is not the working weight")
         whole = ((name, shards.gathered(folded.pop(name))) for name in list(folded))
         return {name: value.cpu() for name, value in whole if keep}
+
+
+@torch.no_grad()
+def _copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of dense ``parameters`` in their own memory layouts, all in one memory."""
+    sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters.values()]
+    first = next(iter(parameters.values()))
+    parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
+    named = zip(parameters.items(), parts, strict=True)
+    return {name: part[: p.numel()].as_strided(p.shape, p.stride()).copy_(p) for (name, p), part in named}
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -10,10 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, publish, residuals
-from dlr_pretrain.models.residual import Residual
+from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.models.residual import Residual, Shared
+from dlr_pretrain.train.weights import Weights
 from tests.parity.reference import VOCAB, r_transposed, small
 
 LR = 1e-3
@@ -166,6 +170,66 @@ def test_masters_publish_the_sum_rounded_once():
     for name, p in model.named_parameters():
         assert folded[name].dtype == torch.float32
         assert torch.equal(folded[name].to(torch.bfloat16), p), name
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what is computed; views are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        self.count += not operation.is_view and operation is not torch.ops.prim.device.default
+        return operation(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
+def test_publishing_takes_as_many_kernels_for_any_depth(precision):
+    def kernels(layers: int) -> int:
+        cfg = small("cola", "dlr=on", f"precision={precision}", layers=layers)
+        weights = Weights(build(cfg, VOCAB, torch.device("cpu"), STATE_DTYPE[precision]), precision)
+        require_tied(weights.model)
+        with weights.published():  # makes the indices
+            pass
+        with Kernels() as kernels, weights.published():
+            pass
+        return kernels.count
+
+    assert kernels(2) == kernels(5) <= 12
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_b_comes_back_when_publishing_fails_half_way(monkeypatch, fails):
+    """Two memories: the second is not reached, or not written."""
+    model = nn.Sequential(Layer(), Layer(rank=3))
+    attach_dlr(model)
+    before = copy.deepcopy(model.state_dict())
+    write, calls = Shared.write, []
+
+    def failing(self, values):
+        calls.append(self)
+        if len(calls) == fails + 1:
+            raise ZeroDivisionError
+        write(self, values)
+
+    monkeypatch.setattr(Shared, "write", failing)
+    with pytest.raises(ZeroDivisionError), active(model):
+        pass
+    monkeypatch.undo()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    with active(model):
+        assert not torch.equal(before["0.up.weight"], model[0].up.weight)
+
+
+def test_a_backward_pass_after_the_residual_was_taken_out_is_refused():
+    """It would multiply by B where the forward pass multiplied by B + beta R^T."""
+    layer = Layer()
+    attach_dlr(layer)
+    with active(layer):
+        loss = layer(torch.randn(2, 6)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_b_comes_back_when_the_forward_fails():
