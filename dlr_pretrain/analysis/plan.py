@@ -14,6 +14,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     steps             updates; warmup_steps
     tokens            positions of the whole run; paper_budget at this scale (or null); budget_steps, the updates for it
     schedule          update (from 0) and lr, at the corners of the schedule and between them
+    probe             where gradient paths are probed (or null): projections; updates between two looks
     resume            where the data are gzipped text (or null): streams of a rank; seconds and bytes to find the place
                       in them again, at most, with shards of C4's size
 """
@@ -30,6 +31,7 @@ from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.show import fill
 from dlr_pretrain.analysis.table1 import VOCABULARY, counts, token_budget
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.probing import probed
 from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
@@ -69,6 +71,7 @@ def plan(cfg: Config, ranks: int) -> dict:
             "budget_steps": budget and round(budget / batch["positions"]),
         },
         "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
+        "probe": {"projections": probed(cfg), "every": cfg.probe.every} if cfg.probe.enabled else None,
         "resume": _resume(cfg, ranks),
     }
 
@@ -143,6 +146,10 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     if tokens["paper_budget"]:
         yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
     yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
+    if probe := p["probe"]:
+        names = ", ".join(probe["projections"][:7]) + (", ..." if len(probe["projections"]) > 7 else "")
+        looked = f"{len(probe['projections'])} projections before update 1, 2, 4, 11, ... and after every"
+        yield "probe", f"{looked} {probe['every']:,}: {names}"
     if resume := p["resume"]:
         streams, minutes, fetched = resume["streams"], resume["seconds"] / 60, resume["bytes"] / 1e9
         passed = f"{streams} shards of {SHARD_BYTES / 1e6:.0f} MB (as C4's) at {SEEK_RATE / 1e6:.0f} MB/s"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.records import Run, column, read_run
 
 DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
@@ -15,10 +16,12 @@ FEW = 20  # steps that need no smoothing
 
 
 def write_report(run_dir: Path) -> None:
-    """Write ``report.md`` and ``plots/loss.png`` from ``metrics.jsonl``, ``config.yaml`` and ``manifest.json``."""
+    """Write ``report.md`` and ``plots/`` from ``metrics.jsonl``, ``config.yaml`` and ``manifest.json``."""
     run = read_run(run_dir.resolve())
     (run_dir / "plots").mkdir(exist_ok=True)
     plot_loss(run.metrics, run.name, run_dir / "plots" / "loss.png")
+    if looks := probes(run.metrics):
+        plot_paths(looks, run.name, run_dir / "plots" / "gradient_paths.png")
     (run_dir / "report.md").write_text(report(run), encoding="utf-8")
 
 
@@ -37,6 +40,7 @@ def report(run: Run) -> str:
         _table(final_numbers(config, metrics)),
         why_two_perplexities(metrics),
         "![loss](plots/loss.png)",
+        section(looks) if (looks := probes(metrics)) else "",
         "## The folded checkpoint",
         how_to_load(run.folder / "folded", config),
         "## Made by",

@@ -23,7 +23,7 @@ class Way:
 
 
 def ways_to_save(cfg: Config, vocab_size: int, ranks: int) -> tuple[int, list[Way]]:
-    """The plan's bytes for ``cfg`` on one of ``ranks`` GPUs, and what takes less: the same run first, the least first."""
+    """The plan's bytes for ``cfg`` on one of ``ranks`` GPUs, and what takes less, the same run and the least first."""
     now = memory(cfg, vocab_size, ranks).total
     found = [Way(words, memory(other, vocab_size, ranks).total, same) for words, other, same in _candidates(cfg, ranks)]
     return now, sorted((way for way in found if way.bytes < now), key=lambda way: (not way.same, way.bytes))

@@ -128,7 +128,8 @@ def render(found: Tables, title: str) -> str:
     for name, time in found.host.items():
         row = f"| {name} | {time:,.2f} | {time / found.wall:.1%} |"
         lines.append(row + (f" {found.gpu[name]:,.2f} |" if gpu else ""))
-    lines.append("")
+    if gpu or found.collectives:
+        lines.append("")
     if gpu:
         lines.append(
             f"The GPU was at work for {sum(found.gpu.values()):,.2f} ms a step, kernels that overlap counted each; a "

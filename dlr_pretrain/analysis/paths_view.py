@@ -1,0 +1,64 @@
+"""What the gradient-path probe found, for the report of a run: a figure and a table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
+CURVES = len(COLORS)  # projections that a figure shows
+NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
+Probes = dict[str, list[tuple[int, dict[str, float]]]]  # projection -> (update whose step was next, its numbers)
+
+
+def probes(metrics: list[dict]) -> Probes:
+    """The numbers of every look, in order; NaN where there was none to tell."""
+    found: Probes = {}
+    for record in metrics:
+        layers = dict.fromkeys(name.split("/")[1] for name in record if name.startswith("probe/"))
+        for layer in layers:
+            values = {number: record.get(f"probe/{layer}/{number}") for number in NUMBERS}
+            numbers = {number: math.nan if value is None else value for number, value in values.items()}
+            found.setdefault(layer, []).append((record["step"], numbers))
+    return found
+
+
+def section(found: Probes) -> str:
+    """Markdown: the figure, what it shows, and the numbers of the first and the last look."""
+    lines = [
+        "## Gradient paths",
+        "![gradient paths](plots/gradient_paths.png)",
+        "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of "
+        "B^T g, which reaches it through B; in brackets the mean of the ratios of single positions. Dashed: what a gradient "
+        "without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F.",
+    ]
+    rows = ["| projection | before update | rho | isotropic | cosine |", "| --- | ---: | ---: | ---: | ---: |"]
+    for layer, looks in found.items():
+        for step, n in dict([looks[0], looks[-1]]).items():
+            ratio = f"{n['rho']:.3f} ({n['rho_mean']:.3f})"
+            rows.append(f"| {layer} | {step:,} | {ratio} | {n['isotropic']:.3f} | {n['cosine']:+.3f} |")
+    return "\n\n".join([*lines, "\n".join(rows)])
+
+
+def plot_paths(found: Probes, title: str, path: Path) -> None:
+    """Draw rho over the updates, a colour a projection, with the isotropic expectation dashed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for color, (layer, looks) in zip(COLORS, found.items(), strict=False):
+        steps = [step for step, _ in looks]
+        axes.plot(steps, [n["rho"] for _, n in looks], color=color, marker="o", markersize=4, label=layer)
+        axes.plot(steps, [n["isotropic"] for _, n in looks], color=color, linestyle="--", linewidth=1)
+    axes.plot([], [], color="#555555", linestyle="--", linewidth=1, label="isotropic gradient")
+    axes.axhline(1, color="#999999", linewidth=0.8)
+    left_out = f" (the first {CURVES} of {len(found)} projections)" if len(found) > CURVES else ""
+    axes.set(title=f"{title}{left_out}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
