@@ -197,7 +197,7 @@ def trainer_of(
     It saves nothing, but makes the folder ``output``.
     """
     from torch.utils.data import DataLoader
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainerCallback
 
     class InOrder(Trainer):
         def get_train_dataloader(self):
@@ -220,7 +220,18 @@ def trainer_of(
     micro, accumulated = recipe.accumulation(ranks)
     model.config.use_cache = False
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, or an earlier Trainer: it overrules bf16=
-    arguments = TrainingArguments(
+    arguments = _arguments(recipe, len(examples), seed, output, on_cpu, micro, accumulated)
+    order = in_order(examples, recipe, seed)
+    trainer = InOrder(model=model, args=arguments, train_dataset=order, data_collator=collate, callbacks=[Say()])
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _arguments(recipe: Recipe, rows: int, seed: int, output: Path, on_cpu: bool, micro: int, accumulated: int):
+    """transformers' ``TrainingArguments`` of the recipe."""
+    from transformers import TrainingArguments
+
+    return TrainingArguments(
         output_dir=str(output),
         save_strategy="no",
         report_to="none",
@@ -233,7 +244,7 @@ def trainer_of(
         average_tokens_across_devices=True,
         learning_rate=recipe.lr,
         lr_scheduler_type="cosine",
-        warmup_steps=round(recipe.warmup * recipe.updates(len(examples))),
+        warmup_steps=round(recipe.warmup * recipe.updates(rows)),
         optim="adamw_torch",
         weight_decay=0.0,
         max_grad_norm=recipe.clip,
@@ -245,10 +256,6 @@ def trainer_of(
         dataloader_pin_memory=not on_cpu,
         ddp_find_unused_parameters=False,
     )
-    order = in_order(examples, recipe, seed)
-    trainer = InOrder(model=model, args=arguments, train_dataset=order, data_collator=collate, callbacks=[Say()])
-    trainer.remove_callback(PrinterCallback)
-    return trainer
 
 
 def collate(examples: list[Example]) -> dict[str, Tensor]:
