@@ -29,8 +29,8 @@ def section(found: Probes) -> str:
         "## Gradient paths",
         "![gradient paths](plots/gradient_paths.png)",
         "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of "
-        "B^T g, which reaches it through B; in brackets the mean of the ratios of single positions. Dashed: what a gradient "
-        "without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F.",
+        "B^T g, which reaches it through B; in brackets the mean of the ratios of single positions. Dashed: what a "
+        "gradient without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F.",
     ]
     rows = ["| projection | before update | rho | isotropic | cosine |", "| --- | ---: | ---: | ---: | ---: |"]
     for layer, looks in found.items():
@@ -44,7 +44,7 @@ def plot_paths(found: Probes, title: str, path: Path) -> None:
     """Draw rho over the updates, a colour a projection, with the isotropic expectation dashed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import ScalarFormatter
+    from matplotlib.ticker import StrMethodFormatter
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -57,7 +57,7 @@ def plot_paths(found: Probes, title: str, path: Path) -> None:
     axes.axhline(1, color="#999999", linewidth=0.8)
     left_out = f" (the first {CURVES} of {len(found)} projections)" if len(found) > CURVES else ""
     axes.set(title=f"{title}{left_out}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -1,0 +1,44 @@
+"""Probe, profile and snapshot on a GPU."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.trace import read_trace, tables
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.trainer import Trainer
+from tests.conftest import saved
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
+    pytest.mark.usefixtures("no_export"),
+]
+COMMON = ("backbone=cola", "dlr=on", "device=cuda", "train.steps=8", "checkpoint.every=100")
+
+
+@pytest.mark.parametrize("how", [("precision=bf16",), ("precision=bf16_mixed", "compile=true")], ids=" ".join)
+def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
+    plain = train(tmp_path / "plain", *COMMON, *how)
+    looked = train(tmp_path / "looked", *COMMON, *how, "probe=on", "profile=on", "profile.start=3")
+    a, b = (saved(folder / "checkpoints" / "step_00000008") for folder in (plain, looked))
+    assert all(torch.equal(value, b[name]) for name, value in a.items())
+    assert read_metrics(looked / "metrics.jsonl")[0]["probe/0.self_attn.q_proj/rho"] > 0
+    found = tables(read_trace(looked / "profile" / "trace_rank0.json.gz"))
+    assert found.steps == 3
+    assert all(found.gpu[part] > 0 for part in ("publish", "forward", "backward", "optimizer"))
+
+
+def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):
+    def fails(self, batch, lr):
+        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+    monkeypatch.setattr(Trainer, "update", fails)
+    with pytest.raises(UserError, match=r"were asked for, .* GB were allocated at the peak"):
+        train(tmp_path / "run", *COMMON, "profile=on", "profile.start=3")
+    snapshot = pickle.loads((tmp_path / "run" / "profile" / "out_of_memory_rank0.pickle").read_bytes())
+    assert snapshot["segments"] and any(snapshot["device_traces"])
