@@ -47,7 +47,7 @@ def bare_trainer(
     weights = place(cfg, model)
     if cfg.compile:
         torch._dynamo.reset()
-        weights.compile_(runtime.world_size)
+        weights.compile_(cfg.train, runtime.world_size)
     unmeasured = {"eval/loss": 0.0}
     return Trainer(cfg, runtime, weights, lambda _: unmeasured, Console(cfg, False), write, NoSaver(), None)
 

@@ -168,7 +168,7 @@ class Run:
         self.summarize(weights, snapshot)
         if self.cfg.compile:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
-            weights.compile_(self.runtime.world_size)
+            weights.compile_(self.cfg.train, self.runtime.world_size)
         return weights
 
     def summarize(self, weights: Weights, snapshot: Checkpoint | None) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain import shards
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.tree import Train
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
@@ -59,15 +60,16 @@ class Weights:
         """What takes backward passes through the model."""
         return Gradients(self, accumulate, world_size)
 
-    def compile_(self, world_size: int) -> None:
-        """Compile the model in place: up to 350m as one graph on a GPU, and block by block elsewhere.
+    def compile_(self, train: Train, world_size: int) -> None:
+        """Compile the model in place: up to 350m as one graph on one GPU, and block by block elsewhere.
 
-        The backward pass of one graph gives all gradients at its end, which would leave ranks nothing to overlap their
-        reduction with; FSDP gathers, and checkpointing recomputes, block by block.
+        The backward pass of one graph gives all gradients at its end: ranks would have nothing to overlap their
+        reduction with, and ``memory=low`` would hold them all. Checkpointing computes again block by block.
         """
-        model, values = self.model, sum(p.numel() for p in self.model.parameters())
-        alone = world_size == 1 and not self.sharded and model.checkpointing == "none"
-        model.compile_(whole=alone and model.lm_head.weight.is_cuda and values <= ONE_GRAPH)
+        values = sum(p.numel() for p in self.model.parameters())
+        alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
+        piecewise = train.memory == "low" or train.activation_checkpointing != "none"
+        self.model.compile_(whole=alone and not piecewise and values <= ONE_GRAPH)
 
     @property
     def state(self) -> dict[str, Tensor]:
