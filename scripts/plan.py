@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -27,15 +28,21 @@ def main() -> int:
         "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU that is estimated for (h200)"
     )
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
-    parser.add_argument("--measured", metavar="FILE", help="results of scripts/benchmark.py step beside the estimates")
+    parser.add_argument("--measured", type=Path, metavar="FILE", help="results of benchmark.py step beside estimates")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
     if given.table1 and words:
         parser.error(f"--table1 is of the recipes as they stand: {' '.join(words)} has no place beside it")
+    if given.measured and (words or given.gpus):
+        parser.error("--measured names the words and the GPU of each result: leave out others")
+    if given.assume and not (given.gpus or given.measured):
+        parser.error("--assume is of estimates: add --gpus")
     try:
         if given.table1:
             print(table1(given.json))
+        elif given.measured:
+            print(measured(given))
         elif given.gpus:
             print(scaling(words, given))
         else:
@@ -78,6 +85,21 @@ def scaling(words: list[str], given: argparse.Namespace) -> str:
         return render(found, assumed, given.device)
     runs = [{"run": titled(cfg), "estimates": [e and asdict(e) for e in of.values()]} for cfg, of in found]
     return json.dumps({"device": given.device, "assumptions": asdict(assumed), "runs": runs}, indent=2)
+
+
+def measured(given: argparse.Namespace) -> str:
+    """Results of ``scripts/benchmark.py step`` beside the estimates for the same steps."""
+    from dlr_pretrain.analysis.scaling import against, assume
+
+    try:
+        found = json.loads(given.measured.read_text())
+        on = found["device"] if found["arms"] else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--measured {given.measured}: no results of scripts/benchmark.py step ({error})") from None
+    if given.device not in str(on).lower():
+        rule = f"measured on {on}, and the estimates are for --device {given.device}"
+        raise UserError(f"--measured {given.measured}: {rule}. Name the GPU that it was measured on")
+    return against(found, lambda words: load(words, machine=False), assume(given.device, given.assume))
 
 
 def table1(as_json: bool) -> str:

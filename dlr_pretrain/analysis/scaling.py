@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from dlr_pretrain.analysis.flops import flops_per_token
@@ -271,6 +271,31 @@ def render(found: Sequence[tuple[Config, dict[int, Estimate | None]]], given: As
     for f in fields(given):
         text.append(fill(f"  {f'{f.name}={getattr(given, f.name):g}':<20}{f.metadata['doc']}", indent=22))
     return "\n".join(text)
+
+
+def against(found: dict, configure: Callable[[list[str]], Config], given: Assumptions) -> str:
+    """The arms of ``scripts/benchmark.py step --json``, measured on one GPU, beside their estimates.
+
+    ``configure`` makes a configuration of an arm's words. Peers have none, and are left out.
+    """
+    text = [
+        f"measured on {found['device']}: {found['command']}",
+        f"{'ms':>10}{'estimate':>10}{'ratio':>8}{'GB':>8}{'plan':>8}",
+    ]
+    for arm in found["arms"]:
+        if arm["words"] is None:
+            continue
+        cfg = configure(arm["words"])
+        train = replace(cfg.train, global_batch=found["batch"]["rows"], seq_len=found["batch"]["seq_len"])
+        e = Scaling(replace(cfg, train=train), given).estimate(1)
+        peak = arm["memory"]["peak"] / 1e9 if arm.get("memory") else math.nan
+        text.append(
+            f"{arm['ms']:>10.4g}{1e3 * e.step:>10.4g}{arm['ms'] / 1e3 / e.step:>8.2f}{peak:>8.1f}{e.memory / 1e9:>8.1f}"
+            f"  {arm['name']}"
+        )
+    return "\n".join(
+        [*text, "", "Assumed: " + ", ".join(f"{f.name}={getattr(given, f.name):g}" for f in fields(given))]
+    )
 
 
 def _time(seconds: float) -> str:

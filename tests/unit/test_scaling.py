@@ -180,6 +180,24 @@ def test_the_command_takes_lists_and_prints_json():
     assert [run["run"].split(", ")[1] for run in found["runs"]] == ["full", "cola"]
 
 
+def test_measurements_stand_beside_their_estimates(tmp_path):
+    """One step of 32 rows, as scripts/benchmark.py writes it; the estimate is the plan's, peers are left out."""
+    words = [*SMALL, "backbone=cola"]
+    arms = [{"name": "plain", "words": words, "ms": 2.0, "memory": {"peak": 3.0e9}}, {"name": "a peer", "words": None}]
+    found = {"device": "NVIDIA H200", "command": "python ...", "batch": {"rows": 32, "seq_len": 64}, "arms": arms}
+    (tmp_path / "step.json").write_text(json.dumps(found))
+    done = command("--measured", str(tmp_path / "step.json"))
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split() for line in done.stdout.splitlines() if line.endswith("plain")]
+    e = Scaling(config("backbone=cola"), H200).estimate(1)
+    assert row == ["2", f"{1e3 * e.step:.4g}", f"{2e-3 / e.step:.2f}", "3.0", f"{e.memory / 1e9:.1f}", "plain"]
+    assert "a peer" not in done.stdout
+    refused = command("--measured", str(tmp_path / "step.json"), "--device", "a100")
+    assert (
+        refused.returncode == 3 and "measured on NVIDIA H200, and the estimates are for --device a100" in refused.stderr
+    )
+
+
 def test_assumptions_that_make_no_sense_are_named_at_once():
     with pytest.raises(ConfigError) as caught:
         assume("h100", ["gem=0.7", "overlap=1.5", "stream=fast"])
