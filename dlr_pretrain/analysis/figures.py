@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
 COLUMNS = 3  # panels in a row
+CROWDED = 5  # names that axes have no room for
+MARKS = "osD^vPX*"
 
 
 @dataclass(frozen=True)
@@ -127,14 +130,14 @@ def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder:
             for i, run in enumerate(run for run in group.runs if run.metrics):
                 x, loss = axis.of(run, cost[id(group)]), run.column("train/loss")
                 at, level = smoothed(loss)
-                ax.plot(x[at], level, **style, linewidth=1.1, alpha=0.75, label=None if i else _legend(group))
+                ax.plot(x[at], level, **style, linewidth=1.1, alpha=0.75, label=None if i else _result(group))
                 steps = {record["step"]: j for j, record in enumerate(run.metrics)}
                 where = [steps[e["step"]] for e in run.evaluations]
                 levels = finite(column(run.evaluations, "eval/loss"))
                 ax.plot(x[where], levels, "o", color=style["color"], markersize=3.5, zorder=3)
                 shown += [*level[len(level) // 20 :], *levels]
         ax.set_title(name)
-        ax.legend(frameon=False, fontsize=8)
+        _legend(ax, beside=len(ax.get_legend_handles_labels()[1]) > CROWDED)
     _label(axes, axis.label, "loss (nats a token)", _range(shown), axis.shown)
     caption = (
         f"{scale}: training loss (lines, a running median for each seed) and evaluations (dots) over {axis.label}, a "
@@ -160,7 +163,7 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
                         ha="right", va="top", color="#595959")  # fmt: skip
         ax.set_yscale("log")
         ax.set_title(name)
-        ax.legend(frameon=False, fontsize=8)
+        _legend(ax, beside=len(ax.get_legend_handles_labels()[1]) > CROWDED)
     _label(axes, TOKENS.label, "gradient norm (l2, before clipping)")
     caption = f"{scale}: global gradient norm before clipping, each step (faint) and its running median, by seed."
     return _save(figure, folder, f"gradient_norm_{scale}", caption)
@@ -188,7 +191,7 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:,.6g}")
     ax.tick_params(axis="y", which="minor", labelsize=7)
     ax.grid(axis="y", which="minor", alpha=0.15)
-    ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _legend(ax, beside=True)
     _label([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
     caption = (
         f"{scale}: evaluation perplexity, mean and standard deviation over seeds; solid with DLR, dashed "
@@ -233,10 +236,11 @@ def common_seeds(a: Group, b: Group) -> set[int]:
 
 def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     machines = dict.fromkeys(run.machine for group in groups for run in group.finished)
-    figure, axes = _grid(max(1, len(machines)), width=5.5, height=4.2)
+    figure, axes = _grid(max(1, len(machines)), width=5.5, height=4.2, shared=False)
     drawn = False
     for machine, ax in zip(machines, axes, strict=False):
         spare = iter(OTHERS * len(groups))
+        marks: dict[str, Iterator[str]] = {}
         for group in groups:
             runs = [run for run in group.finished if run.machine == machine]
             speed = measured(runs, "perf/tokens_per_second", np.median)
@@ -245,11 +249,12 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
                 drawn = True
                 color = BACKBONES.get(base(group)) or next(spare)
                 filled = color if group.method.endswith("+dlr") else "white"
-                ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt="o", color=color,
+                mark = next(marks.setdefault(group.method, cycle(MARKS)))
+                ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt=mark, color=color,
                             markerfacecolor=filled, elinewidth=0.7, capsize=2, label=wrapped(group.label))  # fmt: skip
         ax.set_title(machine)
         ax.margins(0.1)
-        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        _legend(ax, beside=True)
     if not drawn:
         return None
     _label(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
@@ -269,14 +274,16 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     if not studies:
         return None
     figure, (ax,) = _grid(1, width=6.0, height=4.0)
-    for study, color in zip(studies, (DLR, PLAIN, *OTHERS), strict=False):
+    spare = iter(OTHERS * len(studies))
+    for study in studies:
+        color, dash = BACKBONES.get(base(study[0])) or next(spare), "-" if study[0].method.endswith("+dlr") else "--"
         found = [group.final(PERPLEXITY) for group in study]
         ranks = [group.config["backbone"]["rank"] for group in study]
         error = [np.nan if s.std is None else s.std for s in found]
         y = finite(np.array([s.mean for s in found]))
-        ax.errorbar(ranks, y, error, color=color, marker="o", capsize=3, label=study[-1].method)
-        ax.set_xticks(ranks)
-    ax.legend(frameon=False)
+        ax.errorbar(ranks, y, error, color=color, linestyle=dash, marker="o", capsize=3, label=study[-1].method)
+    ax.set_xticks(sorted({group.config["backbone"]["rank"] for study in studies for group in study}))
+    _legend(ax, beside=len(studies) > CROWDED)
     _label([ax], "rank", "perplexity after the last update, unbiased", shown=None)
     caption = f"{scale}: what a lower rank costs, all else equal; bars are standard deviations over seeds."
     return _save(figure, folder, f"rank_{scale}", caption)
@@ -286,8 +293,8 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 # Drawing
 
 
-def _grid(n: int, width: float = 3.6, height: float = 3.1):
-    """A figure with ``n`` panels of one size that share their axes."""
+def _grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
+    """A figure with ``n`` panels of one size, which may have one range of values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -295,7 +302,7 @@ def _grid(n: int, width: float = 3.6, height: float = 3.1):
     rows = -(-n // columns)
     figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).flatten()
     for empty in axes[n:]:
         empty.remove()
     for above in axes[max(0, n - columns) : n]:
@@ -326,7 +333,13 @@ def _range(values: Sequence[float]) -> tuple[float, float] | None:
     return shown.min() - room, shown.max() + room
 
 
-def _legend(group: Group) -> str:
+def _legend(ax, beside: bool) -> None:
+    """Within the axes, or to their right."""
+    where = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if beside else {}
+    ax.legend(frameon=False, fontsize=8, **where)
+
+
+def _result(group: Group) -> str:
     last = group.final(PERPLEXITY)
     state = f"{last.mean:,.1f}" if last and last.finite else "diverged" if last else "unfinished"
     return wrapped(f"{group.label}  {state}")
