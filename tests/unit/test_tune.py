@@ -358,7 +358,7 @@ def test_a_signal_ends_what_runs_and_starts_nothing_more(runs, tmp_path):
             time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=ask).start()
+    threading.Thread(target=ask, daemon=True).start()
     before, ended = signal.getsignal(signal.SIGTERM), []
     with pytest.raises(Stopped, match="The same command continues"):
         local.train(runs(1.0), 2, lambda run, _: ended.append(look(run, {}).state))
