@@ -141,7 +141,7 @@ def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder:
     _label(axes, axis.label, "loss (nats a token)", _range(shown), axis.shown)
     caption = (
         f"{scale}: training loss (lines, a running median for each seed) and evaluations (dots) over {axis.label}, a "
-        "panel for each backbone."
+        "panel for each backbone; behind each name the perplexity after the last update."
     )
     return _save(figure, folder, f"loss_{axis.name}_{scale}", caption)
 
