@@ -125,7 +125,8 @@ def _method(found: dict) -> str:
         f"Every method was trained at {len(design['rates'])} rates with {len(design['seeds'])} seeds. Its rate is that "
         "of the lowest mean loss on half A of the validation set; what is reported is half B. Differences are of runs "
         f"with the same seed; intervals are Student's t over seeds, at {level}{wider}, and a method is called better "
-        "where the interval leaves out zero. A rate with a diverged run is not chosen.\n\n"
+        "where the interval leaves out zero. Seeds are of the initialisation: all runs of a method see the data in one "
+        "order, and the intervals say nothing of another. A rate with a diverged run is not chosen.\n\n"
         f"{words}\n* all: `{found['shared']}`"
     )
 

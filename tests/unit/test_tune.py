@@ -372,7 +372,10 @@ def test_a_signal_ends_what_runs_and_starts_nothing_more(runs, tmp_path):
 
 @pytest.mark.usefixtures("no_export")
 def test_a_tie_and_a_difference_are_reported_as_what_they_are(words, monkeypatch, tmp_path):
-    """A method against itself in another order of the data, and at a tenth of the steps."""
+    """A method against itself with a residual of strength zero, and at a tenth of the steps.
+
+    Another order of the data would be no tie: the seeds are of the initialisation, and share an order.
+    """
     from dlr_pretrain.errors import UserError
     from dlr_pretrain.train.run import run as train
 
@@ -386,12 +389,13 @@ def test_a_tie_and_a_difference_are_reported_as_what_they_are(words, monkeypatch
             ended(run, 0.0)
 
     monkeypatch.setattr(tune, "train", in_this_process)
-    pair = "pair=cola,cola:data.seed=7,cola:train.steps=4"
+    pair = "pair=cola,cola+dlr:dlr.alpha=0,cola:train.steps=4"
     own = [f"run.root={tmp_path}/runs", pair, "lr=0.01,0.02", "seeds=1,2,3", "--output", f"{tmp_path}/out"]
     quick = words("train.steps=40", "train.micro_batch=8", "eval.every=40", "checkpoint.every=40")
     assert tune.main([*quick, *own]) == 0
     found = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert [c["better"] for c in found["comparisons"]] == ["none shown", "cola"]
+    assert list(found["comparisons"][0]["by_seed"].values()) == pytest.approx([0, 0, 0], abs=1e-4)
     for t in found["trials"]:
         assert min(t["loss_a"], t["loss_b"]) < t["loss"] < max(t["loss_a"], t["loss_b"])
 
