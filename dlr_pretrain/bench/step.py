@@ -119,8 +119,9 @@ def hold(
         say(f"parity of {name}: {shown(verdicts[name])}")
     for name, arm in beside.items():
         arm.load(peers[name].tensors())
-        expected, (_, bound) = losses(arm.step, batch), references.of(arm.cfg)
-        verdicts[name] = Verdict("our step", difference(losses(peers[name].step, batch), expected), bound)
+        expected = losses(arm.step, batch)
+        found = difference(losses(peers[name].step, batch), expected)
+        verdicts[name] = Verdict("our step", found, references.bound(arm.cfg))
         say(f"parity of {name}: {shown(verdicts[name])}")
     return verdicts
 
