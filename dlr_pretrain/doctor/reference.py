@@ -35,7 +35,7 @@ def band(runs: list[dict], text: str) -> tuple[float, float, str]:
     else:
         losses = [run["loss"] for run in runs]
         basis = (
-            f"{len(losses)} runs on {len({run['text'] for run in runs})} other texts: this machine's packages differ"
+            f"{len(losses)} runs on {len({run['text'] for run in runs})} texts, fewer than three of them on this one"
         )
     spread = WIDTH * stdev(losses)
     return mean(losses) - spread, mean(losses) + spread, basis
