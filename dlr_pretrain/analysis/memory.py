@@ -6,9 +6,11 @@ temporaries; the CUDA context, workspaces of libraries and fragmentation come on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.memory_rules import AHEAD
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.build import state_bytes
 
 META = torch.device("meta")
@@ -33,7 +37,8 @@ class Memory:
     ``weights`` are the working ones, padding and indices included; ``masters`` their fp32 copies; ``gradients`` what
     the update reads, with the copies that it casts; ``activations`` what one micro-batch keeps for its backward pass,
     logits included; ``temporaries`` what is alive beside them at the peak of forward and backward. Temporaries of the
-    optimizer are not counted.
+    optimizer are not counted, but with ``train.memory=low``, where they are among those of the backward pass: so are
+    the gradients, each until it is applied.
 
     With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which is its own master, and what every rank
     holds; ``temporaries`` include what is gathered of the others' rows, and gradients before they are shared out.
@@ -50,7 +55,52 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs."""
+    if cfg.train.memory == "low":
+        return _passing(cfg, vocab_size, ranks)
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
+
+
+def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
+    """With each gradient applied in the backward pass, as soon as ranks have summed it."""
+    working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
+    model = build(cfg, vocab_size, META, working)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimized = {n: p if state == working else torch.empty_like(p, dtype=state) for n, p in trained.items()}
+    seed = cfg.seed if cfg.precision.name == "bf16_sr" else None
+    fused = cfg.optimizer.name == "adamw" and seed is None  # which makes nothing beside its state
+    optimizer = optim.build(cfg.optimizer, {} if fused else optimized, rounding_seed=seed, apart=True)
+    skip = torch.zeros((), device=META)
+    carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(model)}
+    waiting: deque[str] = deque()
+
+    def apply(name: str) -> None:
+        value, gradient = optimized[name], trained[name].grad.to(state)
+        trained[name].grad = None
+        if name in carrying:
+            dlr.withdraw(carrying[name])
+        if not fused:
+            value.grad = gradient
+            optimizer.update_one(name, 0.0, skip)
+            value.grad = None
+
+    def arrived(name: str, _: Tensor) -> None:
+        waiting.append(name)
+        while len(waiting) > (AHEAD if ranks > 1 else 0):
+            apply(waiting.popleft())
+
+    for name, p in trained.items():  # the state is there before the step that is counted
+        p.grad = torch.zeros_like(p)
+        apply(name)
+        p.register_post_accumulate_grad_hook(partial(arrived, name))
+    known = [*optimized.values(), *optimizer.state_tensors().values()]
+    step = step_bytes(
+        model, cfg.micro_batch(ranks), cfg.train.seq_len, False, working == state, cfg.data.mask_documents, known
+    )
+    weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
+    masters = sum(p.numel() for p in model.parameters()) * state.itemsize if state != working else 0
+    moments = state_bytes(cfg.optimizer, optimized)
+    total = weights + masters + moments + step.peak
+    return Memory(weights, masters, 0, moments, step.kept, step.peak - step.kept, total)
 
 
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
@@ -129,13 +179,19 @@ class StepBytes:
 
 
 def step_bytes(
-    model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True, masked: bool = False
+    model: Llama,
+    micro_batch: int,
+    seq_len: int,
+    held: bool,
+    saved: bool = True,
+    masked: bool = False,
+    others: Collection[Tensor] = (),
 ) -> StepBytes:
     """Run forward and backward of a micro-batch on the device of ``model``, and count.
 
     With ``held`` every parameter has a gradient beforehand, to be added to; with ``saved`` the entries of B are put
     aside while residuals are in their place (they are not where there are masters); with ``masked`` documents do not
-    see each other.
+    see each other. ``others`` are there besides, and not counted.
     """
     device = next(model.parameters()).device
     with dlr.active(model):
@@ -143,7 +199,7 @@ def step_bytes(
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model), *others]
     attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
     with attention, _Alive(device, known) as alive, dlr.active(model) if saved else nullcontext():
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)

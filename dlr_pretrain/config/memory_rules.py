@@ -9,6 +9,7 @@ from dlr_pretrain.config.tree import Config
 
 ONE_BY_ONE = ("adamw_8bit", "adamw")  # optimizers that update, and mask on the device, a parameter at a time
 LOW = "train.memory=low"
+AHEAD = 4  # gradients whose sums over ranks run beside the backward pass
 
 
 def memory_problems(cfg: Config, world_size: int) -> Iterator[Problem]:

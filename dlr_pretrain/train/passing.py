@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dlr_pretrain.config.memory_rules import AHEAD
 from dlr_pretrain.models import dlr
 from dlr_pretrain.optim.build import Optimizer
 from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.weights import Weights
-
-AHEAD = 4  # sums over ranks that run beside the backward pass
 
 
 class PassingGradients:

@@ -1,0 +1,39 @@
+"""The plan's memory beside the allocator's, for 7B as the paper has it (CoLA + DLR, rank 1024, 8 x 256)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.cli import load
+from dlr_pretrain.train.benchmark import bare_trainer, noise
+from dlr_pretrain.train.runtime import Runtime
+
+pytestmark = pytest.mark.gpu
+V = 32_000
+SEVEN = ("scale=7b", "backbone=cola", "dlr=on", "train.activation_checkpointing=latent", "train.global_batch=8")
+LOW = ("train.memory=low", "optimizer=adamw_8bit", "train.clip_by=previous_norm")
+
+
+@pytest.mark.parametrize(("words", "at_most"), [
+    ((), 25.5e9),
+    (LOW, 16e9),
+    ((*LOW, "precision=bf16_sr"), 16e9),
+], ids=["full", "low", "low_sr"])  # fmt: skip
+def test_7b_takes_what_the_plan_says(words, at_most):
+    if torch.cuda.get_device_properties(0).total_memory < at_most + 4e9:
+        pytest.skip("a smaller GPU")
+    cfg = load([*SEVEN, *words, "data=sample", "logger=jsonl"])
+    with Runtime(cfg) as runtime:
+        runtime.use_device()
+        trainer = bare_trainer(cfg, runtime, V, lambda _: None)
+        batch = noise(cfg, runtime, V)
+        for step in range(4):
+            if step == 2:
+                torch.cuda.reset_peak_memory_stats()
+            trainer.update(batch, 1e-4)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated()
+    assert peak < at_most
+    assert peak == pytest.approx(memory(cfg, V, 1).total, rel=0.05)
