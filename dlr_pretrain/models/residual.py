@@ -128,6 +128,7 @@ def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Te
     return None
 
 
+@cache
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a residual is added to ``dtype``: at least fp32."""
     return torch.promote_types(dtype, torch.float32)

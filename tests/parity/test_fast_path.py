@@ -1,0 +1,138 @@
+"""Twenty steps of what trains (grouped products, published residual, fused loss and optimizer, recomputed or compiled)
+beside the plain model: one projection at a time, the residual as a branch, all logits, an optimizer of single tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.optim import build as optim
+from dlr_pretrain.train.weights import Weights
+from tests.parity.reference import VOCAB, small
+
+CPU, STEPS, LR = torch.device("cpu"), 20, 3e-3
+CARRYING = ("lowrank", "cola", "lost backbone.rank=8 backbone.sparsity=0.2", "lax", "cola_lax")
+OTHERS = ("full", "sltrain", "lora")
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randint(0, VOCAB, (STEPS, 4, 1), generator=generator)
+    rows = (start + 7 * torch.arange(13)) % VOCAB  # something to be learned
+    for row in rows:
+        yield row[:, :-1], row[:, 1:]
+
+
+def fast(cfg: Config, start: dict[str, Tensor], prepare: Callable[[Llama], object] = lambda model: None) -> list[float]:
+    weights = Weights(loaded(build(cfg, VOCAB, CPU), start).to(STATE_DTYPE[cfg.precision.name]), cfg.precision.name)
+    optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
+    gradients = weights.gradients("native", 1)
+    prepare(weights.model)
+    losses = []
+    for inputs in batches():
+        with weights.published():
+            losses.append(gradients.add(inputs, torch.tensor(48), last=True).item())
+        gradients.collect()
+        optimizer.update(LR, skip=torch.zeros(()))
+        gradients.clear()
+    return losses
+
+
+def plain(cfg: Config, start: dict[str, Tensor], dtype: torch.dtype, masters: bool = False) -> list[float]:
+    """Weights and gradients in ``dtype``; with ``masters`` they are roundings of fp32 weights that AdamW updates."""
+    state = loaded(build(cfg, VOCAB, CPU), start).to(torch.float32 if masters else dtype)
+    working = copy.deepcopy(state).to(dtype) if masters else state
+    knobs = cfg.optimizer.knobs
+    betas = knobs["beta1"], knobs["beta2"]
+    trained = [p for p in state.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        trained, lr=LR, betas=betas, eps=knobs["eps"], weight_decay=knobs["weight_decay"], foreach=False, fused=False
+    )
+    losses = []
+    for ids, targets in batches():
+        logits = working.logits(ids).flatten(0, 1)
+        wide = logits.to(torch.promote_types(dtype, torch.float32))
+        loss = F.cross_entropy(wide, targets.flatten(), reduction="sum") / 48
+        gradients = torch.autograd.grad(loss, [p for p in working.parameters() if p.requires_grad])
+        for p, gradient in zip(trained, gradients, strict=True):
+            p.grad = gradient.to(p.dtype)
+        optimizer.step()
+        if masters:
+            working.load_state_dict(state.state_dict())
+        losses.append(loss.item())
+    return losses
+
+
+def loaded(model: Llama, start: dict[str, Tensor]) -> Llama:
+    model.load_state_dict(start)
+    return model
+
+
+def both(variant: str, precision: str, *overrides: str) -> tuple[Config, Config, dict[str, Tensor]]:
+    """The configurations of what trains and of the plain model, and a start that is exact in ``precision``."""
+    residual = variant in CARRYING
+    words = [*variant.split(), f"precision={precision}", "dlr=on" if residual else "dlr=off"]
+    cfg, reference = small(*words, *overrides), small(*words, *(["dlr.impl=branch"] if residual else []))
+    start = build(cfg, VOCAB, CPU).to(STATE_DTYPE[precision]).state_dict()
+    return cfg, reference, start
+
+
+def distance(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("kept", ["none", "latent", "block"])
+@pytest.mark.parametrize("variant", CARRYING)
+def test_fp32_with_a_residual_trains_as_the_plain_model(variant, kept):
+    cfg, reference, start = both(variant, "fp32", f"train.activation_checkpointing={kept}")
+    assert fast(cfg, start) == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
+
+
+@pytest.mark.parametrize("variant", OTHERS)
+def test_fp32_without_a_residual_trains_as_the_plain_model(variant):
+    cfg, reference, start = both(variant, "fp32")
+    assert fast(cfg, start) == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+@pytest.mark.parametrize("variant", CARRYING + OTHERS)
+def test_bf16_strays_from_float64_no_further_than_twice_what_the_plain_model_does(variant, precision):
+    """Two roundings of one trajectory: single draws, of which the larger error is at most some 1.6 times the other."""
+    cfg, reference, start = both(variant, precision)
+    exact = plain(reference, start, torch.float64)
+    rounded = plain(reference, start, torch.bfloat16, masters=precision == "bf16_mixed")
+    found = fast(cfg, start)
+    assert found[-1] < found[0] - 0.05
+    assert distance(found, exact) <= 2 * distance(rounded, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("variant", ["cola", "cola_lax"])
+def test_compiled_fp32_trains_as_the_plain_model(variant, whole, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    cfg, reference, start = both(variant, "fp32")
+    found = fast(cfg, start, lambda model: model.compile_(whole))
+    assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_inductors_code_trains_as_the_plain_model(precision):
+    cfg, reference, start = both("cola", precision)
+    found = fast(cfg, start, lambda model: model.compile_())
+    dtype = STATE_DTYPE[precision]
+    rounded, exact = (plain(reference, start, t) for t in (dtype, torch.float64))
+    if precision == "fp32":
+        assert found == pytest.approx(rounded, rel=1e-5)
+    assert distance(found, exact) <= 2 * distance(rounded, exact) + 1e-5
