@@ -104,16 +104,25 @@ def test_fp32_without_a_residual_trains_as_the_plain_model(variant):
     assert fast(cfg, start) == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
 
 
+def rms(values: list[float]) -> float:
+    return (sum(v * v for v in values) / len(values)) ** 0.5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
-@pytest.mark.parametrize("variant", CARRYING + OTHERS)
-def test_bf16_strays_from_float64_no_further_than_twice_what_the_plain_model_does(variant, precision):
-    """Two roundings of one trajectory: single draws, of which the larger error is at most some 1.6 times the other."""
-    cfg, reference, start = both(variant, precision)
-    exact = plain(reference, start, torch.float64)
-    rounded = plain(reference, start, torch.bfloat16, masters=precision == "bf16_mixed")
-    found = fast(cfg, start)
-    assert found[-1] < found[0] - 0.05
-    assert distance(found, exact) <= 2 * distance(rounded, exact)
+def test_bf16_strays_from_float64_as_far_as_the_plain_model_does(precision):
+    """Over all backbones: how far one of them strays is a single draw, and two draws may differ threefold."""
+    ours, theirs = {}, {}
+    for variant in CARRYING + OTHERS:
+        cfg, reference, start = both(variant, precision)
+        exact = plain(reference, start, torch.float64)
+        rounded = plain(reference, start, torch.bfloat16, masters=precision == "bf16_mixed")
+        found = fast(cfg, start)
+        assert found[-1] < found[0] - 0.3
+        ours[variant], theirs[variant] = distance(found, exact), distance(rounded, exact)
+    spread = rms(list(theirs.values()))
+    assert rms(list(ours.values())) <= 1.5 * spread
+    assert max(ours.values()) <= 3 * spread, ours
 
 
 @pytest.mark.slow
@@ -127,12 +136,7 @@ def test_compiled_fp32_trains_as_the_plain_model(variant, whole, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_inductors_code_trains_as_the_plain_model(precision):
-    cfg, reference, start = both("cola", precision)
+def test_inductors_code_trains_as_the_plain_model():
+    cfg, reference, start = both("cola", "fp32")
     found = fast(cfg, start, lambda model: model.compile_())
-    dtype = STATE_DTYPE[precision]
-    rounded, exact = (plain(reference, start, t) for t in (dtype, torch.float64))
-    if precision == "fp32":
-        assert found == pytest.approx(rounded, rel=1e-5)
-    assert distance(found, exact) <= 2 * distance(rounded, exact) + 1e-5
+    assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
