@@ -286,6 +286,7 @@ KEYS = {
     "tokens": {"positions", "paper_budget", "budget_steps"},
     "schedule": None,
     "resume": {"streams", "bytes", "seconds"},
+    "probe": None,
 }
 
 
