@@ -49,9 +49,8 @@ def test_help_is_one_screen(tmp_path):
     assert len(lines) < 40
     assert max(map(len, lines)) <= 80
     assert "scale: 130m, 1b, 350m, 60m, 7b, tiny" in lines
-    assert re.search(
-        r"^experiment: paper, 7b/ \(\d+\), ablation/ \(\d+\), .*table1/ \(\d+\)$", done.stdout, re.MULTILINE
-    )
+    recipes = r"^experiment: paper, reference, 7b/ \(\d+\), ablation/ \(\d+\), long_26b/ \(\d+\),\n  table1/ \(\d+\)$"
+    assert re.search(recipes, done.stdout, re.MULTILINE)
 
 
 def test_cfg_prints_the_composed_configuration(tmp_path):
