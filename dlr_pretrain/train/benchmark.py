@@ -41,7 +41,7 @@ class NoSaver:
 def bare_trainer(
     cfg: Config, runtime: Runtime, vocab_size: int, write: Callable[[dict], None], model: Llama | None = None
 ) -> Trainer:
-    """A trainer without data room and run directory, of ``model`` where one is given: it neither evaluates nor saves."""
+    """A trainer without data room and run directory, of ``model`` if given: it neither evaluates nor saves."""
     if model is None:
         model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
     weights = place(cfg, model)
