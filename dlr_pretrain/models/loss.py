@@ -26,18 +26,19 @@ Score = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
     """logits [n, V], targets [n] -> the summed loss, and [n, 1] its gradient to the logit of each row's target.
 
-    Both in fp32 (fp64 for fp64), where softmax is formed too, in one buffer. The logits are overwritten: with
+    Both in fp32 (fp64 for fp64), where softmax is formed too, in one buffer at most. The logits are overwritten: with
     ``gradient`` by the gradient to them, but for those of the targets.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scored = (targets != IGNORE).to(wide.dtype)[:, None]
     chosen = wide.gather(1, targets.clamp(min=0)[:, None])
     top = wide.amax(-1, keepdim=True)
-    total = wide.sub_(top).exp_().sum(-1, keepdim=True)
+    compiled = torch.compiler.is_compiling()  # then powers are computed twice, and never written out
+    total = ((wide - top).exp() if compiled else wide.sub_(top).exp_()).sum(-1, keepdim=True)
     normalizer = top + total.log()
     loss = ((normalizer - chosen) * scored).sum()
     if gradient:
-        logits.copy_(wide.mul_(scored / total))
+        logits.copy_((wide - normalizer).exp() * scored if compiled else wide.mul_(scored / total))
     return loss, ((chosen - normalizer).exp() - 1) * scored
 
 
