@@ -31,8 +31,14 @@ time.sleep(60)
 
 def launch(*words: str) -> subprocess.Popen:
     command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--nproc-per-node", "2", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+    )
 
 
 def launch_stub(folder, seconds: float = 0, hears: str = "hears") -> subprocess.Popen:
