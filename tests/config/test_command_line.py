@@ -126,7 +126,7 @@ def test_mistakes_in_a_recipe(own):
         "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
     ]
     assert problems(own, "experiment=grid") == [
-        f"experiment=grid: must be one of lost, paper, typo, unquoted, {FOLDERS}mine/..., table1/.... "
+        f"experiment=grid: must be one of lost, paper, reference, typo, unquoted, {FOLDERS}mine/..., table1/.... "
         "Did you mean mine/grid?"
     ]
     assert problems(own, "experiment=mine") == ["experiment=mine: must be one of mine/grid. Did you mean mine/grid?"]
@@ -145,7 +145,7 @@ def test_mistakes_in_a_recipe(own):
         ("dlr=maybe", f"dlr=maybe: must be one of {options('dlr')}"),
         ("logger=null", "logger=null: must be one of jsonl, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("experiment=x", f"experiment=x: must be one of paper, {FOLDERS}table1/..."),
+        ("experiment=x", f"experiment=x: must be one of paper, reference, {FOLDERS}table1/..."),
         ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("lr=1", "lr=1: no such key. Did you mean train.lr?"),

@@ -33,6 +33,7 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
     """A real configuration of the smallest scale; ``train__seq_len=8`` sets train.seq_len."""
     groups = {"scale": "tiny", "backbone": "lowrank", "dlr": "on", "optimizer": "adamw", "data": data}
     groups |= {"precision": "fp32", "parallel": "ddp", "logger": "jsonl"}
+    groups |= {"probe": "on", "profile": "on"}  # which nothing here reads; "off" is made from these
     tree = OmegaConf.load(config.CONFIG_DIR / "train.yaml")
     for name in ("defaults", "hydra"):
         tree.pop(name, None)
