@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from data_corpus import make_config
@@ -218,10 +217,8 @@ def test_the_fingerprint_names_the_installed_packages(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_real_harvest_is_english_and_takes_no_more_than_a_minute(tmp_path, capfd):
-    begin = time.monotonic()
+def test_the_real_harvest_is_english(tmp_path, capfd):
     folder = sample.prepare(tmp_path, lambda _: None)
-    assert time.monotonic() - begin < 60
     assert capfd.readouterr() == ("", "")
     shards = sorted(folder.glob("*.json.gz"))
     texts = [json.loads(line)["text"] for shard in shards for line in read_lines(shard)]
