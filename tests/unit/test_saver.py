@@ -16,6 +16,7 @@ from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.benchmark import saving
 from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.trainer import Trainer
 
 ALONE = SimpleNamespace(
     rank=0,
@@ -108,8 +109,8 @@ def test_what_is_not_permitted_does_not_count(tmp_path):
 
 @pytest.mark.usefixtures("no_export")
 def test_training_goes_on_meanwhile(train, tmp_path, monkeypatch):
-    """The save of step 5 is held up until step 9 has been logged."""
-    write, begun = checkpoint.write_part, []
+    """The save of step 5 begins before step 6 does, and is held up until step 9 has been logged."""
+    write, take, begun = checkpoint.write_part, Trainer.next_batch, []
 
     def slow(aside, *rest):
         if "00000005" in aside.name:
@@ -118,7 +119,13 @@ def test_training_goes_on_meanwhile(train, tmp_path, monkeypatch):
                 threading.Event().wait(0.01)
         return write(aside, *rest)
 
+    def next_batch(self, loader):
+        while self.step == 5 and not begun:
+            threading.Event().wait(0.01)
+        return take(self, loader)
+
     monkeypatch.setattr(saver.checkpoint, "write_part", slow)
+    monkeypatch.setattr(Trainer, "next_batch", next_batch)
     train(tmp_path / "run", "checkpoint.keep_last=9", "train.steps=12")
     assert begun and begun[0] < 9
     names = [d.name for d in checkpoint.directories(tmp_path / "run" / "checkpoints")]
