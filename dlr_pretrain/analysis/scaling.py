@@ -39,7 +39,7 @@ class Assumptions:
     node: int = _is(8, "GPUs that NVLink joins")
     gemm: float = _is(0.8, "share of the peak that matrix products reach")
     stream: float = _is(0.9, "share of the memory's bandwidth that kernels reach")
-    fused: float = _is(0.25, "share of eager elementwise bytes and kernels that compiled code is left with")
+    fused: float = _is(0.2, "share of eager elementwise bytes and kernels that compiled code is left with")
     kernel_us: float = _is(2.0, "microseconds that a kernel takes at least")
     roofline: float = _is(0.7, "share of this roofline's speed that a step reaches")
     network: float = _is(0.8, "share of NVLink's and InfiniBand's bandwidth that a collective reaches")
