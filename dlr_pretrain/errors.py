@@ -8,6 +8,7 @@ from typing import NoReturn
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run stood in the way
 EXIT_LOST = 4  # a rank was lost or hangs: the same command continues from the last checkpoint
+EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one where there is nothing to save
 EXIT_STOPPED = 75  # stopped early and saved: the same command continues the run
 
 

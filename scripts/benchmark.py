@@ -10,9 +10,8 @@ from pathlib import Path
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
-EXIT_INTERRUPTED = 130
 DLR_ARMS = ("dlr=off", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
 

@@ -16,9 +16,8 @@ from dlr_pretrain.config.arguments import key_of
 from dlr_pretrain.data.prepare import Progress, prepare
 from dlr_pretrain.data.sources import open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
-EXIT_INTERRUPTED = 130
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
 USED = {

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from dlr_pretrain.errors import EXIT_FAILED, UserError, record
+from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, record
 
-EXIT_INTERRUPTED = 130
 LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
 
 T = TypeVar("T")

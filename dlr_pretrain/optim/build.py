@@ -11,12 +11,12 @@ from torch import Tensor
 
 from dlr_pretrain import shards
 from dlr_pretrain.config import Choice
+from dlr_pretrain.config.optimizer_rules import ROUND_AT_WILL
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.parameters import empty_state, wide
 from dlr_pretrain.shards import Stored
 
-ROUND_AT_WILL = ("adamw", "adamw_8bit")
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 

@@ -101,6 +101,16 @@ def compiler(monkeypatch):
     torch._dynamo.reset()
 
 
+def assert_compute_the_same(compiled, eager) -> None:
+    """In training and in evaluation."""
+    expected, found = step(eager), step(compiled)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
+    with torch.no_grad():
+        ids = torch.randint(0, VOCAB, (3, 12))
+        torch.testing.assert_close(compiled(ids, ids), eager(ids, ids), rtol=1e-12, atol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "mode"), [
     *((variant, mode) for variant in ("lowrank", "cola", LOST, DENSE, "cola_lax") for mode in ("none", "latent")),
@@ -112,12 +122,7 @@ def test_compiled_equals_eager_with_two_graphs_a_stage(variant, mode, compiler):
     eager = model(variant, mode, "dlr=on", layers=4).double()
     compiled = copy.deepcopy(eager)
     compiled.compile_()
-    expected, found = step(eager), step(compiled)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
-    with torch.no_grad():
-        ids = torch.randint(0, VOCAB, (3, 12))
-        torch.testing.assert_close(compiled(ids, ids), eager(ids, ids), rtol=1e-12, atol=0)
+    assert_compute_the_same(compiled, eager)
     stages = 5 if mode == "latent" else 1
     if "lax" in variant:  # the first block has no gate; its last stage is that of the others, but for an output's norm
         stages = 2 * stages - (mode == "latent" and variant != TEXT)
@@ -130,10 +135,5 @@ def test_the_whole_model_compiled_equals_eager_with_two_graphs(variant, compiler
     eager = model(variant, "none", "dlr=on").double()
     compiled = copy.deepcopy(eager)
     compiled.compile_(whole=True)
-    expected, found = step(eager), step(compiled)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
-    with torch.no_grad():
-        ids = torch.randint(0, VOCAB, (3, 12))
-        torch.testing.assert_close(compiled(ids, ids), eager(ids, ids), rtol=1e-12, atol=0)
+    assert_compute_the_same(compiled, eager)
     assert compiler.frame_count == 2 * 2  # and the loss; training and evaluation
