@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # matrices here are tiny; threads would only wait for each other
@@ -144,9 +145,18 @@ def saved(checkpoint: Path) -> dict:
     return {name: stored.whole() for name, stored in (found.model | found.optimizer).items()}
 
 
-def documents() -> str:
-    """README.md and docs/*.md, one after the other."""
-    return "\n".join(p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+def commands(*pages: str, but: Sequence[str] = ()) -> list[str]:
+    """Lines of the pages' bash blocks, without comments, a line each; of a loop, its first turn."""
+    found = []
+    for page in sorted({path for pattern in pages for path in ROOT.glob(pattern)} - {ROOT / name for name in but}):
+        lines = "".join(re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.DOTALL)).replace("\\\n", " ")
+        variables = {}
+        for line in lines.splitlines():
+            variables |= dict(re.findall(r"\bfor (\w+) in (\S+)", line))
+            command = re.sub(r"\s+", " ", re.split(r"\s#", line)[0]).strip()
+            if command and not re.match(r"(for|done)\b", command):
+                found.append(re.sub(r"\$(\w+)", lambda of, now=dict(variables): now[of[1]], command))
+    return list(dict.fromkeys(found))
 
 
 def forked(words: list[str], ranks: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.analysis.costs import Cost
-from dlr_pretrain.analysis.groups import PERPLEXITY, Group, pairs, spread
+from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, pairs, spread
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run, column
 from dlr_pretrain.analysis.report import finite, smoothed
@@ -235,28 +235,29 @@ def common_seeds(a: Group, b: Group) -> set[int]:
 
 
 def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:
-    machines = dict.fromkeys(run.machine for group in groups for run in group.finished)
-    figure, axes = _grid(max(1, len(machines)), width=5.5, height=4.2, shared=False)
-    drawn = False
-    for machine, ax in zip(machines, axes, strict=False):
-        spare = iter(OTHERS * len(groups))
-        marks: dict[str, Iterator[str]] = {}
+    found: dict[str, list[tuple[Group, Spread, Spread]]] = {}
+    for machine in dict.fromkeys(run.machine for group in groups for run in group.finished):
         for group in groups:
             runs = [run for run in group.finished if run.machine == machine]
             speed = measured(runs, "perf/tokens_per_second", np.median)
             quality = spread(run.final.get(PERPLEXITY) for run in runs)
             if speed and quality and quality.finite:
-                drawn = True
-                color = BACKBONES.get(base(group)) or next(spare)
-                filled = color if group.method.endswith("+dlr") else "white"
-                mark = next(marks.setdefault(group.method, cycle(MARKS)))
-                ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt=mark, color=color,
-                            markerfacecolor=filled, elinewidth=0.7, capsize=2, label=wrapped(group.label))  # fmt: skip
+                found.setdefault(machine, []).append((group, speed, quality))
+    if not found:
+        return None
+    figure, axes = _grid(len(found), width=5.5, height=4.2, shared=False)
+    for (machine, points), ax in zip(found.items(), axes, strict=True):
+        spare = iter(OTHERS * len(groups))
+        marks: dict[str, Iterator[str]] = {}
+        for group, speed, quality in points:
+            color = BACKBONES.get(base(group)) or next(spare)
+            filled = color if group.method.endswith("+dlr") else "white"
+            mark = next(marks.setdefault(group.method, cycle(MARKS)))
+            ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt=mark, color=color,
+                        markerfacecolor=filled, elinewidth=0.7, capsize=2, label=wrapped(group.label))  # fmt: skip
         ax.set_title(machine)
         ax.margins(0.1)
         _legend(ax, beside=True)
-    if not drawn:
-        return None
     _label(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
     caption = (
         f"{scale}: perplexity against throughput, mean and standard deviation over seeds (filled: with DLR); "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
-from tests.conftest import ROOT, documents
+from tests.conftest import ROOT, commands
 
 SBATCH = """#!/bin/sh
 printf '%s\\n' "$@" > {folder}/asked
@@ -268,10 +267,10 @@ def test_a_file_takes_further_words_and_a_table_is_written_once(table_of, tmp_pa
 
 
 def test_the_tables_of_docs_are_valid(scheduler, monkeypatch, tmp_path, capsys):
-    commands = re.findall(r"^python slurm/submit\.py (.*?)(?:\s+#.*)?$", documents(), re.MULTILINE)
-    assert len(commands) > 3
+    tables = [line.split("submit.py ")[1] for line in commands("README.md", "docs/*.md") if "slurm/submit.py" in line]
+    assert len(tables) > 3
     monkeypatch.setattr(command, "load_runs", lambda lines, ranks: load_runs(lines[:: len(lines) // 2], ranks))
-    for words in map(shlex.split, commands):
+    for words in map(shlex.split, tables):
         assert command.main(["--dry-run", *words]) == 0, capsys.readouterr().err
 
 

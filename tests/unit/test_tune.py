@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +17,7 @@ from dlr_pretrain.launch import tune
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import note
 from dlr_pretrain.launch.runs import Run, load_runs
-from tests.conftest import ROOT, documents
+from tests.conftest import ROOT
 
 LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
 NOT_FINITE = "error: step 3: loss nan, gradient norm nan: not finite. The update was not applied.\n"
@@ -165,15 +163,6 @@ def test_what_is_wrong_with_a_grid_is_said(given, said):
 def test_methods_that_do_not_compare_or_exist_are_refused_before_any_is_trained(words, trained, capsys, own, said):
     assert tune.main([*words(), f"pair=cola,{own}", "lr=0.001", "seeds=41"]) == 2
     assert said in capsys.readouterr().err and not trained
-
-
-def test_the_documented_commands_are_grids_of_runs():
-    text = documents().replace("\\\n", " ")
-    commands = [shlex.split(found) for found in re.findall(r"^python scripts/tune\.py (.*)$", text, re.MULTILINE)]
-    assert commands
-    for given in (tune.read(command)[0] for command in commands):
-        grid = read_grid(given.words)
-        assert len(load_runs([grid.line(*grid.cells()[0]), grid.line(*grid.cells()[-1])], 1)) == 2
 
 
 # ----------------------------------------------------------------------------------------------------
