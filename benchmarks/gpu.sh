@@ -72,10 +72,8 @@ bench fold-1b fold $large train.global_batch=16 dlr=on
 bench memory-1b memory $large train.global_batch=16 dlr=on
 bench memory-7b memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
   --setting train.activation_checkpointing=latent --setting train.activation_checkpointing=none
-if [ -e configs/memory/low.yaml ]; then
-  bench memory-7b-low memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 memory=low \
-    --setting train.activation_checkpointing=latent
-fi
+bench memory-7b-low memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 train.memory=low \
+  optimizer=adamw_8bit train.clip_by=previous_norm precision=bf16_sr --setting train.activation_checkpointing=latent
 peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters
 PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}" compare compare-60m-cola CoLA scale=60m backbone=cola $peers \

@@ -11,7 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dlr_pretrain.config import Config, ConfigError, parse
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config, ConfigError, parse, to_dict
+from dlr_pretrain.config.tree import OPEN_GROUPS, SECTIONS
 from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.deploy.consistency import consistency
 from dlr_pretrain.deploy.export import export, loadable
@@ -85,10 +87,14 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
 
 
 def read_config(path: Path) -> Config:
-    """The configuration that a run has written."""
+    """The configuration that a run has written. Keys that are younger than the run have their defaults: what they ask
+    for was not there."""
     if not path.exists():
         raise UserError(f"{path} is missing: name a checkpoint inside its run directory")
     tree = OmegaConf.to_container(OmegaConf.load(path))
+    defaults = to_dict(load([], machine=False))
+    for section in SECTIONS.keys() - set(OPEN_GROUPS):
+        tree[section] = defaults[section] | tree.get(section, {})
     cfg, problems = parse(tree, {group: tree[group] for group in ("backbone", "optimizer")})
     if cfg is None:
         raise ConfigError(problems)

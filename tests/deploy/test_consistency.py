@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from omegaconf import OmegaConf
 
 from dlr_pretrain.data import Tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
@@ -32,6 +33,15 @@ def checkpoint_of(train, folder: Path, *given: str) -> tuple[Path, dict]:
     state = saved(run / "checkpoints" / "step_00000003")
     names = build(read_config(run / "config.yaml"), 120, torch.device("meta")).state_dict().keys()
     return run, {name: value for name, value in state.items() if name in names}
+
+
+def test_a_run_that_is_older_than_a_key_is_read_with_its_default(train, tmp_path):
+    run = train(tmp_path / "run", "dlr=on", "train.steps=1")
+    whole = read_config(run / "config.yaml")
+    tree = OmegaConf.load(run / "config.yaml")
+    del tree["probe"], tree["train"]["clip_by"]
+    OmegaConf.save(tree, run / "config.yaml")
+    assert read_config(run / "config.yaml") == whole
 
 
 def by_hand(run: Path, state: dict, tokens: int) -> dict:
