@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from dlr_pretrain.cli import world_size
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
@@ -66,7 +67,9 @@ def allocated(device: torch.device) -> int:
 
 
 def require_comparable(configs: Iterable[Config]) -> None:
-    """Refuse arms that cannot take the same batch."""
+    """Refuse arms that cannot take the same batch, and those that this one process cannot measure."""
+    configs = list(configs)
+    require_one_process(configs)
     first, *others = configs
     for cfg in others:
         for name in ("global_batch", "seq_len"):
@@ -77,6 +80,16 @@ def require_comparable(configs: Iterable[Config]) -> None:
         if vocab_size(first) != vocab_size(cfg):
             rule = f"the first arm has {vocab_size(first)}, and arms are compared on one batch"
             raise ConfigError([Problem("scale.vocab_size", vocab_size(cfg), rule)])
+
+
+def require_one_process(configs: Iterable[Config]) -> None:
+    """Refuse what is of several ranks: arms take turns in one process."""
+    if (ranks := world_size()) > 1:
+        raise ConfigError([Problem("WORLD_SIZE", ranks, "a step is measured in one process", "Leave torchrun out")])
+    for cfg in configs:
+        if cfg.parallel.name != "ddp":
+            rule = "shards over ranks, and a step is measured in one process"
+            raise ConfigError([Problem("parallel", cfg.parallel.name, rule, "Leave it out")])
 
 
 def fixed_batch(cfg: Config, runtime: Runtime, padding: float, rows: int | None = None) -> Batch:

@@ -16,6 +16,8 @@ from dlr_pretrain.models import dlr
 if TYPE_CHECKING:
     from dlr_pretrain.train.weights import Weights
 
+CACHED = 1 << 15  # values of a piece of a norm, which a core's cache holds in fp32
+
 
 class Gradients:
     """Runs backward passes and hands the optimizer their sum over micro-batches and ranks.
@@ -88,6 +90,8 @@ class Gradients:
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
     """The l2 norm over all gradients, in fp32, on the device."""
+    if gradients[0].device.type == "cpu":  # which would cast whole gradients, and add squares up one after the other
+        gradients = [piece for gradient in gradients for piece in gradient.reshape(-1).split(CACHED)]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)))
 
 

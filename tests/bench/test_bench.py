@@ -177,7 +177,7 @@ def test_memory_is_that_of_a_process_of_its_own_beside_the_plan(command, tmp_pat
 @pytest.mark.parametrize("words", [
     ("step", "--rounds", "1"), ("step", "--warmup", "-1"), ("step", "--padding", "1"), ("step", "train.clip=fast"),
     ("step", "--arm", "dlr=on", "--arm", "dlr=on"), ("step", "--arm", "dlr=on", "--arm", "train.seq_len=64"),
-    ("memory", "--setting", "train.activation_checkpointing=some"),
+    ("step", "parallel=fsdp"), ("memory", "--setting", "train.activation_checkpointing=some"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(command, words, capsys):
     assert command(words[0], *WORDS, *words[1:]) == EXIT_CONFIG
