@@ -14,12 +14,14 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.arguments import key_of
 from dlr_pretrain.data.prepare import Progress, prepare
-from dlr_pretrain.data.sources import open_source
+from dlr_pretrain.data.sample import TOKENIZER_BYTES, train_tokenizer
+from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
+FEWEST_PIECES = 300  # letters, digits, signs, and some of their bytes
 USED = {
     f"data.{name}" for name in ("dataset", "revision", "cache", "root", "train_files", "validation_files", "text_key")
 }
@@ -35,15 +37,27 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
     parser.add_argument("--workers", type=int, default=cores, help=f"processes, a shard each (default: {cores})")
+    parser.add_argument(
+        "--train-tokenizer",
+        type=int,
+        metavar="PIECES",
+        help="with a sentencepiece model of so many pieces, trained on the first shards and kept as <output>.model",
+    )
     given, words = parser.parse_known_args()
     try:
-        if given.workers < 1:
-            raise ConfigError([Problem("--workers", given.workers, "must be at least 1")])
+        for name, least in (("workers", 1), ("train_tokenizer", FEWEST_PIECES)):
+            if (value := getattr(given, name)) is not None and value < least:
+                raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
         refuse_unused(words)
         cfg = load(words)
         if cfg.data.source == "tokens":
             raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
         source = open_source(cfg, say)
+        if given.train_tokenizer is not None:
+            if cfg.tokenizer.path is not None:
+                rule = "--train-tokenizer makes another one"
+                raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
+            cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
         tokenizer = open_tokenizer(cfg, source)
         print(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} pieces")
         made = prepare(source, tokenizer, given.output, given.workers, Display(sys.stdout))
@@ -55,6 +69,26 @@ def main() -> int:
         return EXIT_INTERRUPTED
     print(f"finished    {made.describe()}\n\n    python train.py data=tokens data.root={given.output}")
     return 0
+
+
+def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
+    """The sentencepiece model beside ``output``, trained on the first texts of ``source`` where it is not there."""
+    path = output.with_name(output.name + ".model")
+    if not path.exists():
+        say(f"training a tokenizer of {pieces:,} pieces: {path}")
+        texts, size = [], 0
+        for text in (text for shard in source.train_shards for text in source.read(shard)):
+            texts.append(text)
+            if (size := size + len(text)) > TOKENIZER_BYTES:
+                break
+        draft = path.with_name(path.name + ".draft")
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            train_tokenizer(draft, texts, pieces)
+        except RuntimeError as error:  # of sentencepiece
+            raise UserError(f"no tokenizer of {pieces} pieces can be trained on these texts: {error}") from None
+        draft.replace(path)
+    return path
 
 
 def refuse_unused(words: list[str]) -> None:

@@ -44,7 +44,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of equal identity but for the seed, one a seed; ``shared`` is that identity.
+    """Runs of equal identity but for the seed, one a seed; ``shared`` is that identity. Where the order of the data
+    follows the seed, ``data.seed`` is "seed" there.
 
     ``variant`` says what sets the group apart from others of its scale and method, in overrides; "" for the commonest.
     """
@@ -97,8 +98,11 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     found: dict[str, list[Run]] = {}
     shared: dict[str, dict] = {}
     remarks: list[str] = []
+    one_order = {run.identity.get("data.seed") for run in runs if not ordered_by_seed(run)}
     for run in runs:
         same = {k: v for k, v in run.identity.items() if k != "seed" and k not in ORIGIN}
+        if ordered_by_seed(run) and run.seed not in one_order:
+            same["data.seed"] = "seed"
         found.setdefault(_text(same), []).append(run)
         shared[_text(same)] = same
     groups = []
@@ -113,6 +117,11 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
             remarks += [f"{r.folder} is left out: {first.folder} has the same configuration and seed" for r in others]
         groups.append(Group(tuple(chosen), shared[key]))
     return sorted(_named(groups), key=_order), remarks
+
+
+def ordered_by_seed(run: Run) -> bool:
+    """Whether the order of the data may be the seed's, ``data.seed=${seed}``; they may also agree by chance."""
+    return run.identity.get("data.seed") == run.seed
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, grouped, spread
+from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, grouped, ordered_by_seed, spread
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.analysis.report import smoothed
@@ -85,7 +85,10 @@ def facts(run: Run) -> dict[str, object]:
 
 def _differing_keys(sides: Sequence[Side]) -> list[str]:
     keys = differing([facts(run) for side in sides for run in side.runs])
-    return [key for key in keys if key != "seed" or all(len(side.runs) == 1 for side in sides)]
+    if all(len(side.runs) == 1 for side in sides):
+        return keys
+    follows = all(ordered_by_seed(run) for side in sides for run in side.runs)
+    return [key for key in keys if key != "seed" and not (follows and key == "data.seed")]
 
 
 def _values(side: Side, key: str) -> list[object]:

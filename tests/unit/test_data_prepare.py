@@ -301,6 +301,21 @@ def test_the_command_and_training_on_what_it_made(root, model, tmp_path):
     TokenSource(tmp_path / "tokens").check(print)
 
 
+def test_a_tokenizer_of_its_own_is_trained_once(tmp_path, monkeypatch, capsys, corpus):
+    words = ["prepare_data.py", "data=c4_local", f"data.root={corpus}", "--output", str(tmp_path / "tokens")]
+    monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "300"])
+    made = []
+    for _ in range(2):
+        assert script.main() == 0
+        made.append((tmp_path / "tokens.model").stat())
+    assert made[0].st_mtime_ns == made[1].st_mtime_ns
+    assert capsys.readouterr().out.count("training a tokenizer of 300 pieces") == 1
+    assert 0 < Tokenizer(tmp_path / "tokens.model").vocab_size <= 300
+    assert (tmp_path / "tokens" / "spiece.model").read_bytes() == (tmp_path / "tokens.model").read_bytes()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, f"tokenizer.path={tmp_path}/tokens.model"])
+    assert script.main() == EXIT_CONFIG and "Leave one of them out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
@@ -310,6 +325,7 @@ def test_the_command_and_training_on_what_it_made(root, model, tmp_path):
         (["data=c4_local"], "data.root"),
         (["data=c4_locl"], "c4_local"),
         (["data=sample", "--workers", "0"], "--workers=0: must be at least 1"),
+        (["data=sample", "--train-tokenizer", "9"], "--train-tokenizer=9: must be at least 300"),
         (["data=sample", "--worker-count=4"], "--worker"),
     ],
 )

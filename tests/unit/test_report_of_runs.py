@@ -24,6 +24,7 @@ from dlr_pretrain.analysis.paper import fact, facts, marks
 from dlr_pretrain.analysis.records import find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.tables import Figure, Table, comma_separated, latex, markdown
+from dlr_pretrain.analysis.versus import render, versus
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, script
@@ -202,6 +203,20 @@ def test_data_of_another_text_are_a_group_of_their_own(tmp_path):
     groups, _ = grouped(find_runs([tmp_path])[0])
     assert [len(group.runs) for group in groups] == [1, 1]
     assert "data.shards=22222222…" in groups[1].variant
+
+
+def test_orders_of_the_data_may_follow_the_seed(tmp_path):
+    """Then runs that differ in both are seeds of one group; an order that other seeds have too is a fixed one."""
+    for seed in (41, 42):
+        for dlr in ("off", "on"):
+            words = (*SHORT, "backbone=cola", f"dlr={dlr}", f"data.seed={seed}")
+            a_run(tmp_path / f"{dlr}-{seed}", *words, seed=seed)
+    found, _ = grouped(find_runs([tmp_path])[0])
+    assert [len(group.runs) for group in found] == [2, 2] and len(pairs(found)) == 1
+    assert "data.seed" not in render(versus(find_runs([tmp_path])[0]))
+    a_run(tmp_path / "fixed", *SHORT, "backbone=cola", "dlr=on", "data.seed=42", seed=43)
+    found, _ = grouped(find_runs([tmp_path])[0])
+    assert sorted([run.seed for run in group.runs] for group in found) == [[41], [41], [42], [42, 43]]
 
 
 def test_places(tmp_path):
