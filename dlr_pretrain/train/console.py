@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
@@ -9,6 +10,7 @@ import textwrap
 from dlr_pretrain.config import Config
 
 LABEL = 12  # columns of the summary's first column
+WARNING = "warning:"
 
 
 class Console:
@@ -22,9 +24,11 @@ class Console:
         self._line_open = False
 
     def say(self, text: str = "") -> None:
-        """A line of its own."""
+        """A line of its own; a warning stands out on a terminal."""
         if self.enabled:
             self.close_line()
+            if self.live and text.startswith(WARNING) and not os.environ.get("NO_COLOR"):
+                text = f"\x1b[1;33m{WARNING}\x1b[0m{text.removeprefix(WARNING)}"
             print(text, file=self.stream, flush=True)
 
     def summary(self, rows: dict[str, str]) -> None:
@@ -55,6 +59,7 @@ class Console:
             parts.append(f"{count(record['perf/tokens_per_second'])} tok/s")
         if record["perf/mfu"]:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
+        parts.append(f"{record['perf/max_memory_gb']:.1f} GB")
         if seconds_per_step and step < steps:
             parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
         while len(line := "  ".join(parts)) >= self.width and len(parts) > 2:

@@ -120,6 +120,14 @@ def describe_device(device: torch.device) -> str:
     return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
+def describe_code(start: dict) -> str:
+    """Commit and versions of a start of ``manifest.json``."""
+    git, packages = start["git"], start["packages"]
+    changed = ", with local changes" if git and git.endswith("+") else ""
+    commit = f"commit {git[:12]}{changed}" if git else f"dlr_pretrain {packages.get('dlr_pretrain', 'not installed')}"
+    return f"{commit}; Python {start['python']}, torch {packages['torch']}, transformers {packages['transformers']}"
+
+
 def _installed(package: str) -> bool:
     try:
         metadata.version(package)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config, identity
 from dlr_pretrain.data import (
@@ -40,7 +41,15 @@ from dlr_pretrain.train.lock import HEARTBEAT, RunLock
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.micro_batch import settled
 from dlr_pretrain.train.out_of_memory import explained
-from dlr_pretrain.train.record import describe_device, hold, open_record, read_record, record_start, update_record
+from dlr_pretrain.train.record import (
+    describe_code,
+    describe_device,
+    hold,
+    open_record,
+    read_record,
+    record_start,
+    update_record,
+)
 from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
@@ -173,6 +182,8 @@ class Run:
 
     def summarize(self, weights: Weights, snapshot: Checkpoint | None) -> None:
         """What will be trained, on the console."""
+        if not self.runtime.is_main:
+            return
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
         knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
         total = sum(p.numel() for p in weights.model.parameters())
@@ -193,8 +204,12 @@ class Run:
             "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
             f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}",
             "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
-            f"{describe_device(self.runtime.device)}, torch {torch.__version__}{', compiled' if cfg.compile else ''}",
+            f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
+            "code": describe_code(read_record(self.dir)["starts"][-1]),
         }
+        if self.runtime.device.type == "cuda":
+            there = torch.cuda.mem_get_info(self.runtime.device)[1]
+            table["memory"] = describe_memory(memory(cfg, vocabulary, world).total, there)
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
@@ -269,3 +284,9 @@ def describe_dlr(cfg: Config, projections: int) -> str:
     departs = [f"{knob} {getattr(dlr, knob)}" for knob, value in usual.items() if getattr(dlr, knob) != value]
     where = f" on {projections} projections" if projections else ""
     return f"DLR {dlr.name} ({', '.join([dlr.impl, f'alpha {dlr.alpha:g}', *departs])}){where}"
+
+
+def describe_memory(planned: int, there: int) -> str:
+    """The plan's bytes beside those of the GPU."""
+    more = ". That is more than there is: see scripts/plan.py, and train.micro_batch=auto" if planned > there else ""
+    return f"{planned / 1e9:.1f} GB planned (eager; compiled code takes less) of {there / 1e9:.1f} GB{more}"

@@ -111,13 +111,20 @@ def rms(values: list[float]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
 def test_bf16_strays_from_float64_as_far_as_the_plain_model_does(precision):
+    stray_alike(precision, "none", lambda model: None)
+
+
+def stray_alike(precision: str, kept: str, prepare: Callable[[Llama], object]) -> None:
     """Over all backbones: how far one of them strays is a single draw, and two draws may differ threefold."""
     ours, theirs = {}, {}
     for variant in CARRYING + OTHERS:
-        cfg, reference, start = both(variant, precision)
+        if kept == "latent" and variant not in CARRYING:
+            continue
+        cfg, reference, start = both(variant, precision, f"train.activation_checkpointing={kept}")
         exact = plain(reference, start, torch.float64)
         rounded = plain(reference, start, torch.bfloat16, masters=precision == "bf16_mixed")
-        found = fast(cfg, start)
+        torch._dynamo.reset()
+        found = fast(cfg, start, prepare)
         assert found[-1] < found[0] - 0.3
         ours[variant], theirs[variant] = distance(found, exact), distance(rounded, exact)
     spread = rms(list(theirs.values()))
@@ -140,3 +147,30 @@ def test_inductors_code_trains_as_the_plain_model():
     cfg, reference, start = both("cola", "fp32")
     found = fast(cfg, start, lambda model: model.compile_())
     assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------
+# The whole product, by `python -m pytest -m exhaustive`: a quarter of an hour
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiled", [None, False, True], ids=["eager", "blocks", "whole"])
+@pytest.mark.parametrize("kept", ["none", "latent", "block"])
+@pytest.mark.parametrize("variant", CARRYING + OTHERS)
+def test_fp32_trains_as_the_plain_model(variant, kept, compiled):
+    if kept == "latent" and variant not in CARRYING:
+        pytest.skip("has no latents to keep")
+    if kept != "none" and compiled:
+        pytest.skip("checkpointing computes again block by block: Weights.compile_ compiles blocks there")
+    torch._dynamo.reset()
+    cfg, reference, start = both(variant, "fp32", f"train.activation_checkpointing={kept}")
+    found = fast(cfg, start, lambda model: None if compiled is None else model.compile_(compiled))
+    assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "blocks"])
+@pytest.mark.parametrize("kept", ["none", "latent", "block"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+def test_bf16_strays_as_far_as_the_plain_model(precision, kept, compiled):
+    stray_alike(precision, kept, lambda model: model.compile_() if compiled else None)

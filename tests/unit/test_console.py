@@ -10,6 +10,8 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console, count, duration
+from dlr_pretrain.train.record import describe_code
+from dlr_pretrain.train.run import describe_memory
 
 
 class Terminal(io.StringIO):
@@ -25,7 +27,7 @@ def console(stream, *overrides: str, enabled: bool = True) -> Console:
 def record(step: int, **values) -> dict:
     return {
         "step": step, "train/loss": 3.1234, "train/lr": 1e-3, "train/grad_norm": 0.321,
-        "perf/tokens_per_second": 123456.0, "perf/mfu": 0.4567, **values,
+        "perf/tokens_per_second": 123456.0, "perf/mfu": 0.4567, "perf/max_memory_gb": 71.26, **values,
     }  # fmt: skip
 
 
@@ -69,7 +71,7 @@ def test_a_wide_terminal_shows_everything_and_a_narrow_one_the_most_useful(monke
         monkeypatch.setenv("COLUMNS", str(columns))
         console(out, "log.every=1").step(record(1000), seconds_per_step=1.0)
     wide, narrow, tiny = out.getvalue().splitlines()
-    full = "step   1000/140000  loss 3.1234  lr 1.00e-03  grad 0.321  123k tok/s  MFU 45.7%  eta 38:36:40"
+    full = "step   1000/140000  loss 3.1234  lr 1.00e-03  grad 0.321  123k tok/s  MFU 45.7%  71.3 GB  eta 38:36:40"
     assert wide == full
     assert narrow == full.replace("lr 1.00e-03  grad 0.321  ", "")
     assert tiny == "step   1000/140000  loss 3.1234  eta 38:36:40"
@@ -96,7 +98,20 @@ def test_a_terminal_has_one_live_line_which_makes_room_for_others():
     shown.step(record(3), None)
     shown.close_line()
     shown.close_line()
-    assert out.getvalue().endswith("45.7%\r\x1b[K")
+    assert out.getvalue().endswith("71.3 GB\r\x1b[K")
+
+
+def test_a_warning_stands_out_on_a_terminal_alone(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal, log = Terminal(), io.StringIO()
+    for stream in (terminal, log):
+        console(stream).say("warning: lost")
+        console(stream).say("no warning: kept")
+    assert terminal.getvalue() == "\x1b[1;33mwarning:\x1b[0m lost\nno warning: kept\n"
+    assert log.getvalue() == "warning: lost\nno warning: kept\n"
+    monkeypatch.setenv("NO_COLOR", "1")
+    console(terminal).say("warning: plain")
+    assert terminal.getvalue().endswith("\nwarning: plain\n")
 
 
 def test_only_an_enabled_console_writes():
@@ -134,3 +149,12 @@ def test_durations(seconds, text):
 ])  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(number, text):
     assert count(number) == text
+
+
+def test_the_code_and_the_plan_beside_the_gpu_are_told():
+    start = {"git": "0123456789abcdef+", "python": "3.11.7", "packages": {"torch": "2.13.0", "transformers": "5.23.0"}}
+    assert describe_code(start) == "commit 0123456789ab, with local changes; Python 3.11.7, torch 2.13.0, " \
+        "transformers 5.23.0"  # fmt: skip
+    assert describe_code(start | {"git": None}).startswith("dlr_pretrain not installed; ")
+    assert describe_memory(10**10, 8 * 10**10) == "10.0 GB planned (eager; compiled code takes less) of 80.0 GB"
+    assert "train.micro_batch=auto" in describe_memory(9 * 10**10, 8 * 10**10)
