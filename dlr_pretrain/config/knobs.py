@@ -13,6 +13,8 @@ FACTORS = {
     "init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier")),
     "latent_scale": key("factor of the latent", above=0),
 }
+GAIN = {"b_gain": key("factor of B's initial values", above=0)}
+RATES = {"b_lr": key("rate of B over that of the other parameters", above=0)}
 ADAPTER = {"alpha": key("strength of the factors times their rank", above=0)}
 LOST = {
     "gamma": key("share of the low-rank branch", at_least=0, at_most=1),
@@ -47,8 +49,8 @@ LORO = {
 
 KNOBS: dict[str, dict[str, dict]] = {
     "backbone": {
-        "lowrank": FACTORS,
-        "cola": FACTORS,
+        "lowrank": FACTORS | GAIN,
+        "cola": FACTORS | GAIN,
         "lost": LOST,
         "lax": FACTORS | LAX,
         "cola_lax": FACTORS | LAX,
@@ -57,6 +59,8 @@ KNOBS: dict[str, dict[str, dict]] = {
         "relora": RELORA,
     },
     "optimizer": {
+        "adamw": RATES,
+        "adamw_foreach": RATES,
         "galore": GALORE,
         "fira": GALORE | {"limiter": key("growth of a norm in an update", at_least=1)},
         "loro": LORO,

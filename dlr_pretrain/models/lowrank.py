@@ -26,7 +26,7 @@ class LowRank(FactorizedGroup):
     Knob ``init``: "cola", Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start; "kaiming", both factors uniform
     with bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in +
     fan_out), as in LORO. ``latent_scale`` is s, fixed, or with ``learn_latent_scale`` tanh(theta) with theta = 1 at the
-    start.
+    start. ``b_gain`` multiplies the initial B.
     """
 
     @staticmethod
@@ -38,6 +38,7 @@ class LowRank(FactorizedGroup):
         for name, p in zip(self.spec.names, self.projections, strict=True):
             for factor in ("a", "b"):
                 self.init_factor_(draw, f"{prefix}{name}.{factor}.weight", p.get_submodule(factor).weight)
+            p.b.weight.mul_(self.knobs.get("b_gain", 1.0))
             if hasattr(p, "theta"):
                 p.theta.fill_(1.0)
 

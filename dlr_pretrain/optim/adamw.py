@@ -1,4 +1,7 @@
-"""AdamW (Loshchilov and Hutter, 2019), all parameters in one group as in the DLR paper."""
+"""AdamW (Loshchilov and Hutter, 2019), all parameters at one rate as in the DLR paper.
+
+Knob ``b_lr`` gives every up-projection a rate of its own, as LoRA+ does (Hayou et al., 2024).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def build(
     """torch's AdamW; moments have the parameters' dtype. The fused kernel computes in fp32 and rounds once, to the
     nearest; with ``rounding_seed`` ``WideAdamW`` rounds stochastically.
     """
-    groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
+    groups = decay_groups(parameters, knobs["weight_decay"], undecayed, knobs.get("b_lr", 1.0))
     if rounding_seed is not None:
         return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
     betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]

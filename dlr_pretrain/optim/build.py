@@ -156,10 +156,11 @@ class Optimizer:
 
 def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
     for group in part.param_groups:
+        own = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = lr
+            group["lr"] = own
     if _reads_found_inf(part):
         part.grad_scale, part.found_inf = None, skip
     part.step()

@@ -19,15 +19,19 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
     return {name: p for name, p in parameters.items() if name not in others}
 
 
-def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
+def decay_groups(
+    parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str], b_lr: float = 1.0
+) -> list[dict]:
     """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty.
 
-    Of parameters that are sharded, they hold the rows that are here.
+    ``rate`` is a group's learning rate over that of the update: ``b_lr`` of the up-projections, 1 of all others. Of
+    parameters that are sharded, groups hold the rows that are here.
     """
-    decayed = [shards.here(p) for p in without(parameters, undecayed).values()]
-    others = [shards.here(p) for name, p in parameters.items() if name in undecayed]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, p in parameters.items():
+        decay, rate = 0.0 if name in undecayed else weight_decay, b_lr if name.endswith(".b.weight") else 1.0
+        groups.setdefault((decay, rate), []).append(shards.here(p))
+    return [{"params": params, "weight_decay": decay, "rate": rate} for (decay, rate), params in groups.items()]
 
 
 def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

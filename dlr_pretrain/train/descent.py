@@ -51,7 +51,8 @@ class Descent:
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
         self.optimizer.update(lr, skip=masked)
         if self.cfg.dlr.mode == "decayed_offset":
-            share = lr * self.cfg.optimizer.weight_decay * (1 - masked)
+            knobs = self.cfg.optimizer.knobs
+            share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
         self.remember(norm)

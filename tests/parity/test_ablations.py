@@ -112,6 +112,16 @@ def test_scopes(scope, layers):
     assert scope == "all" or all((".self_attn." in name) == (scope == "attention") for name in names)
 
 
+@pytest.mark.parametrize("backbone", ["lowrank", "cola"])
+def test_a_gain_multiplies_the_initial_b_alone(backbone):
+    plain, gained = (
+        build(small(backbone, "dlr=off", *more), VOCAB, torch.device("cpu"), torch.float64).state_dict()
+        for more in ((), ("backbone.b_gain=1.3",))
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(gained[name], (1.3 if name.endswith(".b.weight") else 1.0) * value)
+
+
 def test_a_learned_latent_scale_multiplies_the_latent():
     cfg = small("cola", "backbone.learn_latent_scale=true", "dlr=on")
     model = build(cfg, VOCAB, torch.device("cpu"), torch.float64)

@@ -93,22 +93,25 @@ def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def test_adamw_follows_its_formula():
+@pytest.mark.parametrize("name", ["adamw", "adamw_foreach"])
+def test_adamw_follows_its_formula(name):
     generator = torch.Generator().manual_seed(0)
-    start = {name: torch.randn(4, 3, dtype=torch.float64, generator=generator) for name in ("decayed", "undecayed")}
+    names = ("decayed", "undecayed", "up.b.weight")
+    start = {name: torch.randn(4, 3, dtype=torch.float64, generator=generator) for name in names}
     parameters = {name: w.clone().requires_grad_() for name, w in start.items()}
-    optimizer = optim.build(Choice("adamw", ADAM), parameters, undecayed={"undecayed"})
+    optimizer = optim.build(Choice(name, ADAM | {"b_lr": 3.0}), parameters, undecayed={"undecayed"})
     moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in start.items()}
     for t in range(1, 51):
-        lr = 0.01 / t
+        update = 0.01 / t
         for name, p in parameters.items():
+            lr = update * (3.0 if name == "up.b.weight" else 1.0)
             g = torch.randn(4, 3, dtype=torch.float64, generator=generator)
             m, v = moments[name]
             moments[name] = m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
             change = lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
-            start[name] = (1 - lr * (0.1 if name == "decayed" else 0.0)) * start[name] - change
+            start[name] = (1 - lr * (0.0 if name == "undecayed" else 0.1)) * start[name] - change
             p.grad = g
-        optimizer.update(lr, skip=GO)
+        optimizer.update(update, skip=GO)
     for name, p in parameters.items():
         torch.testing.assert_close(p.detach(), start[name], rtol=1e-12, atol=1e-14)
 
