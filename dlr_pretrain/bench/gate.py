@@ -72,7 +72,7 @@ class References:
 
     def _losses(self, cfg: Config, rounding: int | None) -> list[float]:
         cfg = plain(cfg)
-        key = repr(cfg), rounding
+        key = repr(replace(cfg, run=None)), rounding  # its name is that of the words
         if key not in self.known:
             model = plain_model(cfg, self.runtime, rounding)
             self.known[key] = losses(Arm("plain", cfg, self.runtime, model).step, self.batch)

@@ -62,6 +62,8 @@ def test_the_gate_passes_what_is_right_and_stops_what_is_not(precision):
         found = gate.losses(Arm("right", cfg, runtime).step, batch)
         verdict = references.judge(cfg, found)
         assert verdict.passes and len(references.known) == (1 if precision == "fp32" else 4)
+        again = load([*words, "dlr.impl=branch", "run.dir=elsewhere"])
+        assert references.judge(again, found) == verdict and len(references.known) == (1 if precision == "fp32" else 4)
         assert verdict.difference > 0 or precision != "fp32"  # another order of products
         assert not references.judge(cfg, gate.losses(Arm("wrong", wrong, runtime).step, batch)).passes
         assert not references.judge(cfg, [*found[:-1], math.nan]).passes
