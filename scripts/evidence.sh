@@ -39,8 +39,27 @@ paper() { # the same at the paper's one rate
   tune pair=full "lr=$paper" "seeds=$seeds"
 }
 
+mechanism() { # a residual, an initial offset, decay towards it: with and without decay, by the rounding of the updates
+  local three=cola,cola+dlr,cola+init_offset four=cola,cola+dlr,cola+init_offset,cola+init_offset_decay
+  for decay in 0.0 0.1; do
+    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay"  # as the papers round
+    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay" optimizer=adamw
+    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay" optimizer=adamw precision=bf16_sr
+  done
+  tune "pair=$three" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.0 optimizer=adamw precision=bf16_mixed
+  tune "pair=$four" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.1 optimizer=adamw precision=bf16_mixed
+}
+
+ablations() { # of the residual; then what a sceptic would try in its place: a larger B at the start, a faster B
+  local controls=cola:backbone.b_gain=1.3,cola:backbone.b_gain=2,cola:optimizer.b_lr=2,cola:optimizer.b_lr=4
+  local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
+  local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
+  local ranks=cola:backbone.rank=16,cola+dlr:backbone.rank=16,cola:backbone.rank=24,cola+dlr:backbone.rank=24
+  tune "pair=cola+dlr,cola,$forms,$strengths,$controls,$ranks" "lr=0.003,$paper" "seeds=$seeds"
+}
+
 pieces=("$@")
-[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper)
+[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations)
 for piece in "${pieces[@]}"; do
   echo "== $piece"
   "$piece"
