@@ -119,6 +119,7 @@ def hold(
         say(f"parity of {name}: {shown(verdicts[name])}")
     for name, arm in beside.items():
         arm.load(peers[name].tensors())
+        arm.clip_as_torch_does()
         expected = losses(arm.step, batch)
         found = difference(losses(peers[name].step, batch), expected)
         verdicts[name] = Verdict("our step", found, references.bound(arm.cfg))
