@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU programme: tests, steps, peers, folding, memory and compile times, in pieces of under ten minutes each.
 #
-#   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their names
+#   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
 #
 # Needs no network. A piece is left out where its result is in OUT already, so the same command again goes on where it
 # was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA, DLR and SLTrain, TF448 a folder with
@@ -15,65 +15,77 @@ python=${PYTHON:-python}
 export PEERS_DIR=${PEERS_DIR:-peers} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 failed=()
 
-wanted() { # piece, file of its result
-  if [ "${chosen[*]}" = list ]; then echo "$1"; return 1; fi
-  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $1 "* ]]; then return 1; fi
-  if [ -e "$2" ]; then echo "$1: done before ($2)"; return 1; fi
+if [ "${chosen[*]}" != list ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+  echo "no GPU answers to $python: nothing here would be measured" >&2
+  exit 2
+fi
+
+run() { # piece, its result, a command that writes it; what fails stays aside, and is tried again the next time
+  local piece=$1 result=$out/$2 start=$SECONDS
+  shift 2
+  if [ "${chosen[*]}" = list ]; then printf '%s:' "$piece"; printf ' %q' "$@"; echo; return; fi
+  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $piece "* ]]; then return; fi
+  if [ -e "$result" ]; then echo "$piece: done before ($result)"; return; fi
   mkdir -p "$out"
+  if ! timeout 590 "$@" >"$out/$piece.log" 2>&1; then
+    failed+=("$piece")
+    if [ -e "$result" ]; then mv "$result" "$result.failed"; fi
+  elif [ ! -e "$result" ]; then
+    cp "$out/$piece.log" "$result"
+  fi
+  echo "$piece: $((SECONDS - start)) s"
+  tail -n 25 "$out/$piece.log"
 }
 
 bench() { # piece, words of scripts/benchmark.py
-  local piece=$1 start=$SECONDS
+  local piece=$1
   shift
-  wanted "$piece" "$out/$piece.json" || return 0
-  timeout 590 "$python" scripts/benchmark.py "$@" --json "$out/$piece.json" --markdown "$out/$piece.md" \
-    >"$out/$piece.log" 2>&1 || failed+=("$piece")
-  echo "$piece: $((SECONDS - start)) s"
-  tail -n 25 "$out/$piece.log"
+  run "$piece" "$piece.json" "$python" scripts/benchmark.py "$@" device=cuda \
+    --json "$out/$piece.json" --markdown "$out/$piece.md"
 }
 
 tests() { # piece, arguments of pytest
   local piece=$1
   shift
-  wanted "$piece" "$out/$piece.txt" || return 0
-  if timeout 590 "$python" -m pytest -m gpu "$@" >"$out/$piece.log" 2>&1; then
-    mv "$out/$piece.log" "$out/$piece.txt"
-  else
-    failed+=("$piece")
-  fi
-  tail -n 15 "$out/$piece".*
+  run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
 }
 
 compare() { # piece, checkout, words
   local piece=$1 checkout=$2
   shift 2
-  if [ "$checkout" = any ] || [ -d "$PEERS_DIR/$checkout" ]; then
+  if [ "$checkout" = any ] || [ -d "$PEERS_DIR/$checkout" ] || [ "${chosen[*]}" = list ]; then
     bench "$piece" compare "$@"
-  elif wanted "$piece" "$out/$piece.json"; then
+  else
     echo "$piece: left out, $PEERS_DIR/$checkout is not there"
   fi
 }
 
 small="scale=60m backbone=cola train.micro_batch=128"
-large="scale=1b backbone=cola train.global_batch=64 train.micro_batch=16"
+large="scale=1b backbone=cola train.micro_batch=16"
+eager=compile=false
 
-tests tests tests/gpu/test_gpu.py
-tests tests-rest tests/gpu --ignore tests/gpu/test_gpu.py
+for file in tests/gpu/test_*.py; do
+  tests "$(basename "$file" .py)" "$file"
+done
 bench step-60m step $small
 bench step-60m-loader step $small --loader --arm dlr=on
 bench step-60m-backbones step $small --arm backbone=cola --arm "backbone=cola dlr=on" --arm backbone=lowrank \
-  --arm backbone=lost --arm backbone=lax --arm backbone=cola_lax --arm backbone=sltrain --arm backbone=full
-bench step-1b step $large
-bench step-1b-full step $large --arm backbone=full --arm "backbone=cola dlr=on"
+  --arm backbone=full
+bench step-60m-others step $small --arm backbone=cola --arm backbone=lost --arm backbone=lax --arm backbone=cola_lax \
+  --arm backbone=sltrain
+bench step-1b step $large train.global_batch=64
+bench step-1b-full step $large train.global_batch=64 --arm backbone=full --arm "backbone=cola dlr=on"
 bench compile-60m step $small --arm dlr=on --rounds 2 --warmup 0 --compile-times
-bench compile-1b step $large --arm dlr=on --rounds 2 --warmup 0 --compile-times
+bench compile-1b step $large train.global_batch=64 --arm dlr=on --rounds 2 --warmup 0 --compile-times
 bench fold-60m fold $small train.global_batch=128 dlr=on
 bench fold-1b fold $large train.global_batch=16 dlr=on
-bench memory-1b memory $large train.global_batch=16 dlr=on
+bench memory-1b memory $large train.global_batch=16 dlr=on $eager  # the plan's figures are of eager code
 bench memory-7b memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
-  --setting train.activation_checkpointing=latent --setting train.activation_checkpointing=none
+  --setting "train.activation_checkpointing=latent $eager" --setting "train.activation_checkpointing=none $eager" \
+  --setting train.activation_checkpointing=latent
 bench memory-7b-low memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 train.memory=low \
-  optimizer=adamw_8bit train.clip_by=previous_norm precision=bf16_sr --setting train.activation_checkpointing=latent
+  optimizer=adamw_8bit train.clip_by=previous_norm precision=bf16_sr \
+  --setting "train.activation_checkpointing=latent $eager" --setting train.activation_checkpointing=latent
 peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters
 PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}" compare compare-60m-cola CoLA scale=60m backbone=cola $peers \

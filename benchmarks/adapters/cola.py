@@ -6,7 +6,7 @@
 import os
 import sys
 
-from dlr_pretrain.bench.peers import PAD, AuthorsStep
+from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
 
 CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "CoLA")
 
@@ -21,7 +21,8 @@ class Step(AuthorsStep):
 
 def ours(scale):
     """From 350m on their models have no SiLU in the SwiGLU."""
-    return ["backbone=cola", "dlr=off", f"backbone.swiglu_silu={'true' if scale in ('60m', '130m') else 'false'}"]
+    silu = "true" if scale in ("60m", "130m") else "false"
+    return [EPS, "backbone=cola", "dlr=off", f"backbone.swiglu_silu={silu}"]
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None, lean=False):

@@ -7,7 +7,7 @@ random map.
 import os
 import sys
 
-from dlr_pretrain.bench.peers import PAD, AuthorsStep
+from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
 
 CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "DLR")
 SHAPES = {"60M": (512, 1376, 8, 8, 128), "130M": (768, 2048, 12, 12, 256), "350M": (1024, 2736, 16, 24, 256),
@@ -24,16 +24,16 @@ class Step(AuthorsStep):
 
 
 def ours(scale):
-    return ["backbone=cola", "dlr=on"]
+    return [EPS, "backbone=cola", "dlr=on"]
 
 
 def ours_off(scale):
-    return ["backbone=cola", "dlr=off"]
+    return [EPS, "backbone=cola", "dlr=off"]
 
 
 def ours_random(scale):
     """The same map: both draw it from the MD5 of a layer's name."""
-    return ["backbone=cola", "dlr=random"]
+    return [EPS, "backbone=cola", "dlr=random"]
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None, scope="all", expand="uniform"):

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from dlr_pretrain.bench.peers import AuthorsStep
+from dlr_pretrain.bench.peers import EPS, AuthorsStep
 
 spec = importlib.util.spec_from_file_location("adapter_shapes", Path(__file__).with_name("dlr.py"))
 shapes = importlib.util.module_from_spec(spec)
@@ -16,7 +16,7 @@ class Step(AuthorsStep):
 
 
 def ours(scale):
-    return ["backbone=full", "dlr=off"]
+    return [EPS, "backbone=full", "dlr=off"]
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None):

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 
-from dlr_pretrain.bench.peers import PAD, AuthorsStep
+from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
 
 CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "SLTrain")
 SETTINGS = {"60M": (128, 32), "130M": (256, 16), "350M": (256, 16), "1B": (512, 8), "7B": (1024, 8)}  # rank, alpha
@@ -24,7 +24,7 @@ class Step(AuthorsStep):
 
 
 def ours(scale):
-    return ["backbone=sltrain", "dlr=off"]
+    return [EPS, "backbone=sltrain", "dlr=off"]
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None):

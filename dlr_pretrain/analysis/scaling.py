@@ -171,6 +171,8 @@ def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
     to what the estimate has room for (1 where it has for none).
     """
     asked, share = cfg.train.micro_batch, cfg.train.global_batch // gpus
+    if cfg.train.memory == "low":  # sums no micro-batches
+        return with_micro_batch(cfg, share)
     if asked == "auto":
         vocab_size = cfg.scale.vocab_size or VOCABULARY
         return with_micro_batch(cfg, fitting(cfg, vocab_size, gpus, room(given)) or 1)
@@ -228,7 +230,8 @@ def communication(
 
 def update_bytes(held: Memory, clipped: bool) -> int:
     """Bytes that an update moves: gradients for the norm, twice for the clipping, for the update; the state twice."""
-    return (4 if clipped else 2) * held.gradients + 2 * (held.weights + held.masters + held.optimizer_state)
+    gradients = held.gradients or held.weights  # with train.memory=low as many pass, and none is held
+    return (4 if clipped else 2) * gradients + 2 * (held.weights + held.masters + held.optimizer_state)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -259,6 +262,7 @@ def titled(cfg: Config) -> str:
     names = [cfg.scale.name, cfg.backbone.name, f"dlr {cfg.dlr.name}", cfg.optimizer.name, cfg.precision.name]
     kept = cfg.train.activation_checkpointing
     names += [cfg.parallel.name] * (cfg.parallel.name != "ddp") + [f"checkpointing {kept}"] * (kept != "none")
+    names += [f"memory low, clip by {cfg.train.clip_by}"] * (cfg.train.memory == "low")
     return f"{', '.join(names)}: {cfg.train.steps:,} steps of {cfg.train.global_batch} x {cfg.train.seq_len} positions"
 
 

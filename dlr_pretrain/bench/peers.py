@@ -82,6 +82,9 @@ def as_batch(ids: Tensor, real_tokens: int) -> Batch:
     return Batch(tokens, (ids != PAD).sum(1, dtype=torch.int32), real_tokens, {})
 
 
+EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates
+
+
 class AuthorsStep:
     """One update as the main scripts of GaLore's family write it (CoLA's and SLTrain's among them).
 

@@ -67,7 +67,11 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     elif cfg.dlr.grouping != "random":
         idle["dlr.grouping_seed"] = f"dlr.grouping={cfg.dlr.grouping}"
     if cfg.train.init_from is not None:
-        idle["backbone.init"] = "the factors start from train.init_from"
+        idle |= dict.fromkeys(["backbone.init", "backbone.b_gain"], "the factors start from train.init_from")
+    if cfg.dlr.enabled and not cfg.dlr.train_b:
+        idle |= dict.fromkeys(["backbone.b_gain", "optimizer.b_lr"], "dlr.train_b=false freezes B at zero")
+    elif not cfg.backbone.knobs.get("factorized"):
+        idle["optimizer.b_lr"] = f"backbone={cfg.backbone.name} has no up-projection B"
     if cfg.run.fork_from is not None:
         idle["train.init_from"] = "the run starts from run.fork_from"
     if cfg.train.clip is None:

@@ -24,6 +24,7 @@ from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.llama import INIT_STD
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.checkpoint import Keep
@@ -179,15 +180,15 @@ def step(cfg: Config) -> Outcome:
         on_gpu = runtime.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
         whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
-    uniform = math.log(vocab_size)
+    uniform = math.log(vocab_size) + INIT_STD**2 * cfg.scale.hidden_size / 2  # of normal logits
     whole_update = f", a whole update about {second / few * (share // rows):.3g} s" if share // rows > few else ""
     text = (
         f"{'train.micro_batch=auto: ' if auto else ''}{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s "
-        f"(the first in {first:.1f} s){whole_update}; loss {loss:.2f}, of chance {uniform:.2f}; peak {amount(peak)}"
-        f"{'' if on_gpu else ' more in the process'}, planned {amount(planned)}"
+        f"(the first in {first:.1f} s){whole_update}; loss {loss:.2f}, of a new model {uniform:.2f}; "
+        f"peak {amount(peak)}{'' if on_gpu else ' more in the process'}, planned {amount(planned)}"
     )
     if not abs(loss - uniform) < 1:
-        return Outcome(FAIL, text, "A new model's loss lies near that of chance: look at the precision and the kernels")
+        return Outcome(FAIL, text, "A new model knows nothing: look at the precision and the kernels")
     if peak > 0.95 * whole or (on_gpu and peak > 1.1 * planned):
         return Outcome(WARN, f"{text}; of {amount(whole)}", "Use train.micro_batch=auto, or a smaller one")
     return Outcome(OK, text)

@@ -38,20 +38,20 @@ class LowRank(FactorizedGroup):
         for name, p in zip(self.spec.names, self.projections, strict=True):
             for factor in ("a", "b"):
                 self.init_factor_(draw, f"{prefix}{name}.{factor}.weight", p.get_submodule(factor).weight)
-            p.b.weight.mul_(self.knobs.get("b_gain", 1.0))
             if hasattr(p, "theta"):
                 p.theta.fill_(1.0)
 
     def init_factor_(self, draw: Draw, name: str, weight: Tensor) -> None:
         """Draw A [r, d_in] or B [d_out, r]."""
+        gain = self.knobs.get("b_gain", 1.0) if name.endswith(".b.weight") else 1.0
         match self.knobs.get("init", "cola"):
             case "cola":
                 std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
-                weight.copy_(draw.normal(name, weight.shape, std))
+                weight.copy_(draw.normal(name, weight.shape, gain * std))
             case "xavier":
-                weight.copy_(draw.normal(name, weight.shape, (2 / sum(weight.shape)) ** 0.5))
+                weight.copy_(draw.normal(name, weight.shape, gain * (2 / sum(weight.shape)) ** 0.5))
             case "kaiming":
-                weight.copy_(draw.uniform(name, weight.shape, weight.shape[1] ** -0.5))
+                weight.copy_(draw.uniform(name, weight.shape, gain * weight.shape[1] ** -0.5))
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:

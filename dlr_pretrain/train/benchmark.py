@@ -39,15 +39,23 @@ class NoSaver:
 
 
 def bare_trainer(
-    cfg: Config, runtime: Runtime, vocab_size: int, write: Callable[[dict], None], model: Llama | None = None
+    cfg: Config,
+    runtime: Runtime,
+    vocab_size: int,
+    write: Callable[[dict], None],
+    model: Llama | None = None,
+    compiled_for: int | None = None,
 ) -> Trainer:
-    """A trainer without data room and run directory, of ``model`` if given: it neither evaluates nor saves."""
+    """A trainer without data room and run directory, of ``model`` if given: it neither evaluates nor saves.
+
+    Its graphs are those of ``compiled_for`` ranks (default: the runtime's).
+    """
     if model is None:
         model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
     weights = place(cfg, model)
     if cfg.compile:
         torch._dynamo.reset()
-        weights.compile_(cfg.train, runtime.world_size)
+        weights.compile_(cfg.train, compiled_for or runtime.world_size)
     unmeasured = {"eval/loss": 0.0}
     return Trainer(cfg, runtime, weights, lambda _: unmeasured, Console(cfg, False), write, NoSaver(), None)
 

@@ -102,7 +102,7 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
     torch.cuda.reset_peak_memory_stats(device)
     with torch.random.fork_rng(devices=[device]):
         try:
-            trainer = bare_trainer(tried, alone, vocab_size, lambda _: None)
+            trainer = bare_trainer(tried, alone, vocab_size, lambda _: None, compiled_for=runtime.world_size)
             batch = noise(tried, alone, vocab_size)
             for _ in range(2):
                 trainer.update(batch, cfg.train.lr)

@@ -19,6 +19,7 @@ from torch import Tensor
 from dlr_pretrain.config.memory_rules import AHEAD
 from dlr_pretrain.models import dlr
 from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.train.gradients import norms
 from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.weights import Weights
 
@@ -72,7 +73,7 @@ class PassingGradients:
             sum_over_ranks.wait()
         value = self.optimized[name]
         gradient, p.grad = p.grad.to(value.dtype), None
-        (self.norms[name],) = torch._foreach_norm([gradient], 2.0, dtype=torch.float32)
+        (self.norms[name],) = norms([gradient])
         self.masked = torch.maximum(self.masked, (~torch.isfinite(self.norms[name])).float())
         if self.factor is not None:
             gradient.mul_(self.factor)

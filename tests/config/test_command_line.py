@@ -126,7 +126,8 @@ def test_mistakes_in_a_recipe(own):
         "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
     ]
     assert problems(own, "experiment=grid") == [
-        f"experiment=grid: must be one of lost, paper, reference, typo, unquoted, {FOLDERS}mine/..., table1/.... "
+        "experiment=grid: must be one of evidence_60m, evidence_cpu, lost, paper, reference, typo, unquoted, "
+        f"{FOLDERS}mine/..., table1/.... "
         "Did you mean mine/grid?"
     ]
     assert problems(own, "experiment=mine") == ["experiment=mine: must be one of mine/grid. Did you mean mine/grid?"]
@@ -145,7 +146,8 @@ def test_mistakes_in_a_recipe(own):
         ("dlr=maybe", f"dlr=maybe: must be one of {options('dlr')}"),
         ("logger=null", "logger=null: must be one of jsonl, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("experiment=x", f"experiment=x: must be one of paper, reference, {FOLDERS}table1/..."),
+        ("experiment=x", "experiment=x: must be one of evidence_60m, evidence_cpu, paper, reference, "
+         f"{FOLDERS}table1/..."),
         ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("lr=1", "lr=1: no such key. Did you mean train.lr?"),
@@ -177,6 +179,15 @@ def test_mistakes_in_a_recipe(own):
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_mend(word, problem):
     assert problems(word) == [problem]
+
+
+@pytest.mark.parametrize(("words", "rule"), [
+    (("backbone=full", "optimizer.b_lr=2"), "optimizer.b_lr=2.0: would be ignored: "
+     "backbone=full has no up-projection B"),
+    (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
+])  # fmt: skip
+def test_a_knob_of_b_is_refused_where_there_is_none_to_train(words, rule):
+    assert problems(*words) == [f"{rule}. Leave it out"]
 
 
 def test_blanks_around_the_equals_sign():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.bench.words import joined
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import build, session
 from dlr_pretrain.launch.grid import read_grid
@@ -84,7 +85,13 @@ def test_a_command_is_understood(command, understood):
         return
     if name.endswith(".sh"):
         listed = subprocess.run(["bash", ROOT / name, *rest, "list"], capture_output=True, text=True)
-        assert listed.returncode == 0 and len(listed.stdout.split()) > 10, listed.stderr
+        assert listed.returncode == 0 and len(listed.stdout.splitlines()) > 20, listed.stderr
+        for line in listed.stdout.splitlines():
+            piece = shlex.split(line.partition(": ")[2])
+            if "scripts/benchmark.py" in piece:
+                overrides_compose(*understood(piece[1:]))
+            else:
+                assert piece[1:5] == ["-m", "pytest", "-m", "gpu"] and (ROOT / piece[5]).is_file()
         return
     given, overrides = understood(words[at:])
     script = Path(name).stem
@@ -94,8 +101,12 @@ def test_a_command_is_understood(command, understood):
         grid = read_grid(given.words, None)
         load_runs([grid.line(*cell) for cell in (grid.cells()[0], grid.cells()[-1])], 8)
     else:
-        for arm in getattr(given, "arm", []) or getattr(given, "setting", []) or [""]:
-            composes(["-m", *overrides, *arm.split()])
+        overrides_compose(given, overrides)
+
+
+def overrides_compose(given: argparse.Namespace, overrides: list[str]) -> None:
+    for arm in getattr(given, "arm", []) or getattr(given, "setting", []) or [""]:
+        composes(["-m", *joined(overrides, arm.split())])
 
 
 def composes(words: list[str]) -> None:

@@ -168,7 +168,9 @@ def test_attention_compiled_for_a_cpu_is_the_formula(masked):
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 3, 40, 16, dtype=torch.float64).to(torch.bfloat16) for _ in range(4))
     bias = attention_bias(torch.arange(80).reshape(2, 40) // 17, torch.bfloat16) if masked else None
-    found = gradients_of(torch.compile(attention, backend="aot_eager", fullgraph=True), q, k, v, bias, g)
+    backend = CompileCounterWithBackend("aot_eager")
+    found = gradients_of(torch.compile(attention, backend=backend, fullgraph=True), q, k, v, bias, g)
+    assert [graph.code.count("scaled_dot_product") for graph in backend.graphs] == [0]
     exact = gradients_of(attention, *(t.double() for t in (q, k, v)), bias.double() if masked else None, g.double())
     for name, ours, true in zip(("y", "q", "k", "v"), found, exact, strict=True):
         assert (ours.double() - true).norm() < 3 * 2**-9 * true.norm(), name

@@ -116,6 +116,20 @@ def test_adamw_follows_its_formula(name):
         torch.testing.assert_close(p.detach(), start[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("order", [("up.b.weight", "other"), ("other", "up.b.weight")])
+def test_b_has_its_rate_where_updates_are_rounded_at_random(order):
+    """The first update of zeros without decay is the rate times the gradient's sign."""
+    parameters = {name: torch.zeros(64, dtype=torch.bfloat16, requires_grad=True) for name in order}
+    knobs = ADAM | {"b_lr": 4.0, "weight_decay": 0.0}
+    optimizer = optim.build(Choice("adamw", knobs), parameters, rounding_seed=0)
+    for p in parameters.values():
+        p.grad = torch.ones_like(p)
+    optimizer.update(0.01, skip=GO)
+    for name, p in parameters.items():
+        expected = torch.full((64,), -0.04 if name == "up.b.weight" else -0.01)
+        torch.testing.assert_close(p.detach().float(), expected, rtol=2**-7, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_parameters_stay_where_they_are_and_all_of_them_move(choice, dtype):
     parameters = draw(dtype)
