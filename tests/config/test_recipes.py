@@ -15,10 +15,11 @@ METHODS = [
     *("full", "lora", "galore", "fira", "sltrain", "loro"),
     *(f"{b}{dlr}" for b in BACKBONES for dlr in ("", "_dlr")),
 ]
+OWN = ("reference", "evidence_cpu", "evidence_60m")  # of no paper: for scripts/doctor.py and scripts/evidence.sh
 RECIPES = sorted(
     str(p.relative_to(CONFIG_DIR / "experiment").with_suffix(""))
     for p in (CONFIG_DIR / "experiment").rglob("*.yaml")
-    if p.name != "reference.yaml"  # of no paper: scripts/doctor.py trains it
+    if p.stem not in OWN
 )
 EXTREMES = ("60m", "1b")  # for recipes without a value of their own for a scale
 SCALES = {"7b": ("7b",), "long_26b": ("1b",), "ablation": EXTREMES}  # of a folder, where not those of Table 1
