@@ -11,8 +11,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, parse, to_dict
+from dlr_pretrain.config.composition import build as build_config
+from dlr_pretrain.config.composition import session
 from dlr_pretrain.config.tree import OPEN_GROUPS, SECTIONS
 from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.deploy.consistency import consistency
@@ -92,7 +93,8 @@ def read_config(path: Path) -> Config:
     if not path.exists():
         raise UserError(f"{path} is missing: name a checkpoint inside its run directory")
     tree = OmegaConf.to_container(OmegaConf.load(path))
-    defaults = to_dict(load([], machine=False))
+    with session():
+        defaults = to_dict(build_config("train", [])[0])
     for section in SECTIONS.keys() - set(OPEN_GROUPS):
         tree[section] = defaults[section] | tree.get(section, {})
     cfg, problems = parse(tree, {group: tree[group] for group in ("backbone", "optimizer")})

@@ -24,7 +24,6 @@ from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.models.llama import INIT_STD
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.checkpoint import Keep
@@ -39,6 +38,7 @@ BLOCK = os.urandom(1 << 20)
 SLOW_DISK = 100e6  # bytes/s below which saving is felt
 REDUCED = 64 << 20  # bytes of the all-reduce test, on a GPU four times that
 SAVED = 1e9  # bytes of the checkpoint that is written for a test, at most
+HEAD_STD = 0.02  # of a new head, whose logits of normed states are normal with that times the root of the width
 
 
 def amount(size: float) -> str:
@@ -180,7 +180,7 @@ def step(cfg: Config) -> Outcome:
         on_gpu = runtime.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
         whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
-    uniform = math.log(vocab_size) + INIT_STD**2 * cfg.scale.hidden_size / 2  # of normal logits
+    uniform = math.log(vocab_size) + HEAD_STD**2 * cfg.scale.hidden_size / 2  # of normal logits
     whole_update = f", a whole update about {second / few * (share // rows):.3g} s" if share // rows > few else ""
     text = (
         f"{'train.micro_batch=auto: ' if auto else ''}{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s "
