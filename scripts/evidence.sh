@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything behind docs/evidence.md: does DLR do what its paper says, in this framework, on real text?
+# The runs for the question whether DLR does what its paper says, in this framework, on real text.
 #
 #   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or those named; the same command again goes on
 #
