@@ -20,11 +20,13 @@ if [ "${chosen[*]}" != list ] && ! "$python" -c 'import sys, torch; sys.exit(not
   exit 2
 fi
 
+asked() { [ ${#chosen[@]} -eq 0 ] || [ "${chosen[*]}" = list ] || [[ " ${chosen[*]} " == *" $1 "* ]]; } # piece
+
 run() { # piece, its result, a command that writes it; what fails stays aside, and is tried again the next time
   local piece=$1 result=$out/$2 start=$SECONDS
   shift 2
   if [ "${chosen[*]}" = list ]; then printf '%s:' "$piece"; printf ' %q' "$@"; echo; return; fi
-  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $piece "* ]]; then return; fi
+  if ! asked "$piece"; then return; fi
   if [ -e "$result" ]; then echo "$piece: done before ($result)"; return; fi
   mkdir -p "$out"
   if ! timeout 590 "$@" >"$out/$piece.log" 2>&1; then
@@ -55,7 +57,7 @@ compare() { # piece, checkout, words
   shift 2
   if [ "$checkout" = any ] || [ -d "$PEERS_DIR/$checkout" ] || [ "${chosen[*]}" = list ]; then
     bench "$piece" compare "$@"
-  else
+  elif asked "$piece"; then
     echo "$piece: left out, $PEERS_DIR/$checkout is not there"
   fi
 }

@@ -2,6 +2,7 @@
 # The runs for the question whether DLR does what its paper says, in this framework, on real text.
 #
 #   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or those named; the same command again goes on
+#   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from what is kept
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
 # default: minutes a run and core), or evidence_60m with SPIECE, T5's sentencepiece model, on a GPU. JOBS run at once.
@@ -10,12 +11,17 @@ cd "$(dirname "$0")/.."
 experiment=${EXPERIMENT:-evidence_cpu}
 python=${PYTHON:-python}
 root=runs/evidence
+kept=benchmarks/evidence
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
 paper=0.01
 seeds=42,43,44
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-tune() { "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" "$@"; }
+tune() { # name of the comparison, words of tune.py; the runs of a finished piece are kept
+  local output=$root/$piece/tune/$1
+  shift
+  "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" --output "$output" "$@"
+}
 
 tokens() { # the text, tokenised once
   local tokenizer=(--train-tokenizer 4096)
@@ -27,27 +33,30 @@ tokens() { # the text, tokenised once
 
 pairs() { # each backbone without and with DLR: a rate of its own from the same grid, then fresh seeds at it
   for backbone in cola lowrank lost lax cola_lax; do
-    tune "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$seeds"
+    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$seeds"
   done
-  tune pair=full "lr=$rates" seeds=41 "confirm=$seeds"
+  tune full pair=full "lr=$rates" seeds=41 "confirm=$seeds"
 }
 
 paper() { # the same at the paper's one rate
   for backbone in cola lowrank lost lax cola_lax; do
-    tune "pair=$backbone,$backbone+dlr" "lr=$paper" "seeds=$seeds"
+    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$paper" "seeds=$seeds"
   done
-  tune pair=full "lr=$paper" "seeds=$seeds"
+  tune full pair=full "lr=$paper" "seeds=$seeds"
 }
 
 mechanism() { # a residual, an initial offset, decay towards it: with and without decay, by the rounding of the updates
   local three=cola,cola+dlr,cola+init_offset four=cola,cola+dlr,cola+init_offset,cola+init_offset_decay
   for decay in 0.0 0.1; do
-    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay"  # as the papers round
-    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay" optimizer=adamw
-    tune "pair=$three" "lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay" optimizer=adamw precision=bf16_sr
+    local shared=("lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay")
+    tune "bf16_as_the_papers-$decay" "pair=$three" "${shared[@]}"
+    tune "bf16-$decay" "pair=$three" "${shared[@]}" optimizer=adamw
+    tune "bf16_sr-$decay" "pair=$three" "${shared[@]}" optimizer=adamw precision=bf16_sr
   done
-  tune "pair=$three" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.0 optimizer=adamw precision=bf16_mixed
-  tune "pair=$four" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.1 optimizer=adamw precision=bf16_mixed
+  tune bf16_mixed-0.0 "pair=$three" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.0 optimizer=adamw \
+    precision=bf16_mixed
+  tune bf16_mixed-0.1 "pair=$four" "lr=$paper" "seeds=$seeds" optimizer.weight_decay=0.1 optimizer=adamw \
+    precision=bf16_mixed
 }
 
 ablations() { # of the residual; then what a sceptic would try in its place: a larger B at the start, a faster B
@@ -55,11 +64,33 @@ ablations() { # of the residual; then what a sceptic would try in its place: a l
   local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
   local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
   local ranks=cola:backbone.rank=16,cola+dlr:backbone.rank=16,cola:backbone.rank=24,cola+dlr:backbone.rank=24
-  tune "pair=cola+dlr,cola,$forms,$strengths,$controls,$ranks" "lr=0.003,$paper" "seeds=$seeds"
+  tune residual "pair=cola+dlr,$forms,$strengths" "lr=0.003,$paper" "seeds=$seeds"
+  tune controls "pair=cola+dlr,cola,$controls" "lr=0.003,$paper" "seeds=$seeds"
+  tune rank "pair=cola+dlr,cola,$ranks" "lr=0.003,$paper" "seeds=$seeds"
+}
+
+longer() { # four times the tokens, and four times the parameters: does the sign at each rate stay?
+  tune tokens pair=cola,cola+dlr "lr=0.001,0.003,$paper" seeds=41 "confirm=$seeds" train.steps=4000 eval.every=1000
+  tune parameters pair=cola,cola+dlr "lr=0.001,0.003,$paper" seeds=41 "confirm=$seeds" scale.hidden_size=256 \
+    scale.intermediate_size=688 scale.rank=64
+}
+
+paths() { # how the gradient splits on its way to the latents, over a run
+  tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=0.003,$paper" seeds=41 probe=on probe.every=100
+}
+
+all=(pairs paper mechanism ablations longer paths)
+
+report() { # from the runs where they are here, else from those that are kept
+  for piece in "${all[@]}"; do
+    if [ -d "$root/$piece" ]; then "$python" -m dlr_pretrain.analysis.keep "$root/$piece" "$kept/$piece"; fi
+    "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
+  done
+  "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"
 }
 
 pieces=("$@")
-[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations)
+[ ${#pieces[@]} -gt 0 ] || pieces=(tokens "${all[@]}" report)
 for piece in "${pieces[@]}"; do
   echo "== $piece"
   "$piece"

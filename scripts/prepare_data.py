@@ -41,7 +41,7 @@ def main() -> int:
         "--train-tokenizer",
         type=int,
         metavar="PIECES",
-        help="with a sentencepiece model of so many pieces, trained on the first shards and kept as <output>.model",
+        help="with a sentencepiece model of so many pieces, trained on the first shards: <output>.<PIECES>.model",
     )
     given, words = parser.parse_known_args()
     try:
@@ -73,7 +73,7 @@ def main() -> int:
 
 def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
     """The sentencepiece model beside ``output``, trained on the first texts of ``source`` where it is not there."""
-    path = output.with_name(output.name + ".model")
+    path = output.with_name(f"{output.name}.{pieces}.model")
     if not path.exists():
         say(f"training a tokenizer of {pieces:,} pieces: {path}")
         texts, size = [], 0

@@ -1,38 +1,171 @@
-"""Comparisons of ``tune.py`` in a report of runs: a table and the curve of each."""
+"""Comparisons of ``tune.py`` in a report of runs: tables over all of them, their curves, and their differences."""
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dlr_pretrain.analysis.comparison_view import plot, remarks, verdicts
+from dlr_pretrain.analysis import figures
+from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of_rates
 from dlr_pretrain.analysis.figures import Picture
-from dlr_pretrain.analysis.tables import Cell, Figure, Table
+from dlr_pretrain.analysis.groups import spread
+from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure
+
+Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json
 
 
-def named(compared: Sequence[tuple[Path, dict]]) -> Iterator[tuple[str, dict]]:
-    """The stem of each comparison's files: tune, tune_2, ..."""
-    for number, (_, found) in enumerate(compared, 1):
-        yield f"tune_{number}" if number > 1 else "tune", found
+def comparison_tables(compared: Compared) -> Iterator[Table]:
+    """Each method at its own rate; all methods by rate; where a rate has several seeds, the differences at each rate.
+
+    Nothing where there is no comparison.
+    """
+    if not compared:
+        return
+    founds, settings = [found for _, found in compared], _settings(compared)
+    yield _own_rates(founds, settings)
+    if any(len(found["design"]["rates"]) > 1 for found in founds):
+        yield _by_rate(founds, settings)
+    if any(_has_intervals(found) for found in founds):
+        yield _equal_rates(founds, settings)
 
 
-def comparison_table(name: str, found: dict) -> Table:
-    """Each method at the rate that is best for it, and the verdicts."""
+def _settings(compared: Compared) -> list[str]:
+    """What sets each comparison apart from the others: those of its shared words that not all have."""
+    words = [shlex.split(found["shared"]) for _, found in compared]
+    return [" ".join(word for word in own if not all(word in other for other in words)) for own in words]
+
+
+def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     rows: list[list[Cell]] = []
-    for method, choice in found["chosen"].items():
-        ours = choice["held_out"]["perplexity"]
-        shown = None if ours is None else Figure(ours["mean"], ours["std"], ours["n"])
-        lr = "none" if choice["lr"] is None else f"{choice['lr']:g}"
-        rows.append([method, lr, shown, choice["edge"] or ""])
-    header = ["Method", "Learning rate", "Perplexity on held-out text", "End of the grid"]
-    notes = [*verdicts(found), *remarks(found)]
-    missing = any(choice["held_out"]["missing"] for choice in found["chosen"].values())
-    fill = [f"python {found['command']}"] if missing else []
-    return Table(name, "Each method at its own learning rate", header, rows, notes, fill)
+    for found, setting in zip(founds, settings, strict=True):
+        verdicts = {c["method"]: c for c in found["comparisons"]}
+        for method, choice in found["chosen"].items():
+            ours = choice["held_out"]["perplexity"]
+            shown = None if ours is None else Figure(ours["mean"], ours["std"], ours["n"])
+            lr = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
+            edge = {"lowest": ", the lowest", "highest": ", the highest"}.get(choice["edge"], "")
+            rows.append([setting, method, lr + edge, shown, *_verdict(verdicts.get(method))])
+    header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
+    notes = [
+        "perplexity on the half of the validation text that chose no rate, mean and standard deviation over seeds "
+        "(their number); differences in nats a token from the first method of the same comparison, seed by seed: a "
+        "negative one speaks for the method of its row; better is a method where the interval leaves out zero"
+    ]
+    if levels := sorted({c["difference"]["level"] for f in founds for c in f["comparisons"] if c["difference"]}):
+        notes.append(f"intervals are Student's t over seeds, at {', '.join(f'{100 * x:.4g} %' for x in levels)}")
+    notes += dict.fromkeys(line for found in founds for line in remarks(found))
+    missing = [f for f in founds if any(choice["held_out"]["missing"] for choice in f["chosen"].values())]
+    fill = [f"python {found['command']}" for found in missing]
+    return _table("tune", "Each method at its own learning rate", header, rows, notes, fill)
 
 
-def draw_comparison(name: str, found: dict, folder: Path) -> Picture:
-    """Write the curve as PNG and SVG."""
+def _verdict(c: dict | None) -> list[Cell]:
+    """Difference, interval and the better method; nothing for a comparison's first method."""
+    if c is None:
+        return ["", "", ""]
+    return [*_difference(c["difference"]), c["better"] or f"not decided: {c['reason']}"]
+
+
+def _difference(d: dict | None) -> list[Cell]:
+    if d is None:
+        return [None, None]
+    interval = None if d["low"] is None else f"{d['low']:+.4f} to {d['high']:+.4f}"
+    return [Figure(d["mean"], None, d["n"], 4, signed=True), interval]
+
+
+def _by_rate(founds: Sequence[dict], settings: Sequence[str]) -> Table:
+    rates = sorted({lr for found in founds for lr in found["design"]["rates"]})
+    rows: list[list[Cell]] = []
+    for found, setting in zip(founds, settings, strict=True):
+        for method in found["design"]["methods"]:
+            rows.append([setting, method, *(_at_rate(found, method, lr) for lr in rates)])
+    notes = ["perplexity on held-out text, mean and standard deviation over the seeds of the grid (their number)"]
+    return _table("tune_rates", "By learning rate", ["Setting", "Method", *map("{:g}".format, rates)], rows, notes)
+
+
+def _at_rate(found: dict, method: str, lr: float) -> Figure | None:
+    ended = [
+        t for t in found["trials"]
+        if (t["method"], t["lr"]) == (method, lr) and t["seed"] in found["design"]["seeds"]
+        and t["state"] in ("finished", "diverged")
+    ]  # fmt: skip
+    return figure(spread(None if t["loss_b"] is None else math.exp(t["loss_b"]) for t in ended))
+
+
+def _has_intervals(found: dict) -> bool:
+    return len(found["design"]["rates"]) > 1 and any(len(c["by_seed"]) > 1 for c in found["at_equal_rates"])
+
+
+def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
+    rows: list[list[Cell]] = [
+        [setting, c["method"], c["against"], f"{c['lr']:g}", *_difference(c["difference"])]
+        for found, setting in zip(founds, settings, strict=True)
+        if _has_intervals(found)
+        for c in found["at_equal_rates"]
+    ]
+    header = ["Setting", "Method", "Against", "Learning rate", "Difference of the loss", "Interval"]
+    notes = ["nats a token on held-out text, seed by seed; Student's t, 95 % of each row by itself"]
+    return _table("tune_equal", "At equal learning rates", header, rows, notes)
+
+
+def _table(name: str, title: str, header: list[str], rows: list[list[Cell]], notes: list[str], fill=()) -> Table:
+    """Without the column of settings where all are the same."""
+    if len({row[0] for row in rows}) == 1:
+        header, rows = header[1:], [row[1:] for row in rows]
+    return Table(name, title, header, rows, notes, fill)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Figures
+
+
+def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
+    """Write the curves against the learning rate, a panel each, and the differences with their intervals."""
     folder.mkdir(parents=True, exist_ok=True)
-    plot(found, [folder / f"{name}.png", folder / f"{name}.svg"])
-    return Picture(name, f"Perplexity against learning rate. {' '.join(verdicts(found))}")
+    settings = _settings(compared)
+    curves = [(f, s) for (_, f), s in zip(compared, settings, strict=True) if len(f["design"]["rates"]) > 1]
+    found = [_draw_rates(curves, folder)] if curves else []
+    points = [
+        (" ".join(filter(None, (c["method"], s))), c["difference"])
+        for (_, f), s in zip(compared, settings, strict=True)
+        for c in f["comparisons"]
+        if c["difference"] and c["difference"]["low"] is not None
+    ]
+    return [*found, *([_draw_differences(points, folder)] if points else [])]
+
+
+def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
+    drawn, axes = figures.grid(len(curves))
+    for (found, setting), ax in zip(curves, axes, strict=True):
+        methods = found["design"]["methods"]
+        for i, method in enumerate(methods):
+            draw_method(ax, found, method, (i, len(methods)))
+        scale_of_rates(ax, found["design"]["rates"])
+        ax.grid(axis="y", which="minor", alpha=0.15)
+        ax.set_title(figures.wrapped(setting or methods[0], 40))
+        ax.legend(frameon=False, fontsize=8)
+    figures.label_axes(axes, "peak learning rate", "perplexity on held-out text", shown=None)
+    caption = (
+        "Perplexity on held-out text against the learning rate, a panel for each comparison: every seed a faint point, "
+        "lines through means, a ring at the rate that the other half chose, a cross for a diverged run."
+    )
+    return figures.save(drawn, folder, "tune_rates", caption)
+
+
+def _draw_differences(points: Sequence[tuple[str, dict]], folder: Path) -> Picture:
+    drawn, (ax,) = figures.grid(1, width=7.0, height=1.0 + 0.32 * len(points))
+    for y, (_, d) in enumerate(points):
+        colour = figures.VERMILLION if d["low"] > 0 else figures.BLUE if d["high"] < 0 else figures.GREY
+        error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
+        ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
+    ax.axvline(0, color=figures.BLACK, linewidth=0.8)
+    ax.set_yticks(range(len(points)), [figures.wrapped(name, 48) for name, _ in points], fontsize=8)
+    ax.set_ylim(len(points) - 0.5, -0.5)
+    figures.label_axes([ax], "difference of the loss, nats a token: to the left of 0 is better", "", shown=None)
+    caption = (
+        "Each method at its own rate against the first of its comparison, on held-out text, seed by seed, with the "
+        "interval of the mean: blue is better, red is worse, grey leaves it open."
+    )
+    return figures.save(drawn, folder, "tune_differences", caption)

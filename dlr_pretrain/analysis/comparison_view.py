@@ -120,13 +120,19 @@ def _method(found: dict) -> str:
     k = len(design["methods"]) - 1
     level = f"{100 * (1 - (1 - LEVEL) / max(1, k)):g} %"
     wider = f" ({100 * LEVEL:g} % for the {k} comparisons together, by Bonferroni)" if k > 1 else ""
+    if found["ordered_by_seed"]:
+        seeds = "A seed is of the initialisation and of the order of the data, and so are the intervals."
+    else:
+        seeds = (
+            "Seeds are of the initialisation: all runs of a method see the data in one order, and the intervals say "
+            "nothing of another."
+        )
     words = "\n".join(f"* `{method}`: `{text}`" for method, text in found["words"].items())
     return (
         f"Every method was trained at {len(design['rates'])} rates with {len(design['seeds'])} seeds. Its rate is that "
         "of the lowest mean loss on half A of the validation set; what is reported is half B. Differences are of runs "
         f"with the same seed; intervals are Student's t over seeds, at {level}{wider}, and a method is called better "
-        "where the interval leaves out zero. Seeds are of the initialisation: all runs of a method see the data in one "
-        "order, and the intervals say nothing of another. A rate with a diverged run is not chosen.\n\n"
+        f"where the interval leaves out zero. {seeds} A rate with a diverged run is not chosen.\n\n"
         f"{words}\n* all: `{found['shared']}`"
     )
 
@@ -226,24 +232,15 @@ def plot(found: dict, paths: Sequence[Path]) -> None:
     which all have finished, a ring at the chosen one, a cross at the top for each diverged run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FixedLocator, NullLocator
 
     design = found["design"]
     figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for i, method in enumerate(design["methods"]):
-        _draw(axes, found, method, COLOURS[i % len(COLOURS)], MARKS[i % len(MARKS)], (i, len(design["methods"])))
-    if not any(len(line.get_xdata()) for line in axes.lines):
-        axes.set_ylim(1, 10)  # a logarithmic axis needs some
-    axes.set(xscale="log", yscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
-    axes.xaxis.set_major_locator(FixedLocator(design["rates"]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    for which in ("major", "minor"):
-        getattr(axes.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
-    if len(design["rates"]) > 8:
-        axes.tick_params(axis="x", rotation=45)
+        draw_method(axes, found, method, (i, len(design["methods"])))
+    scale_of_rates(axes, design["rates"])
+    axes.set(xlabel="peak learning rate", ylabel="perplexity on held-out text")
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title=f"seeds {_listed(design['seeds'])}; ring: rate chosen on the other half")
@@ -251,8 +248,25 @@ def plot(found: dict, paths: Sequence[Path]) -> None:
         figure.savefig(path)
 
 
-def _draw(axes, found: dict, method: str, colour: str, mark: str, place: tuple[int, int]) -> None:
-    """One method; ``place`` is its number and that of all, by which points of one rate stand beside each other."""
+def scale_of_rates(axes, rates: Sequence[float]) -> None:
+    """Logarithmic axes, with a tick at each rate."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    if not any(len(line.get_xdata()) for line in axes.lines):
+        axes.set_ylim(1, 10)  # a logarithmic axis needs some
+    axes.set(xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(FixedLocator(rates))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    for which in ("major", "minor"):
+        getattr(axes.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
+    if len(rates) > 8:
+        axes.tick_params(axis="x", rotation=45)
+
+
+def draw_method(axes, found: dict, method: str, place: tuple[int, int]) -> None:
+    """One method; ``place`` is its number and that of all: its look, and its points beside the others' of one rate."""
+    colour, mark = COLOURS[place[0] % len(COLOURS)], MARKS[place[0] % len(MARKS)]
     grid = _grid(found, method)
     aside = 1 + 0.015 * (place[0] - (place[1] - 1) / 2)
     points = [(t["lr"], _perplexity(t["loss_b"])) for t in grid if t["loss_b"] is not None]

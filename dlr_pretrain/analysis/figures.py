@@ -20,6 +20,7 @@ from dlr_pretrain.analysis.report import finite, smoothed
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
     *("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
 )
+GREY = "#767676"
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
 COLUMNS = 3  # panels in a row
@@ -123,7 +124,7 @@ def look(groups: Sequence[Group]) -> list[dict]:
 def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder: Path) -> Picture:
     cost = {id(group): c for group, c in of}
     by_backbone = panels([group for group, _ in of])
-    figure, axes = _grid(len(by_backbone))
+    figure, axes = grid(len(by_backbone))
     shown: list[float] = []
     for (name, groups), ax in zip(by_backbone, axes, strict=True):
         for group, style in zip(groups, look(groups), strict=True):
@@ -138,17 +139,17 @@ def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder:
                 shown += [*level[len(level) // 20 :], *levels]
         ax.set_title(name)
         _legend(ax, beside=len(ax.get_legend_handles_labels()[1]) > CROWDED)
-    _label(axes, axis.label, "loss (nats a token)", _range(shown), axis.shown)
+    label_axes(axes, axis.label, "loss (nats a token)", _range(shown), axis.shown)
     caption = (
         f"{scale}: training loss (lines, a running median for each seed) and evaluations (dots) over {axis.label}, a "
         "panel for each backbone; behind each name the perplexity after the last update."
     )
-    return _save(figure, folder, f"loss_{axis.name}_{scale}", caption)
+    return save(figure, folder, f"loss_{axis.name}_{scale}", caption)
 
 
 def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
     by_backbone = panels(groups)
-    figure, axes = _grid(len(by_backbone))
+    figure, axes = grid(len(by_backbone))
     for (name, members), ax in zip(by_backbone, axes, strict=True):
         for group, style in zip(members, look(members), strict=True):
             for i, run in enumerate(run for run in group.runs if run.metrics):
@@ -158,15 +159,15 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
                 ax.plot(x[at], level, **style, linewidth=1.2, label=None if i else wrapped(group.label))
         clip = {group.config["train"]["clip"] for group in members} - {None}
         for bound in sorted(clip):
-            ax.axhline(bound, color="#767676", linewidth=0.8, linestyle=":")
+            ax.axhline(bound, color=GREY, linewidth=0.8, linestyle=":")
             ax.annotate(f"clipped to {bound:g}", (0.99, bound), xycoords=("axes fraction", "data"), fontsize=7,
                         ha="right", va="top", color="#595959")  # fmt: skip
         ax.set_yscale("log")
         ax.set_title(name)
         _legend(ax, beside=len(ax.get_legend_handles_labels()[1]) > CROWDED)
-    _label(axes, TOKENS.label, "gradient norm (l2, before clipping)")
+    label_axes(axes, TOKENS.label, "gradient norm (l2, before clipping)")
     caption = f"{scale}: global gradient norm before clipping, each step (faint) and its running median, by seed."
-    return _save(figure, folder, f"gradient_norm_{scale}", caption)
+    return save(figure, folder, f"gradient_norm_{scale}", caption)
 
 
 def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
@@ -174,7 +175,7 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     evaluated = [group for group in groups if any(run.evaluations for run in group.runs)]
     if not evaluated:
         return None
-    figure, (ax,) = _grid(1, width=8.0, height=5.0)
+    figure, (ax,) = grid(1, width=8.0, height=5.0)
     spare = iter(OTHERS * len(groups))
     colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(map(base, evaluated))}
     for group in evaluated:
@@ -192,12 +193,12 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     ax.tick_params(axis="y", which="minor", labelsize=7)
     ax.grid(axis="y", which="minor", alpha=0.15)
     _legend(ax, beside=True)
-    _label([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
+    label_axes([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
     caption = (
         f"{scale}: evaluation perplexity, mean and standard deviation over seeds; solid with DLR, dashed "
         "without, dotted for other variants."
     )
-    return _save(figure, folder, f"perplexity_{scale}", caption)
+    return save(figure, folder, f"perplexity_{scale}", caption)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -208,12 +209,12 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     found = [pair for pair in pairs(groups) if common_seeds(*pair)]
     if not found:
         return None
-    figure, (ax,) = _grid(1, width=7.0, height=1.3 + 0.45 * len(found))
+    figure, (ax,) = grid(1, width=7.0, height=1.3 + 0.45 * len(found))
     for y, sides in enumerate(found):
         seeds = common_seeds(*sides)
         values = [[run.final.get(PERPLEXITY) for run in side.finished if run.seed in seeds] for side in sides]
         means = [spread(v).mean for v in values]
-        ax.annotate("", (means[1], y), (means[0], y), arrowprops={"arrowstyle": "->", "color": "#767676"})
+        ax.annotate("", (means[1], y), (means[0], y), arrowprops={"arrowstyle": "->", "color": GREY})
         for side, (each, color, mark) in enumerate(zip(values, (PLAIN, DLR), "os", strict=True)):
             label = (("without DLR", "with DLR")[side]) if y == 0 else None
             ax.plot(each, [y] * len(each), mark, color=color, markersize=4, alpha=0.5)
@@ -221,11 +222,11 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     ax.set_yticks(range(len(found)), [wrapped(a.label) for a, _ in found])
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    _label([ax], "perplexity after the last update, unbiased", "", shown=None)
+    label_axes([ax], "perplexity after the last update, unbiased", "", shown=None)
     caption = (
         f"{scale}: what DLR changes by backbone, all else equal; small marks are the seeds of both, large ones means."
     )
-    return _save(figure, folder, f"pairs_{scale}", caption)
+    return save(figure, folder, f"pairs_{scale}", caption)
 
 
 def common_seeds(a: Group, b: Group) -> set[int]:
@@ -245,7 +246,7 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
                 found.setdefault(machine, []).append((group, speed, quality))
     if not found:
         return None
-    figure, axes = _grid(len(found), width=5.5, height=4.2, shared=False)
+    figure, axes = grid(len(found), width=5.5, height=4.2, shared=False)
     for (machine, points), ax in zip(found.items(), axes, strict=True):
         spare = iter(OTHERS * len(groups))
         marks: dict[str, Iterator[str]] = {}
@@ -258,12 +259,12 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
         ax.set_title(machine)
         ax.margins(0.1)
         _legend(ax, beside=True)
-    _label(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
+    label_axes(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
     caption = (
         f"{scale}: perplexity against throughput, mean and standard deviation over seeds (filled: with DLR); "
         "down and to the right is better."
     )
-    return _save(figure, folder, f"throughput_{scale}", caption)
+    return save(figure, folder, f"throughput_{scale}", caption)
 
 
 def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
@@ -274,7 +275,7 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     studies = [sorted(f, key=lambda g: g.config["backbone"]["rank"]) for f in families.values() if len(f) > 1]
     if not studies:
         return None
-    figure, (ax,) = _grid(1, width=6.0, height=4.0)
+    figure, (ax,) = grid(1, width=6.0, height=4.0)
     spare = iter(OTHERS * len(studies))
     for study in studies:
         color, dash = BACKBONES.get(base(study[0])) or next(spare), "-" if study[0].method.endswith("+dlr") else "--"
@@ -285,16 +286,16 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
         ax.errorbar(ranks, y, error, color=color, linestyle=dash, marker="o", capsize=3, label=study[-1].method)
     ax.set_xticks(sorted({group.config["backbone"]["rank"] for study in studies for group in study}))
     _legend(ax, beside=len(studies) > CROWDED)
-    _label([ax], "rank", "perplexity after the last update, unbiased", shown=None)
+    label_axes([ax], "rank", "perplexity after the last update, unbiased", shown=None)
     caption = f"{scale}: what a lower rank costs, all else equal; bars are standard deviations over seeds."
-    return _save(figure, folder, f"rank_{scale}", caption)
+    return save(figure, folder, f"rank_{scale}", caption)
 
 
 # ----------------------------------------------------------------------------------------------------
 # Drawing
 
 
-def _grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
+def grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
     """A figure with ``n`` panels of one size, which may have one range of values."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -311,7 +312,7 @@ def _grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
     return figure, list(axes[:n])
 
 
-def _label(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=amount) -> None:
+def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=amount) -> None:
     columns = min(len(axes), COLUMNS)
     for i, ax in enumerate(axes):
         ax.grid(alpha=0.25)
@@ -351,7 +352,7 @@ def wrapped(label: str, width: int = 28) -> str:
     return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")
 
 
-def _save(figure, folder: Path, name: str, caption: str) -> Picture:
+def save(figure, folder: Path, name: str, caption: str) -> Picture:
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file

@@ -8,6 +8,11 @@ from pathlib import Path
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
 CURVES = len(COLORS)  # projections that a figure shows
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
+EXPLAINED = (
+    "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of B^T g, "
+    "which reaches it through B; in brackets the mean of the ratios of single positions. Isotropic, dashed: what a "
+    "gradient without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F."
+)
 Probes = dict[str, list[tuple[int, dict[str, float]]]]  # projection -> (update whose step was next, its numbers)
 
 
@@ -28,9 +33,7 @@ def section(found: Probes) -> str:
     lines = [
         "## Gradient paths",
         "![gradient paths](plots/gradient_paths.png)",
-        "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of "
-        "B^T g, which reaches it through B; in brackets the mean of the ratios of single positions. Dashed: what a "
-        "gradient without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F.",
+        EXPLAINED,
     ]
     rows = ["| projection | before update | rho | isotropic | cosine |", "| --- | ---: | ---: | ---: | ---: |"]
     for layer, looks in found.items():

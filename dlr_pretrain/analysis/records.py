@@ -23,6 +23,7 @@ from dlr_pretrain.errors import UserError
 
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # methods that the papers' tables know by the optimizer's name
+THINNED = "metrics_every"  # in the manifest of a run that keep.py has cut down: updates between its records
 OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that leave the mathematics alone
 
 
@@ -149,7 +150,8 @@ def read_run(folder: Path) -> Run:
     gaps = sorted(set(range(metrics[0]["step"], metrics[-1]["step"])) - {r["step"] for r in metrics}) if metrics else []
     if damaged:
         remarks.append(damaged)
-    if gaps or (metrics and metrics[0]["step"] != 1 and not config.get("run", {}).get("fork_from")):
+    late = bool(metrics) and metrics[0]["step"] != 1 and not config.get("run", {}).get("fork_from")
+    if (gaps or late) and THINNED not in manifest:
         remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
     identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
     return Run(folder, config, identity, metrics, manifest, tuple(remarks))

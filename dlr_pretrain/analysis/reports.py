@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.analysis import layouts
-from dlr_pretrain.analysis.comparison_tables import comparison_table, draw_comparison, named
+from dlr_pretrain.analysis.comparison_tables import comparison_tables, draw_comparisons
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.figures import Picture, draw
 from dlr_pretrain.analysis.groups import Group, grouped
 from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
 from dlr_pretrain.analysis.page import page
+from dlr_pretrain.analysis.paths_tables import draw_probed, paths_table
 from dlr_pretrain.analysis.records import Run, find_runs
 from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
 from dlr_pretrain.errors import UserError
@@ -32,20 +33,22 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     found, unknown = costs(groups)
     remarks += [*duplicates, *what_to_know(runs, groups), *unknown]
     tables = [
-        *(comparison_table(*each) for each in named(others.compared)),
+        *comparison_tables(others.compared),
         layouts.pairs_table(groups),
         layouts.groups_table(groups, found),
         layouts.table_1(groups),
         layouts.rank_table(groups),
         *(layouts.ablation(groups, name) for name in layouts.ABLATIONS),
         layouts.milestones(groups),
+        *paths_table(groups),
         system(groups, found),
         zero_shot_table(others.zero_shot),
         sft_table(others.tuned),
         layouts.runs_table(runs),
     ]
-    pictures = [draw_comparison(*each, output / "figures") for each in named(others.compared)]
+    pictures = draw_comparisons(others.compared, output / "figures")
     pictures += draw(groups, found, output / "figures")
+    pictures += draw_probed(groups, output / "figures")
     _write(tables, pictures, remarks, output, command, _summary(runs, groups))
     return remarks
 

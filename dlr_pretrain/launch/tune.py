@@ -13,6 +13,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.comparison import ENDED, Trial, choose, compare
 from dlr_pretrain.analysis.comparison_view import console, write
 from dlr_pretrain.analysis.history import newest_first
+from dlr_pretrain.config import Config
 from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.launch.command import at_least_1, summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
@@ -59,11 +60,13 @@ def tune(argv: list[str]) -> int:
     trials = how.bring(runs)
     if grid.design.fresh and (fresh := _fresh(grid, trials)):
         confirming = load_runs([grid.line(*cell) for cell in fresh], how.ranks)
-        trials += how.bring(dict(zip(fresh, confirming, strict=True)))
+        runs |= zip(fresh, confirming, strict=True)
+        trials += how.bring({cell: runs[cell] for cell in fresh})
     found = compare(grid.design, trials) | {
         "words": {method: shlex.join(words) for method, words in grid.words.items()},
         "shared": shlex.join(grid.shared),
         "budgets": budgets(one_each),
+        "ordered_by_seed": _ordered_by_seed([run.cfg for run in runs.values()]),
         "command": shlex.join(["scripts/tune.py", *argv]),
     }
     write(found, output)
@@ -72,6 +75,11 @@ def tune(argv: list[str]) -> int:
     for trial in broken:
         print(f"{trial.method} lr={trial.lr:g} seed={trial.seed}: {trial.state} {trial.remark}".rstrip())
     return EXIT_FAILED if any(trial.state in AGAIN for trial in broken) else 0
+
+
+def _ordered_by_seed(configs: Sequence[Config]) -> bool:
+    """Whether each seed has its own order of the data; of one seed alone it cannot be told."""
+    return len({cfg.seed for cfg in configs}) > 1 and all(cfg.data.seed == cfg.seed for cfg in configs)
 
 
 def _fresh(grid: Grid, trials: Sequence[Trial]) -> list[tuple[str, float, int]]:

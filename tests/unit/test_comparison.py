@@ -44,7 +44,8 @@ def dressed(found: dict) -> dict:
     methods = found["design"]["methods"]
     budget = {method: {"steps": 60, "tokens": 6000} for method in methods}
     words = {method: f"backbone={method}" for method in methods}
-    return found | {"words": words, "shared": "scale=tiny", "budgets": budget, "command": "scripts/tune.py pair=..."}
+    said = {"words": words, "shared": "scale=tiny", "command": "scripts/tune.py pair=..."}
+    return found | said | {"budgets": budget, "ordered_by_seed": False}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -255,7 +256,30 @@ def test_a_report_of_runs_shows_it(written, tmp_path):
     write_reports([str(folder.parent)], tmp_path / "report", "python scripts/report.py")
     held_out = found["chosen"]["cola+dlr"]["held_out"]["perplexity"]
     row = f"| cola+dlr | 0.003 | {held_out['mean']:.2f} ± {held_out['std']:.2f} (3) |"
-    assert row in (tmp_path / "report" / "tables" / "tune.md").read_text()
-    assert (tmp_path / "report" / "figures" / "tune.svg").exists()
+    d = found["comparisons"][0]["difference"]
+    row += f" {d['mean']:+.4f} (3) | {d['low']:+.4f} to {d['high']:+.4f} | cola+dlr |"
+    tables = tmp_path / "report" / "tables"
+    assert row in (tables / "tune.md").read_text()
+    by_rate = (tables / "tune_rates.md").read_text()
+    assert "| Method | 0.001 | 0.003 | 0.01 |" in by_rate and "1 of 3 diverged" in by_rate
+    assert f"| cola+dlr | cola | 0.003 | {d['mean']:+.4f} (3) |" in (tables / "tune_equal.md").read_text()
+    for name in ("tune_rates", "tune_differences"):
+        assert (tmp_path / "report" / "figures" / f"{name}.svg").exists()
     page = (tmp_path / "report" / "index.html").read_text()
-    assert "cola+dlr against cola: cola+dlr is better." in page and "scripts/tune.py" not in page
+    assert row.split(" | ")[-2] in page and "scripts/tune.py" not in page
+
+
+def test_comparisons_are_told_apart_by_the_words_that_not_all_share(written, tmp_path):
+    found, _ = written
+    for name, shared in (("a", "scale=tiny optimizer=adamw"), ("b", "scale=tiny optimizer.weight_decay=0.1")):
+        write(found | {"shared": shared}, tmp_path / "tune" / name)
+    write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
+    table = (tmp_path / "report" / "tables" / "tune.md").read_text()
+    assert "| optimizer=adamw | cola+dlr | 0.003 |" in table
+    assert "| optimizer.weight_decay=0.1 | cola+dlr | 0.003 |" in table
+
+
+def test_the_report_says_what_a_seed_is_of(written):
+    found, _ = written
+    assert "all runs of a method see the data in one order" in report(found)
+    assert "of the initialisation and of the order of the data" in report(found | {"ordered_by_seed": True})

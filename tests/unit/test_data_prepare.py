@@ -307,13 +307,15 @@ def test_a_tokenizer_of_its_own_is_trained_once(tmp_path, monkeypatch, capsys, c
     made = []
     for _ in range(2):
         assert script.main() == 0
-        made.append((tmp_path / "tokens.model").stat())
+        made.append((tmp_path / "tokens.300.model").stat())
     assert made[0].st_mtime_ns == made[1].st_mtime_ns
     assert capsys.readouterr().out.count("training a tokenizer of 300 pieces") == 1
-    assert 0 < Tokenizer(tmp_path / "tokens.model").vocab_size <= 300
-    assert (tmp_path / "tokens" / "spiece.model").read_bytes() == (tmp_path / "tokens.model").read_bytes()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, f"tokenizer.path={tmp_path}/tokens.model"])
+    assert 0 < Tokenizer(tmp_path / "tokens.300.model").vocab_size <= 300
+    assert (tmp_path / "tokens" / "spiece.model").read_bytes() == (tmp_path / "tokens.300.model").read_bytes()
+    monkeypatch.setattr(sys, "argv", [*sys.argv, f"tokenizer.path={tmp_path}/tokens.300.model"])
     assert script.main() == EXIT_CONFIG and "Leave one of them out" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "310"])  # is not the one that is there
+    assert script.main() == 1 and "holds the tokens of another source, tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, commands
-from tests.unit.run_folders import SHORT, a_run
+from tests.unit.run_folders import SHORT, a_comparison, a_run
 
 QUICK = re.compile(r"python scripts/(fold|generate|compare|report|plan)\.py")
 SLOW = re.compile(r"--table1|--instruction|zero_shot\.json")  # minutes, or need a fine-tuned folder
@@ -27,6 +27,7 @@ def folder(tmp_path_factory) -> Path:
         dlr = "on" if "dlr_on" in name or name == "b" else "off"
         words = (*SHORT, "backbone=cola", f"dlr={dlr}")
         a_run(made / "runs" / name, *words, seed=int(name[-1]) if name[-1].isdigit() else 1)
+    a_comparison(made / "runs" / "tune" / "cola", made / "tuned")
     return made
 
 

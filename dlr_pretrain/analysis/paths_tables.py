@@ -1,0 +1,43 @@
+"""Gradient paths in a report of runs: a table of all that were probed, and the figure of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dlr_pretrain.analysis.figures import Picture
+from dlr_pretrain.analysis.groups import Group
+from dlr_pretrain.analysis.paths_view import EXPLAINED, Probes, plot_paths, probes
+from dlr_pretrain.analysis.tables import Cell, Figure, Table
+
+COLUMNS = {"rho": "rho", "rho_mean": "Mean of ratios", "isotropic": "Isotropic", "cosine": "Cosine"}
+
+
+def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
+    """The first and the last look at each projection, for one run of each group that was probed; nothing without."""
+    rows: list[list[Cell]] = []
+    for group, found in _probed(groups):
+        for layer, looks in found.items():
+            for step, numbers in dict([looks[0], looks[-1]]).items():
+                figures = (Figure(numbers[name], digits=3, signed=name == "cosine") for name in COLUMNS)
+                rows.append([f"{group.scale} {group.label}", layer, f"{step:,}", *figures])
+    if rows:
+        header = ["Run", "Projection", "Before update", *COLUMNS.values()]
+        yield Table("paths", "Gradient paths", header, rows, [EXPLAINED])
+
+
+def draw_probed(groups: Sequence[Group], folder: Path) -> Iterator[Picture]:
+    """Write the figure of one run of each group that was probed."""
+    for number, (group, found) in enumerate(_probed(groups), 1):
+        name, title = f"gradient_paths_{number}", f"{group.scale} {group.label}"
+        for suffix in ("png", "svg"):
+            plot_paths(found, title, folder / f"{name}.{suffix}")
+        yield Picture(name, f"{title}: {EXPLAINED}")
+
+
+def _probed(groups: Sequence[Group]) -> Iterator[tuple[Group, Probes]]:
+    for group in groups:
+        for run in group.runs:
+            if found := probes(run.metrics):
+                yield group, found
+                break

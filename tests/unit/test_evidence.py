@@ -1,0 +1,137 @@
+"""The programme of scripts/evidence.sh: its commands, what is kept of its runs, and the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dlr_pretrain.analysis.insert import insert, main
+from dlr_pretrain.analysis.keep import keep
+from dlr_pretrain.analysis.records import THINNED, find_runs
+from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.grid import read_grid, require_comparable
+from dlr_pretrain.launch.runs import load_runs
+from dlr_pretrain.launch.tune import read
+from tests.conftest import ROOT
+from tests.unit.run_folders import a_comparison
+
+PIECES = ("pairs", "paper", "mechanism", "ablations", "longer", "paths")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The commands
+
+
+def said_by(tmp_path: Path, *pieces: str, **environment: str) -> list[list[str]]:
+    """The words of each command of the pieces."""
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$SAID"; echo >> "$SAID"\n')
+    stub.chmod(0o755)
+    said = tmp_path / "said"
+    variables = {"PYTHON": str(stub), "SAID": str(said), "TEXT": "texts", **environment}
+    subprocess.run([ROOT / "scripts" / "evidence.sh", *pieces], env=os.environ | variables, check=True, timeout=60)
+    return [line.split("\0")[:-1] for line in said.read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("piece", PIECES)
+def test_every_comparison_is_one_that_tune_would_train(piece, tmp_path):
+    outputs = []
+    for command in said_by(tmp_path, piece):
+        assert command[0] == "scripts/tune.py"
+        given, for_sbatch = read(command[1:])
+        grid = read_grid(given.words)
+        assert not for_sbatch and given.output.parent == Path("runs/evidence", piece, "tune")
+        outputs.append(given.output)
+        seed, lr = grid.design.seeds[0], grid.design.rates[0]
+        runs = load_runs([grid.line(method, lr, seed) for method in grid.design.methods], 1)
+        require_comparable({method: run.cfg for method, run in zip(grid.design.methods, runs, strict=True)})
+        assert all(run.cfg.data.seed == seed and run.cfg.run.root == "runs/evidence" for run in runs)
+    assert outputs and len(set(outputs)) == len(outputs)
+
+
+@pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
+def test_the_text_is_tokenised_with_the_tokenizer_of_the_experiment(experiment, tmp_path):
+    (command,) = said_by(tmp_path, "tokens", EXPERIMENT=experiment, SPIECE="spiece.model")
+    assert command[:3] == ["scripts/prepare_data.py", "data=c4_local", "data.root=texts"]
+    own = experiment == "evidence_cpu"
+    assert (command[5:7] == ["--train-tokenizer", "4096"]) == own
+    assert ("tokenizer.path=spiece.model" in command) != own
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is kept, and shown
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch) -> Path:
+    """A comparison of two methods with two seeds, in the present folder, as tune.py leaves it; its folder."""
+    monkeypatch.chdir(tmp_path)
+    a_comparison(Path("pairs/tune/cola"), Path("runs"))
+    for path in Path("runs").glob("*/manifest.json"):
+        manifest = json.loads(path.read_text())
+        manifest["starts"][0]["host"] = "a-secret-name"
+        path.write_text(json.dumps(manifest))
+    return Path("pairs")
+
+
+def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
+    assert keep(trained, Path("kept"), every=25) == 4
+    whole, kept = (find_runs([place])[0] for place in ("runs", "kept/runs"))
+    assert len(whole) == len(kept) == 4
+    for a, b in zip(whole, kept, strict=True):
+        assert [record["step"] for record in b.metrics] == [1, 20, 25, 40, 50, 60]
+        assert (b.final, b.evaluations, b.identity) == (a.final, a.evaluations, a.identity)
+        assert not b.remarks and b.manifest[THINNED] == 25
+    assert "a-secret-name" not in "".join(path.read_text() for path in Path("kept").rglob("*") if path.is_file())
+    write_reports([str(trained / "tune"), "runs"], Path("of_whole"), "")
+    write_reports(["kept/tune", "kept/runs"], Path("of_kept"), "")
+    for name in ("tune", "pairs", "groups"):
+        same = [(Path(of) / "tables" / f"{name}.csv").read_text() for of in ("of_whole", "of_kept")]
+        assert same[0] == same[1]
+
+
+def test_what_has_not_ended_is_not_kept(trained):
+    path = trained / "tune" / "cola" / "tune.json"
+    found = json.loads(path.read_text())
+    found["trials"][1]["state"] = "stopped"
+    path.write_text(json.dumps(found))
+    with pytest.raises(UserError, match=r"runs/cola-42 has not ended. Give its command again first"):
+        keep(trained, Path("kept"))
+    assert not Path("kept").exists()
+    with pytest.raises(UserError, match=r"runs: there is no tune/\*/tune.json"):
+        keep(Path("runs"), Path("kept"))
+
+
+PAGE = """# A page
+
+<!-- pairs/tune -->
+what was there
+<!-- end -->
+
+Between. ![curves](page/pairs/tune_differences.png)
+"""
+
+
+def test_a_page_gets_the_tables_and_figures_of_reports(trained):
+    write_reports([str(trained / "tune")], Path("reports/pairs"), "")
+    Path("page.md").write_text(PAGE)
+    for _ in range(2):  # the second time changes nothing
+        insert(Path("page.md"), Path("reports"))
+        text = Path("page.md").read_text()
+        table = Path("reports/pairs/tables/tune.md").read_text().partition("\n\n")[2].strip()
+        assert text == PAGE.replace("what was there", f"\n{table}\n")
+    assert Path("page/pairs/tune_differences.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_that_no_report_has_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("page.md").write_text(PAGE)
+    assert main("page.md", "reports") == UserError.exit_code
+    assert "reports/pairs/tables/tune.md: no such file" in capsys.readouterr().err
+    assert Path("page.md").read_text() == PAGE
