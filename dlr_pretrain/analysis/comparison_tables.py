@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of_rates
 from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.groups import spread
-from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure
+from dlr_pretrain.analysis.paper import SCALES, fact
+from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 
 Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json
 
@@ -29,6 +31,7 @@ def comparison_tables(compared: Compared) -> Iterator[Table]:
         yield _by_rate(founds, settings)
     if any(_has_intervals(found) for found in founds):
         yield _equal_rates(founds, settings)
+    yield from _beside_the_paper(founds)
 
 
 def _settings(compared: Compared) -> list[str]:
@@ -108,6 +111,46 @@ def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     header = ["Setting", "Method", "Against", "Learning rate", "Difference of the loss", "Interval"]
     notes = ["nats a token on held-out text, seed by seed; Student's t, 95 % of each row by itself"]
     return _table("tune_equal", "At equal learning rates", header, rows, notes)
+
+
+def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
+    """The order of the methods, and the effect of DLR, with those of Table 1; where a method is compared once."""
+    chosen = [(method, choice["held_out"]) for found in founds for method, choice in found["chosen"].items()]
+    ours = {method: out["perplexity"] for method, out in chosen if out["perplexity"] and _published(method, SCALES[0])}
+    if len(ours) < 2 or len(ours) < sum(method in ours for method, _ in chosen):
+        return
+    ranked = sorted(ours, key=lambda method: ours[method]["mean"])
+    order = {s: sorted(ours, key=lambda method, s=s: _published(method, s) or math.inf) for s in SCALES}
+    rows: list[list[Cell]] = []
+    for place, method in enumerate(ranked, 1):
+        e = ours[method]
+        theirs = [(published(_published(method, scale)), order[scale].index(method) + 1) for scale in SCALES]
+        cells = [(Figure(e["mean"], e["std"], e["n"]), place), *theirs]
+        rows.append([method, *(cell and replace(cell, note=f"[{at}]") for cell, at in cells)])
+    header = ["Method", "Ours", *(f"{scale} paper" for scale in SCALES)]
+    notes = ["perplexities, and in brackets the place among the methods of this table; other text, other sizes"]
+    yield Table("tune_order", "The order of the methods, ours and the paper's", header, rows, notes)
+    effects = [
+        [c["method"], *_difference(c["difference"]), *(_effect(c["against"], c["method"], s) for s in SCALES)]
+        for found in founds
+        for c in found["comparisons"]
+        if c["method"] == f"{c['against']}+dlr" and c["method"] in ours
+    ]
+    if effects:
+        header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
+        notes = [
+            "difference of the loss from the backbone without DLR, nats a token; the paper's from its perplexities"
+        ]
+        yield Table("tune_effect", "What DLR changes, ours and the paper's", header, effects, notes)
+
+
+def _published(method: str, scale: str) -> float | None:
+    return fact("table1", "ppl", method=method, scale=scale)
+
+
+def _effect(plain: str, method: str, scale: str) -> Figure | None:
+    a, b = (_published(name, scale) for name in (plain, method))
+    return None if a is None or b is None else Figure(math.log(b / a), digits=4, signed=True)
 
 
 def _table(name: str, title: str, header: list[str], rows: list[list[Cell]], notes: list[str], fill=()) -> Table:

@@ -25,10 +25,6 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
 from tests.golden.regenerate import VOCAB, batches
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
 DEVICE = torch.device("cuda", 0)
 BATCH, SEQ_LEN = 8, 128
 SHAPE = [

@@ -10,11 +10,6 @@ import torch
 
 from tests.conftest import script
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
-
 
 def test_arms_side_by_side_have_their_own_memory_and_agree_with_a_process_of_their_own(monkeypatch, tmp_path):
     words = ["scale=60m", "scale.num_layers=2", "backbone=cola", "dlr=on", "compile=false", "device=cuda"]

@@ -10,11 +10,6 @@ from dlr_pretrain.data import inputs_and_targets, separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
-
 
 @pytest.mark.parametrize("seq_len", [96, 61])  # 61 is no multiple of what the kernels align to
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])

@@ -9,11 +9,6 @@ from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.likelihood import log_likelihoods
 from tests.deploy.models import exported, tokenizer_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
-
 
 @pytest.mark.parametrize("backbone", ["lowrank", "cola_lax"])
 def test_scores_are_those_of_the_cpu(tmp_path, backbone):

@@ -15,10 +15,6 @@ from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.runtime import Runtime
 from tests.conftest import ROOT
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
 WORDS = [
     *("scale=60m", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl", "device=cuda", "compile=false"),
     *("train.global_batch=256", "train.micro_batch=auto"),

@@ -12,11 +12,6 @@ from dlr_pretrain.train.runtime import Runtime
 from tests.golden.regenerate import VOCAB, batches
 from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
-
 
 def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Of eight steps, and the folded weights."""

@@ -10,10 +10,6 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.runtime import Runtime
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
 V = 32_000
 SEVEN = ("scale=7b", "backbone=cola", "dlr=on", "train.activation_checkpointing=latent", "train.global_batch=8")
 LOW = ("train.memory=low", "optimizer=adamw_8bit", "train.clip_by=previous_norm")

@@ -12,10 +12,6 @@ from torch import Tensor
 from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import build as optim
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-]
 DEVICE = torch.device("cuda", 0)
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 16, "update_scale": 0.25, "refresh_every": 3}

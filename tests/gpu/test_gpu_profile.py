@@ -13,11 +13,7 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.trainer import Trainer
 from tests.conftest import saved
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU on this machine"),
-    pytest.mark.usefixtures("no_export"),
-]
+pytestmark = pytest.mark.usefixtures("no_export")
 COMMON = ("backbone=cola", "dlr=on", "device=cuda", "train.steps=8", "checkpoint.every=100")
 
 

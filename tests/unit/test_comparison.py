@@ -13,6 +13,7 @@ import pytest
 
 from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.comparison_view import console, report, write
+from dlr_pretrain.analysis.paper import fact
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.student import estimate, quantile
 
@@ -277,6 +278,29 @@ def test_comparisons_are_told_apart_by_the_words_that_not_all_share(written, tmp
     table = (tmp_path / "report" / "tables" / "tune.md").read_text()
     assert "| optimizer=adamw | cola+dlr | 0.003 |" in table
     assert "| optimizer.weight_decay=0.1 | cola+dlr | 0.003 |" in table
+
+
+def test_methods_of_table_1_stand_beside_the_papers(written, tmp_path):
+    found, folder = written
+    write_reports([str(folder)], tmp_path / "report", "python scripts/report.py")
+    table = (tmp_path / "report" / "tables" / "tune_order.md").read_text()
+    means = {m: found["chosen"][m]["held_out"]["perplexity"] for m in ("cola", "cola+dlr")}
+    for place, method in ((1, "cola+dlr"), (2, "cola")):
+        at_60m = fact("table1", "ppl", method=method, scale="60m")
+        ours = f"{means[method]['mean']:.2f} ± {means[method]['std']:.2f} (3) [{place}]"
+        assert f"| {method} | {ours} | {at_60m:.2f} [" in table
+    a, b = (fact("table1", "ppl", method=method, scale="1b") for method in ("cola", "cola+dlr"))
+    effect = (tmp_path / "report" / "tables" / "tune_effect.md").read_text().splitlines()
+    row = next(line for line in effect if line.startswith("| cola+dlr |"))
+    assert row.endswith(f"| {math.log(b / a):+.4f} |")
+
+
+def test_a_method_that_is_compared_twice_has_no_place_beside_the_papers(written, tmp_path):
+    found, _ = written
+    for name in "ab":
+        write(found, tmp_path / "tune" / name)
+    write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
+    assert not (tmp_path / "report" / "tables" / "tune_order.md").exists()
 
 
 def test_the_report_says_what_a_seed_is_of(written):
