@@ -33,9 +33,9 @@ from dlr_pretrain.data.tokens import (
     TokenSource,
     file_name,
     layout,
-    write_durably,
 )
 from dlr_pretrain.data.workers import in_processes
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 
 JOURNAL = "unfinished.json"

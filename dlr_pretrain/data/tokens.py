@@ -27,6 +27,7 @@ import numpy as np
 from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Tokens, token_dtype
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 
 FORMAT = 1
@@ -66,16 +67,6 @@ def layout(count: int, tokens: int, vocab_size: int) -> tuple[int, int, int]:
     offsets = -(-tokens * np.dtype(token_dtype(vocab_size)).itemsize // 8) * 8
     characters = offsets + 8 * (count + 1)
     return offsets, characters, characters + 4 * count
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
 
 
 class TokenBlock:

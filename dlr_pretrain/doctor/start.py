@@ -23,11 +23,11 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
+from dlr_pretrain.durable import sync
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.checkpoint import Keep
-from dlr_pretrain.train.files import sync
 from dlr_pretrain.train.micro_batch import available, choose
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver

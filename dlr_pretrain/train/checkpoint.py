@@ -31,8 +31,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dlr_pretrain import shards
+from dlr_pretrain.durable import sync, write_durably
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.files import Rest, at_once, sync, write_durably, write_safetensors
+from dlr_pretrain.train.files import Rest, at_once, write_safetensors
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"

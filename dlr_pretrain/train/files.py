@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole: replaced at once, or written through to the disk before they count."""
+"""A safetensors file, hashed as it is written through to the disk."""
 
 from __future__ import annotations
 
@@ -21,15 +21,6 @@ Rest = Callable[[float], object]
 
 def at_once(seconds: float) -> None:
     """The rest of one who has none: see ``write_safetensors``."""
-
-
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(aside)
-    os.replace(aside, path)
-    sync(path.parent)
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at_once) -> dict:
@@ -63,12 +54,3 @@ def _contents(header: bytes, tensors: Iterable[Tensor]) -> Iterable[memoryview]:
     for tensor in tensors:
         if tensor.numel():
             yield memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.durable import sync, write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint
-from dlr_pretrain.train.files import sync, write_durably
 from dlr_pretrain.train.record import differences, update_record
 
 METRICS = "metrics.jsonl"

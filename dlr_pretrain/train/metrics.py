@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.analysis.history import sound_records
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.files import write_durably
 
 SETTLING_STEPS = 10  # steps after a start that no throughput counts
 WINDOW = 20  # steps over which throughput is averaged

@@ -19,8 +19,8 @@ import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.secrets import redact_word
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.files import write_durably
 
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")

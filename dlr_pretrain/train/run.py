@@ -23,6 +23,7 @@ from dlr_pretrain.data import (
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import read_spiece
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
@@ -33,7 +34,6 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, count, duration, plural
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.files import write_durably
 from dlr_pretrain.train.finish import farewell, finish
 from dlr_pretrain.train.fork import adapt, best_after, fork
 from dlr_pretrain.train.health import Suspects

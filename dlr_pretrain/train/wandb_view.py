@@ -14,9 +14,9 @@ from pathlib import Path
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.files import write_durably
 from dlr_pretrain.train.wandb_sender import Order
 
 FINISH_SECONDS = 60.0  # for the last metrics, at the end of a run whose server answers

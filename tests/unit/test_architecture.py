@@ -15,18 +15,19 @@ PACKAGE = ROOT / "dlr_pretrain"
 MAY_IMPORT = {
     "errors": set(),
     "process": set(),
+    "durable": set(),
     "config": {"errors"},
     "cli": {"config", "errors"},
     "shards": set(),
     "models": {"config", "errors", "shards"},
     "optim": {"config", "errors", "shards"},
-    "data": {"config", "errors"},
+    "data": {"config", "errors", "durable"},
     "deploy": {"models", "config", "data", "errors"},
     "analysis": {"models", "optim", "config", "errors"},  # a plan tells the optimizer's memory and the schedule
     "launch": {"cli", "config", "analysis", "errors", "process"},  # of analysis the history, which needs no torch
     "bench": {"cli", "train", "models", "data", "analysis", "config", "errors"},
-    "doctor": {"train", "data", "analysis", "config", "cli", "errors", "shards"},
-    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process"},
+    "doctor": {"train", "data", "analysis", "config", "cli", "errors", "shards", "durable"},
+    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process", "durable"},
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain import durable
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint, files
 from dlr_pretrain.train.checkpoint import MANIFEST, Checkpoint, Keep, Piece, Snapshot, load, newest
@@ -224,7 +225,8 @@ def test_what_was_passed_over_does_not_crowd_out_the_new_one(tmp_path):
 
 STAGES = {
     checkpoint: ("write_safetensors", "write_durably", "_delete"),
-    files: ("_contents", "sync"),
+    files: ("_contents",),
+    durable: ("sync",),
     os: ("rename", "replace"),
     shutil: ("rmtree",),
 }
@@ -318,9 +320,8 @@ def test_junk_is_neither_taken_for_a_checkpoint_nor_touched(tmp_path):
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["sync", "_contents", "write_durably"])
-def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp_path, monkeypatch, stage):
-    owner = checkpoint if stage == "write_durably" else files
+@pytest.mark.parametrize(("owner", "stage"), [(durable, "sync"), (files, "_contents"), (checkpoint, "write_durably")])
+def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp_path, monkeypatch, owner, stage):
     real = getattr(owner, stage)
 
     def filling(*given):
