@@ -61,6 +61,6 @@ def paired(times: list[float], reference: list[float]) -> Quartiles:
 
 def best_product(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the best of some large matrix products: what this device reaches, whatever its data sheet says."""
-    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 5)
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(repeats))
