@@ -62,6 +62,10 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
     elif "backbone.rank" in given:
         idle["scale.rank"] = "backbone.rank is given"
+    if cfg.backbone.knobs.get("learn_latent_scale"):
+        idle["backbone.latent_scale"] = "backbone.learn_latent_scale=true"
+    if cfg.backbone.knobs.get("channels") == "random":
+        idle["backbone.residual_rank"] = "backbone.channels=random"
     if not cfg.dlr.enabled:
         idle |= {name: f"dlr={cfg.dlr.name}" for name in values if name.startswith("dlr.")}
     elif cfg.dlr.grouping != "random":

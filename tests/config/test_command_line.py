@@ -184,9 +184,13 @@ def test_a_mistake_is_told_with_its_mend(word, problem):
 @pytest.mark.parametrize(("words", "rule"), [
     (("backbone=full", "optimizer.b_lr=2"), "optimizer.b_lr=2.0: would be ignored: "
      "backbone=full has no up-projection B"),
+    (("backbone=cola", "backbone.learn_latent_scale=true", "backbone.latent_scale=2"),
+     "backbone.latent_scale=2.0: would be ignored: backbone.learn_latent_scale=true"),
+    (("backbone=lost", "backbone.channels=random", "backbone.residual_rank=9"),
+     "backbone.residual_rank=9: would be ignored: backbone.channels=random"),
     (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
 ])  # fmt: skip
-def test_a_knob_of_b_is_refused_where_there_is_none_to_train(words, rule):
+def test_a_knob_that_nothing_would_read_is_refused(words, rule):
     assert problems(*words) == [f"{rule}. Leave it out"]
 
 
