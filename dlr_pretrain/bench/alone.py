@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -12,10 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.profiler import ProfilerActivity, profile
 
 from dlr_pretrain.bench.arms import Arm, fixed_batch, vocab_size
 from dlr_pretrain.bench.rounds import seconds
@@ -28,7 +33,8 @@ CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def main(words: list[str]) -> None:
-    """Train a few steps and print what they took: seconds, and bytes at the peak."""
+    """Train a few steps and print what they took: seconds, bytes of tensors at the peak, and bytes of the process: what
+    torch's allocator on a GPU has reserved, what the resident memory on a CPU has grown by."""
     cfg, start = load(words), time.perf_counter()
     with Runtime(cfg) as runtime:
         runtime.use_device()
@@ -42,15 +48,29 @@ def main(words: list[str]) -> None:
         if runtime.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         later = min(seconds(lambda: arm.step(batch), runtime.device) for _ in range(STEPS))
-        found = {"build_s": built, "first_step_s": first, "step_s": later} | _peak(runtime.device, before)
-    print(json.dumps(found))
+        if runtime.device.type == "cuda":
+            memory = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        else:
+            grown = _highest() - before
+            memory = {"peak": live() + allocated_by(lambda: arm.step(batch)), "reserved": grown}
+    print(json.dumps({"build_s": built, "first_step_s": first, "step_s": later} | memory))
 
 
-def _peak(device: torch.device, before: int) -> dict[str, int]:
-    """Bytes; of a CPU, what the process has grown by."""
-    if device.type == "cuda":
-        return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    return {"peak": _highest() - before}
+def live() -> int:
+    """Bytes of all tensors that are there."""
+    gc.collect()
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, Parameter))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def allocated_by(act: Callable[[], object]) -> int:
+    """Bytes of a CPU that torch has allocated at the highest point of ``act``, beyond those that were there before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        act()
+    with tempfile.TemporaryDirectory() as scratch:
+        seen.export_chrome_trace(str(trace := Path(scratch, "trace.json")))
+        events = json.loads(trace.read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
 
 
 def _begin() -> int:
