@@ -9,8 +9,10 @@ import sys
 import pytest
 import torch
 
+from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.bench import gate, rounds
-from dlr_pretrain.bench.arms import Arm, fixed_batch
+from dlr_pretrain.bench.alone import alone
+from dlr_pretrain.bench.arms import Arm, fixed_batch, vocab_size
 from dlr_pretrain.bench.peers import PAD, as_batch, peer_ids
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
@@ -174,6 +176,29 @@ def test_memory_is_that_of_a_process_of_its_own_beside_the_plan(command, tmp_pat
     (setting,) = json.loads(file.read_text())["settings"]
     assert setting["estimate"] > 0 and setting["first_step_s"] > 0 and setting["step_s"] > 0
     assert 0 <= setting["peak"] < 1e9
+
+
+WIDE = [  # layers, not the logits, take most of the memory
+    *("scale=tiny", "scale.vocab_size=512", "scale.hidden_size=256", "scale.intermediate_size=688", "data=sample"),
+    *("train.global_batch=8", "train.micro_batch=8", "device=cpu", "compile=false"),
+]
+LOW = ("train.memory=low", "optimizer=adamw_8bit", "train.clip_by=previous_norm", "precision=bf16_sr")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [
+    ("backbone=sltrain",), ("backbone=full", "optimizer=galore"), ("dlr=on", "precision=fp32"),
+    ("dlr=on", "precision=bf16_mixed"), ("dlr=on", "train.micro_batch=2"), ("dlr=on", "data.mask_documents=true"),
+    ("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=latent"),
+    ("dlr=on", "train.activation_checkpointing=block"),
+    ("dlr=on", "train.activation_checkpointing=latent", *LOW),
+], ids=" ".join)  # fmt: skip
+def test_the_plan_tells_the_memory_of_an_eager_step(words):
+    if "optimizer=adamw_8bit" in words:
+        pytest.importorskip("torchao")
+    given = joined([*WIDE, "backbone=cola"], list(words))
+    cfg = load(given)
+    assert alone(given)["peak"] == pytest.approx(memory(cfg, vocab_size(cfg), 1).total, rel=0.005)
 
 
 @pytest.mark.parametrize("words", [
