@@ -100,8 +100,13 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The l2 norm of each, in fp32, on the device."""
     if tensors[0].device.type != "cpu":
         return torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
-    pieces = [tensor.reshape(-1).split(CACHED) for tensor in tensors]  # see CACHED
+    pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
     return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Its values in the order of the memory: no copy, also where it is a transposed one."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 def clip(gradients: list[Tensor], norm: Tensor, bound: float | None) -> None:
