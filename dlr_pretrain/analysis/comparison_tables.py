@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlr_pretrain.analysis import figures
+from dlr_pretrain.analysis.comparison import ENDED
 from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of_rates
 from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.groups import spread
@@ -92,7 +93,7 @@ def _at_rate(found: dict, method: str, lr: float) -> Figure | None:
     ended = [
         t for t in found["trials"]
         if (t["method"], t["lr"]) == (method, lr) and t["seed"] in found["design"]["seeds"]
-        and t["state"] in ("finished", "diverged")
+        and t["state"] in ENDED
     ]  # fmt: skip
     return figure(spread(None if t["loss_b"] is None else math.exp(t["loss_b"]) for t in ended))
 
