@@ -1,0 +1,63 @@
+"""The batch scripts without a scheduler: what they refuse, and what they do while SLURM does not answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+JOB = {"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "localhost", "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": "1"}
+
+
+@pytest.fixture
+def batch(tmp_path):
+    """Runs a batch script where each command of SLURM does what it is given here, and waiting takes no time."""
+
+    def run(script: str, *words: str, commands: dict[str, str] | None = None, **variables: str):
+        for name, does in ({"sleep": ":", "scancel": ":"} | (commands or {})).items():
+            stub = tmp_path / name
+            stub.write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/asked\n{does}\n')
+            stub.chmod(0o755)
+        path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        command = ["bash", f"slurm/{script}", *words]
+        done = subprocess.run(
+            command, cwd=ROOT, env=outside | path | variables, capture_output=True, text=True, timeout=60
+        )
+        asked = tmp_path / "asked"
+        return done, asked.read_text().splitlines() if asked.exists() else []
+
+    return run
+
+
+def fails(tmp_path: Path, times: int, then: str) -> str:
+    """A command that does not answer so many times."""
+    return f"echo >> {tmp_path}/calls; [[ $(wc -l < {tmp_path}/calls) -gt {times} ]] || exit 1; {then}"
+
+
+def test_a_saved_run_goes_back_to_the_queue_though_the_scheduler_is_slow_to_answer(batch, tmp_path):
+    commands = {"srun": "exit 75", "squeue": fails(tmp_path, 2, "echo RUNNING"), "scontrol": ":"}
+    done, asked = batch("train.sbatch", "scale=tiny", commands=commands, **JOB)
+    assert [line.split()[0] for line in asked] == ["srun", "squeue", "sleep", "squeue", "sleep", "squeue", "scontrol"]
+    assert asked[-1] == "scontrol requeue 5" and done.returncode == 75
+
+
+@pytest.mark.parametrize("squeue", ["exit 1", "echo CANCELLED", ":"])
+def test_a_job_of_which_it_is_not_known_that_it_runs_is_not_requeued(batch, squeue):
+    done, asked = batch("train.sbatch", "scale=tiny", commands={"srun": "exit 75", "squeue": squeue}, **JOB)
+    assert done.returncode == 75 and not any(line.startswith("scontrol") for line in asked)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "variables"),
+    [("train.sbatch", ["scale=1b"], {}), ("train.sbatch", [], JOB), ("array.sbatch", ["my.runs"], JOB),
+     ("array.sbatch", [], JOB | {"SLURM_ARRAY_TASK_ID": "1"})],
+)  # fmt: skip
+def test_a_start_that_cannot_be_meant_is_refused_with_the_right_one(batch, script, words, variables):
+    done, asked = batch(script, *words, **variables)
+    assert done.returncode == 2 and not asked
+    assert done.stderr.startswith("error: this is a") and f"slurm/{script}" in done.stderr
