@@ -19,7 +19,7 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.data.cache import ShardCache, Stored
 from dlr_pretrain.data.ranges import AGAIN, Range
 from dlr_pretrain.data.shards import lines, parse_text
-from dlr_pretrain.data.sources import TextSource, fingerprint_of
+from dlr_pretrain.data.sources import TextSource, fingerprint_of, require_disjoint
 from dlr_pretrain.errors import UserError
 
 OFFLINE = "Offline, use data=sample, or data=c4_local data.root=<folder of the shards>"
@@ -52,6 +52,7 @@ def list_shards(cfg: Config, progress: Callable[[str], None]) -> Listing:
             rule = f"holds JSON lines (.json, .jsonl, .gz of these), and {key} matches {others[0]}"
             raise UserError(f"data.cache={data.cache}: {rule}. Leave it out")
     listing = Listing(data.dataset, commit, *found)
+    require_disjoint(listing.train.keys(), listing.validation.keys())
     if (shards := len(listing.train)) < cfg.num_streams and data.cache is None:
         shared = f"{data.dataset}: the {cfg.num_streams} data streams share {shards} shards"
         progress(f"{shared}, and each fetches all that it reads from: data.cache=<folder> fetches it once")

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -111,6 +111,7 @@ class LocalSource(TextSource):
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
         splits = (self.train_shards, self.validation_shards)
+        require_disjoint(*({self.paths[name] for name in names} for names in splits))
         sizes = [{name: self.paths[name].stat().st_size for name in names} for names in splits]
         self.fingerprint = fingerprint_of(text_key, sizes)
 
@@ -146,6 +147,13 @@ class LocalSource(TextSource):
     def describe(self) -> str:
         where = self._root or Path(next(iter(self.paths.values()))).parent
         return f"{where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
+
+
+def require_disjoint(train: Set[object], validation: Set[object]) -> None:
+    """Refuse shards that would be both learnt and held out."""
+    if both := train & validation:
+        rule = f"data.train_files and data.validation_files both match {min(map(str, both))}"
+        raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
 
 
 def fingerprint_of(text_key: str, shards: object) -> str:

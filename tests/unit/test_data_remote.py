@@ -270,6 +270,8 @@ def test_a_folder_that_is_not_there_is_named_at_once(hub_at, shards):
     assert time.monotonic() - begin < 2
     with pytest.raises(UserError, match=r"data\.train_files=en/none-\* matches|none-\*: matches no file of allenai/c4"):
         open_hub(data__train_files="en/none-*")
+    with pytest.raises(UserError, match="both match en/c4-validation"):
+        open_hub(data__train_files="en/c4-*")
 
 
 def test_a_revision_is_asked_for(hub_at, shards):
@@ -335,13 +337,13 @@ def test_parquet_is_read_through_datasets_and_json_lines_are_not(shards, tmp_pat
         import sys
         from data_corpus import make_config
         from dlr_pretrain.data import open_source
-        keys = {"data__train_files": sys.argv[1] + "/*", "data__validation_files": "en/c4-val*"}
+        keys = {"data__train_files": sys.argv[1], "data__validation_files": "en/c4-val*"}
         source = open_source(make_config("c4", **keys))
         texts = list(source.read(source.train_shards[0], 123, 2))
         print("datasets" in sys.modules, len(texts), texts[0], texts[-1])
     """
     served = Hub(shards | {"pq/a.parquet": (tmp_path / "a.parquet").read_bytes()})
     with serving(served) as at:
-        for folder, through, texts in (("pq", True, TEXTS[123:300:2]), ("en", False, TEXTS[123:150:2])):
-            output, errors = run_python(program, tmp_path, arguments=[folder], HF_ENDPOINT=at)
+        for files, through, texts in (("pq/*", True, TEXTS[123:300:2]), ("en/c4-train*", False, TEXTS[123:150:2])):
+            output, errors = run_python(program, tmp_path, arguments=[files], HF_ENDPOINT=at)
             assert output == f"{through} {len(texts)} {texts[0]} {texts[-1]}\n" and not errors

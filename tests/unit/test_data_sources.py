@@ -128,6 +128,12 @@ def test_a_glob_without_a_match_is_named(root):
         open_root(root, data__train_files="none-*.gz")
 
 
+def test_what_is_held_out_is_not_learnt(root):
+    for train in ("c4-*", root / "*.gz"):
+        with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
+            open_root(root, data__train_files=train)
+
+
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("keep", [0.5, 0.999])
 def test_a_shard_that_is_cut_off(root, step, keep):
