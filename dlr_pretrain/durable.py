@@ -1,4 +1,4 @@
-"""Small files that a crash leaves whole."""
+"""Small files that a crash leaves whole, and whether a file is there."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync(aside)
     os.replace(aside, path)
     sync(path.parent)
+
+
+def sync_all(folder: Path) -> None:
+    """Have the disk hold a folder with everything in it."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file. Raises OSError where its disk does not answer: Path.exists may say no to that."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def sync(path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dlr_pretrain.durable import is_there
 from dlr_pretrain.errors import UserError
 
 
@@ -26,12 +27,12 @@ def sound_records(path: Path) -> list[dict]:
 
 
 def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
 
 
 def newest_first(path: Path, block: int = 1 << 16) -> Iterator[dict]:
     """The records of ``read_metrics`` from the last one on, without reading more of the file than is asked for."""
-    if not path.exists():
+    if not is_there(path):
         return
     with open(path, "rb") as file:
         position, rest, cut_off = file.seek(0, os.SEEK_END), b"", True

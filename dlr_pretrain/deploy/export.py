@@ -20,6 +20,7 @@ from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.card import card
 from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
+from dlr_pretrain.durable import sync, sync_all
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 
@@ -70,9 +71,11 @@ def export(
     (aside / "README.md").write_text(card(cfg, record, trained or cfg, how_to_load(cfg, layout)), encoding="utf-8")
     check(aside)
     shutil.rmtree(old, ignore_errors=True)
+    sync_all(aside)
     if folder.exists():
         folder.rename(old)
     aside.rename(folder)
+    sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

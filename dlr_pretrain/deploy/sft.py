@@ -31,6 +31,7 @@ from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.deploy.folder import check_folder, open_folder
 from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
+from dlr_pretrain.durable import sync, sync_all
 from dlr_pretrain.errors import UserError
 
 RECORD = "sft.json"
@@ -309,7 +310,9 @@ def write(tensors: dict[str, Tensor], source: Path, output: Path, record: dict) 
     (aside / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     card = (aside / "README.md").read_text() if (aside / "README.md").exists() else ""
     (aside / "README.md").write_text(card + f"\n## Fine-tuned\n\n{_card(record)}", encoding="utf-8")
+    sync_all(aside)
     aside.rename(output)
+    sync(output.parent)
 
 
 def _card(record: dict) -> str:

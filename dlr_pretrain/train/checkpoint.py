@@ -22,6 +22,7 @@ import shutil
 import uuid
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +32,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dlr_pretrain import shards
-from dlr_pretrain.durable import sync, write_durably
+from dlr_pretrain.durable import is_there, sync, write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.files import Rest, at_once, write_safetensors
 
@@ -100,10 +101,12 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
 def begin(root: Path, step: int) -> Path | None:
     """An empty folder for the parts of ``step``; None where a valid checkpoint of it exists."""
     final = root / _name(step)
-    if final.exists() and fault(final) is None:
+    if fault(final) is None:
         return None
-    for stale in (*root.glob(".writing_*"), *root.glob(final.name)):  # left by a kill
-        _delete(stale)
+    if is_there(final):  # left by a kill
+        _delete(final)
+    for aside in root.glob(".writing_*"):
+        _delete(aside, ignore_errors=True)
     aside = root / f".writing_{final.name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
     aside.mkdir(parents=True)
     return aside
@@ -148,14 +151,18 @@ def commit(
     os.rename(aside, final)
     sync(root)
     write_durably(final / MANIFEST, json.dumps(manifest, indent=1))
-    everything = directories(root)
-    stale = set(passed_over) - {final}
-    valid = [d for d in everything if (d / MANIFEST).exists() and step_of(d) <= step and d not in stale]
-    kept = _kept(valid, keep)
-    for directory in everything:
-        if directory not in kept:  # what cannot be deleted now is tried again after the next save
+    with suppress(OSError):  # a disk that does not answer is asked again after the next save; until then all stay
+        for directory in _superfluous(final, keep, set(passed_over) - {final}):
             _delete(directory, ignore_errors=True)
     return final
+
+
+def _superfluous(newest: Path, keep: Keep, stale: set[Path]) -> list[Path]:
+    """The directories that may go now that ``newest`` is durable. Raises OSError where the disk does not answer."""
+    everything = directories(newest.parent)
+    valid = [d for d in everything if is_there(d / MANIFEST) and step_of(d) <= step_of(newest) and d not in stale]
+    kept = {newest} | _kept(valid, keep)
+    return [d for d in everything if d not in kept]
 
 
 def _kept(valid: list[Path], keep: Keep) -> set[Path]:
@@ -171,10 +178,10 @@ def _kept(valid: list[Path], keep: Keep) -> set[Path]:
 
 
 def _evaluation(directory: Path) -> float | None:
-    """The evaluation of a checkpoint's step, if there was one; what cannot be read is not the best."""
+    """The evaluation of a checkpoint's step, if there was one; what is damaged is not the best."""
     try:
         return json.loads((directory / STATE).read_text()).get("eval_loss")
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -272,14 +279,17 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
         if damage is None:
             return directory, skipped
         skipped.append(f"{directory}: {damage}")
-    if any((d / MANIFEST).exists() for d in directories(root)):
+    if any(is_there(d / MANIFEST) for d in directories(root)):
         raise UserError("no valid checkpoint: " + "; ".join(skipped) + ". Move them away to start over")
     return None, skipped
 
 
 def directories(root: Path) -> list[Path]:
     """Checkpoint directories, newest first, valid or not."""
-    named = [d for d in root.glob("step_*") if d.is_dir() and re.fullmatch(r"step_\d+", d.name)]
+    try:
+        named = [Path(d) for d in os.scandir(root) if re.fullmatch(r"step_\d+", d.name) and d.is_dir()]
+    except FileNotFoundError:
+        return []
     return sorted(named, key=step_of, reverse=True)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.durable import write_durably
+from dlr_pretrain.durable import is_there, write_durably
 from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.wandb_sender import Order
@@ -82,6 +82,6 @@ class WandbView:
 def wandb_id(run_dir: Path, new: bool = False) -> str:
     """The W&B id of a run directory, drawn once in its life, or when a ``new`` one is asked for."""
     path = run_dir / "wandb_id"
-    if new or not path.exists():
+    if new or not is_there(path):
         write_durably(path, uuid.uuid4().hex[:12])
     return path.read_text().strip()

@@ -22,8 +22,8 @@ MAY_IMPORT = {
     "models": {"config", "errors", "shards"},
     "optim": {"config", "errors", "shards"},
     "data": {"config", "errors", "durable"},
-    "deploy": {"models", "config", "data", "errors"},
-    "analysis": {"models", "optim", "config", "errors"},  # a plan tells the optimizer's memory and the schedule
+    "deploy": {"models", "config", "data", "errors", "durable"},
+    "analysis": {"models", "optim", "config", "errors", "durable"},  # a plan tells the optimizer's memory and rates
     "launch": {"cli", "config", "analysis", "errors", "process"},  # of analysis the history, which needs no torch
     "bench": {"cli", "train", "models", "data", "analysis", "config", "errors"},
     "doctor": {"train", "data", "analysis", "config", "cli", "errors", "shards", "durable"},

@@ -183,6 +183,52 @@ def test_the_best_one_is_kept_among_those_that_were_evaluated(tmp_path):
     assert names(tmp_path) == {"step_00000003", "step_00000007"}
 
 
+@pytest.mark.parametrize("place", ["the marker", "the evaluation"])
+def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch, place):
+    """Not even where Path.exists would say that the file is not there, as it does from Python 3.14 on."""
+
+    def at(step: int, loss: float) -> None:
+        given = snapshot(step)
+        given.state["eval_loss"] = loss
+        save(tmp_path, step, given, keep_last=1, best=True)
+
+    at(1, 1.0), at(2, 2.0)
+    stat, read = Path.stat, Path.read_text
+    silent = tmp_path / "step_00000001" / (MANIFEST if place == "the marker" else checkpoint.STATE)
+
+    def answer(call):
+        def asked(self, *given, **named):
+            if self == silent:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return call(self, *given, **named)
+
+        return asked
+
+    with monkeypatch.context() as away:
+        away.setattr(Path, "stat", answer(stat))
+        away.setattr(Path, "exists", lambda self: self != silent and os.path.exists(self))
+        away.setattr(Path, "read_text", answer(read))
+        at(3, 3.0)
+    assert names(tmp_path) == {f"step_0000000{n}" for n in (1, 2, 3)}
+    at(4, 4.0)
+    assert names(tmp_path) == {"step_00000001", "step_00000004"}
+
+
+def test_remains_that_cannot_be_removed_stop_no_save(tmp_path, monkeypatch):
+    remains = tmp_path / ".writing_step_00000004_dead"
+    remains.mkdir()
+    rmtree = shutil.rmtree
+
+    def refused(path, ignore_errors=False, **given):
+        if path != remains:
+            return rmtree(path, ignore_errors, **given)
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    assert_is(load(save(tmp_path, 5, snapshot(5), keep_last=1)), 5)
+
+
 def test_the_newest_ones_are_kept(tmp_path):
     for step in (1, 2, 3, 10):
         save(tmp_path, step, snapshot(step), keep_last=2)

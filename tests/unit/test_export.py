@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file
 from small_tokenizer import PIECES, train
 
+from dlr_pretrain import durable
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice, Config
 from dlr_pretrain.deploy import export as export_module
@@ -331,6 +332,23 @@ def test_an_older_folder_stays_until_the_new_one_is_whole(tmp_path, spiece, monk
     export(folder, tensors, config("cola"), ROWS, spiece, {"step": 3})
     assert "| step | 3 |" in (folder / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["folded"]
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, spiece, monkeypatch):
+    synced, rename = [], Path.rename
+
+    def named(self, target):
+        inside = {str(path.relative_to(self)) for path in self.rglob("*")}
+        assert inside and {str(self / name) for name in inside} | {str(self)} <= set(synced)
+        synced.clear()
+        return rename(self, target)
+
+    sync = durable.sync
+    for module in (durable, export_module):
+        monkeypatch.setattr(module, "sync", lambda path: (synced.append(str(path)), sync(path)))
+    monkeypatch.setattr(Path, "rename", named)
+    export(tmp_path / "folded", trained("cola").state_dict(), config("cola"), ROWS, spiece, {"step": 1})
+    assert synced == [str(tmp_path)]
 
 
 def _disk_full(*_):
