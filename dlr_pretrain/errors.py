@@ -18,6 +18,10 @@ class UserError(Exception):
     exit_code = EXIT_FAILED
 
 
+class Diverged(UserError):
+    """Numbers that are not finite have ended the run."""
+
+
 class RankLost(UserError):
     """Ranks wait for one that has died or does not advance."""
 

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.student import estimate
 
 LEVEL = 0.95
@@ -113,7 +114,7 @@ def held_out(design: Design, trials: Iterable[Trial], method: str, lr: float | N
         "diverged": [seed for seed, t in found.items() if t.state == "diverged"],
         "missing": [seed for seed in seeds if seed not in found or found[seed].state not in ENDED],
         "loss": estimate(list(losses.values()), LEVEL).as_dict() if losses else None,
-        "perplexity": estimate(list(map(_exp, losses.values())), LEVEL).as_dict() if losses else None,
+        "perplexity": estimate(list(map(perplexity, losses.values())), LEVEL).as_dict() if losses else None,
     }
 
 
@@ -157,10 +158,6 @@ def _undecided(reason: str) -> dict:
 
 def _loss(trial: Trial | None, half: str) -> float:
     return getattr(trial, half) if trial is not None and trial.state == "finished" else math.inf
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -14,6 +14,7 @@ from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of
 from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.groups import spread
 from dlr_pretrain.analysis.paper import SCALES, fact
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 
 Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json
@@ -95,7 +96,7 @@ def _at_rate(found: dict, method: str, lr: float) -> Figure | None:
         if (t["method"], t["lr"]) == (method, lr) and t["seed"] in found["design"]["seeds"]
         and t["state"] in ENDED
     ]  # fmt: skip
-    return figure(spread(None if t["loss_b"] is None else math.exp(t["loss_b"]) for t in ended))
+    return figure(spread(None if t["loss_b"] is None else perplexity(t["loss_b"]) for t in ended))
 
 
 def _has_intervals(found: dict) -> bool:

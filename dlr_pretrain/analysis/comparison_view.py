@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.analysis.comparison import LEVEL
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.show import fill
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
@@ -216,7 +217,7 @@ def _grid(found: dict, method: str) -> list[dict]:
 
 
 def _perplexity(loss: float | None) -> float | None:
-    return None if loss is None else math.exp(loss)
+    return None if loss is None else perplexity(loss)
 
 
 def _listed(values: Sequence[object]) -> str:
@@ -274,7 +275,7 @@ def draw_method(axes, found: dict, method: str, place: tuple[int, int]) -> None:
     for lr in found["design"]["rates"]:
         losses = [t["loss_b"] for t in grid if t["lr"] == lr]
         if losses and None not in losses:
-            means[lr] = math.exp(sum(losses) / len(losses))
+            means[lr] = perplexity(sum(losses) / len(losses))
     axes.plot([lr * aside for lr, _ in points], [y for _, y in points], mark, color=colour, alpha=0.35, markersize=4)
     axes.plot(list(means), list(means.values()), color=colour, marker=mark, markersize=5, linewidth=1.6, label=method)
     if (best := found["chosen"][method]["lr"]) in means:

@@ -269,7 +269,7 @@ def runs_table(runs: Sequence[Run]) -> Table:
             [
                 run.name,
                 str(run.seed),
-                "finished" if run.final else "unfinished",
+                "diverged" if run.diverged else "finished" if run.final else "unfinished",
                 f"{run.step:,} of {run.planned:,}",
                 published(loss, digits=4) if loss is not None else None,
                 published(last.get("eval/perplexity")) if loss is not None else None,

@@ -84,8 +84,14 @@ class Run:
         return [record for record in self.metrics if "eval/loss" in record]
 
     @property
+    def diverged(self) -> bool:
+        return "diverged" in self.manifest
+
+    @property
     def final(self) -> dict | None:
-        """The evaluation after the last update of the schedule."""
+        """The evaluation after the last update of the schedule; of a run that has diverged, one without numbers."""
+        if self.diverged:
+            return {"step": self.step}
         last = self.evaluations[-1] if self.evaluations else None
         return last if last and last["step"] >= self.planned else None
 
@@ -112,13 +118,14 @@ class Run:
 
     def hours(self) -> np.ndarray:
         """Hours of training at every update, evaluations and saves included; not the pauses between starts."""
-        stamps = self.column("time")
-        gaps = np.diff(stamps, prepend=stamps[:1])
-        usual = float(np.median(gaps[1:])) if len(gaps) > 1 else 0.0
-        resumed = [int(np.searchsorted(stamps, _epoch(start["time"]))) for start in self.starts if "time" in start]
-        for i in {0, *resumed}:
+        stamps, steps = self.column("time"), self.column("step")
+        gaps, updates = np.diff(stamps, prepend=stamps[:1]), np.diff(steps, prepend=steps[:1] - 1)
+        usual = float(np.median(gaps[1:] / updates[1:])) if len(gaps) > 1 else 0.0
+        started = [start["time"] for start in self.starts if "time" in start]
+        started += self.manifest.get("forked", {}).get("starts", [])
+        for i in {0, *(int(np.searchsorted(stamps, _epoch(time))) for time in started)}:
             if i < len(gaps):
-                gaps[i] = usual
+                gaps[i] = usual * updates[i]
         return np.cumsum(gaps) / 3600
 
 

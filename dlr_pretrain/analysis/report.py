@@ -9,6 +9,7 @@ import numpy as np
 
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.records import Run, column, read_run
+from dlr_pretrain.durable import write_durably
 
 DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
 POINTS = 2000  # of the faint curve; more are not seen
@@ -22,7 +23,7 @@ def write_report(run_dir: Path) -> None:
     plot_loss(run.metrics, run.name, run_dir / "plots" / "loss.png")
     if looks := probes(run.metrics):
         plot_paths(looks, run.name, run_dir / "plots" / "gradient_paths.png")
-    (run_dir / "report.md").write_text(report(run), encoding="utf-8")
+    write_durably(run_dir / "report.md", report(run))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -77,9 +78,9 @@ def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
     if evaluated:
         at = "" if evaluated is last else f", at step {evaluated['step']:,}"
         rows |= {
-            f"evaluation loss ({precision}, {packing}{at})": f"{evaluated['eval/loss']:.4f}",
-            "perplexity, unbiased": f"**{evaluated['eval/perplexity']:.2f}**",
-            "perplexity, GaLore convention": f"{evaluated['eval/perplexity_galore']:.2f}",
+            f"evaluation loss ({precision}, {packing}{at})": _number(evaluated["eval/loss"], ".4f"),
+            "perplexity, unbiased": f"**{_number(evaluated['eval/perplexity'], '.2f')}**",
+            "perplexity, GaLore convention": _number(evaluated["eval/perplexity_galore"], ".2f"),
         }
     rows[f"training loss, median of the last {tail:,} steps"] = f"{_median(train_loss[-tail:]):.4f}"
     not_finite = int((~np.isfinite(train_loss)).sum())
@@ -100,6 +101,8 @@ def why_two_perplexities(metrics: list[dict]) -> str:
     evaluated = _last_evaluation(metrics)
     if not evaluated:
         return "This run was not evaluated."
+    if evaluated["eval/perplexity_galore"] is None:
+        return "The evaluation is not finite: the run has diverged."
     reported = math.log(evaluated["eval/perplexity_galore"])
     gap = evaluated["eval/loss"] - reported
     n = f"n = {round(reported / gap)} here" if gap > 0 else "n the number of batches"
@@ -141,6 +144,10 @@ def _words(value: object) -> str:
 def _table(rows: dict[str, str]) -> str:
     cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()]
     return "\n".join(["| | |", "| --- | --- |", *cells])
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "not finite" if value is None else format(value, spec)
 
 
 def _last_evaluation(metrics: list[dict]) -> dict | None:

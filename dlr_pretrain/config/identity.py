@@ -36,6 +36,11 @@ def identity(cfg: Config) -> dict[str, object]:
     return {name: value for name, value in flatten(tree).items() if keys[name].identity}
 
 
+def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
+    """The keys that make two runs different ones, with both values; what only one version of the code knows is none."""
+    return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
+
+
 def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:
     """A stable name from the chosen options, the seed, and a short hash of what else was changed.
 

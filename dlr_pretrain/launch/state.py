@@ -16,6 +16,7 @@ from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
 from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.launch.trained import another
 
 STATES = ("finished", "running", "pending", "failed", "stopped", "not started")
 AGAIN = ("failed", "stopped")  # what --resubmit takes
@@ -53,6 +54,8 @@ def look(run: Run, queue: Mapping[str, Queued]) -> Status:
 
 
 def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
+    if changed := another(run):
+        return "failed", f"its directory holds another run: {changed}"
     if step >= run.cfg.train.steps and _folded(run.dir):
         return "finished", ""
     job = last_job(run.dir)

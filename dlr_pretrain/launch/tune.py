@@ -13,6 +13,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.comparison import ENDED, Trial, choose, compare
 from dlr_pretrain.analysis.comparison_view import console, write
 from dlr_pretrain.analysis.history import newest_first
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.launch.command import at_least_1, summary
@@ -22,6 +23,7 @@ from dlr_pretrain.launch.queue import Array, Queued, queue, resources
 from dlr_pretrain.launch.runs import Run, load_runs
 from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
+from dlr_pretrain.launch.trained import diverged, require_comparable_records
 
 USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- words for sbatch]"
 EPILOG = """examples:
@@ -57,11 +59,13 @@ def tune(argv: list[str]) -> int:
         print("\n".join(f"{run.line.origin}: {run.dir}" for run in runs.values()))
         print(f"{summary([look(run, {}) for run in runs.values()], '')}; results in {output}")
         return 0
+    require_comparable_records(runs.values())
     trials = how.bring(runs)
     if grid.design.fresh and (fresh := _fresh(grid, trials)):
         confirming = load_runs([grid.line(*cell) for cell in fresh], how.ranks)
         runs |= zip(fresh, confirming, strict=True)
         trials += how.bring({cell: runs[cell] for cell in fresh})
+    require_comparable_records(runs.values())
     found = compare(grid.design, trials) | {
         "words": {method: shlex.join(words) for method, words in grid.words.items()},
         "shared": shlex.join(grid.shared),
@@ -93,7 +97,7 @@ def trial(cell: tuple[str, float, int], run: Run, stands: Status) -> Trial:
     last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
     losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
     state = stands.state
-    if state == "failed" and "not finite" in stands.reason:
+    if state == "failed" and diverged(run.dir):
         state = "diverged"
     elif state == "finished" and last.get("step") != run.cfg.train.steps:
         raise UserError(f"{run.dir}: finished, and metrics.jsonl has no evaluation of its last step. Move it away")
@@ -135,7 +139,7 @@ class Local:
             done += 1
             stands = look(run, {})
             at = trial(cells[run.dir], run, stands)
-            what = f"perplexity {math.exp(at.loss):.2f}" if at.loss is not None else at.remark
+            what = f"perplexity {perplexity(at.loss):.2f}" if at.loss is not None else at.remark
             print(f"{done}/{total}  {run.line.origin}: {at.state}, {what} ({duration(seconds)})", flush=True)
 
         train(due.values(), self.at_once, ended)

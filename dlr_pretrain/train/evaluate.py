@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets, separated
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.runtime import Runtime
@@ -35,8 +36,8 @@ class Evaluator:
             "eval/loss": loss,
             "eval/loss_a": a,
             "eval/loss_b": b,
-            "eval/perplexity": _exp(loss),
-            "eval/perplexity_galore": _exp(galore_loss(loss, self.validation.real_tokens)),
+            "eval/perplexity": perplexity(loss),
+            "eval/perplexity_galore": perplexity(galore_loss(loss, self.validation.real_tokens)),
         }
 
     def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
@@ -66,10 +67,6 @@ def galore_loss(loss: float, real_tokens: int) -> float:
     """The loss as the GaLore family of scripts reports it: L n / (n + 1), n = ceil(real tokens / (195 * 512))."""
     n = math.ceil(real_tokens / GALORE_BATCH_TOKENS)
     return loss * n / (n + 1)
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _full(rows: torch.Tensor, n: int) -> torch.Tensor:

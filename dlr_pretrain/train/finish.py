@@ -14,6 +14,7 @@ from dlr_pretrain.data import Tokenizer, ValidationSet
 from dlr_pretrain.deploy.export import export, loadable
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
 from dlr_pretrain.deploy.verify import BOUNDS, plain_logits, verify
+from dlr_pretrain.errors import Diverged
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 
@@ -31,7 +32,14 @@ def finish(
     """Write ``<run>/folded`` from ``weights.folded()``, and the report; says what was folded and how it was checked.
 
     Raises UserError where the export is not what was trained; the folder then stays aside, the checkpoints as they are.
+    Raises Diverged, and writes neither, where the last evaluation is not finite.
     """
+    record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
+    if record.get("eval/perplexity", 0.0) is None:
+        raise Diverged(
+            f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
+            f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
+        )
     own, tensors = deployed(cfg, folded)
     rows, device = len(tensors["lm_head.weight"]), weights.state["lm_head.weight"].device
     ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
@@ -46,7 +54,6 @@ def finish(
             if difference is not None:
                 checked = f"loaded by transformers, its logits agree to {difference:.0e} of their standard deviation"
 
-    record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     record.pop("time", None)
     export(run_dir / "folded", tensors, own, rows, tokenizer.path, record, check, trained=cfg)
     write_report(run_dir)

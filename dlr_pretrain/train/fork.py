@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.durable import sync, write_durably
+from dlr_pretrain.config.identity import differences
+from dlr_pretrain.durable import sync, sync_all, write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint
-from dlr_pretrain.train.record import differences, update_record
+from dlr_pretrain.train.record import read_record, update_record
 
 METRICS = "metrics.jsonl"
 # A position in the data says nothing under other values of these keys; moments do under other values of those.
@@ -44,12 +45,14 @@ def fork(
     aside = run_dir / "checkpoints" / ".writing_fork"
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(found, aside, copy_function=_link)
-    for path in (*aside.iterdir(), aside):
-        sync(path)
+    sync_all(aside)
     count = sum(record["step"] <= step for record in read_metrics(source / METRICS))
     lines = (source / METRICS).read_bytes().splitlines(keepends=True) if count else []
     write_durably(run_dir / METRICS, b"".join(lines[:count]))
-    update_record(run_dir, {"forked": {"checkpoint": str(found), "step": step, "changed": changed}, "saved": step})
+    before = read_record(source)  # its starts tell the pauses in the metrics that come along
+    starts = [*before.get("forked", {}).get("starts", []), *(start["time"] for start in before.get("starts", []))]
+    forked = {"checkpoint": str(found), "step": step, "changed": changed, "starts": starts}
+    update_record(run_dir, {"forked": forked, "saved": step})
     os.rename(aside, run_dir / "checkpoints" / found.name)
     sync(run_dir / "checkpoints")
     for name, (there, here) in changed.items():

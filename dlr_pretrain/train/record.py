@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.identity import ORIGIN
+from dlr_pretrain.config.identity import differences
 from dlr_pretrain.config.secrets import redact_word
-from dlr_pretrain.durable import write_durably
+from dlr_pretrain.durable import is_there, write_durably
 from dlr_pretrain.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -53,11 +53,6 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
     update_record(run_dir, {"identity": before | entries})
 
 
-def differences(there: dict, here: dict) -> dict[str, tuple[object, object]]:
-    """The keys that make two runs different ones, with both values; what only one version of the code knows is none."""
-    return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
-
-
 def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
     """Add this start, its machine and its software to ``manifest.json``."""
     start = {
@@ -74,14 +69,16 @@ def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
 
 
 def update_record(run_dir: Path, entries: dict) -> None:
-    """Put ``entries`` into ``manifest.json``."""
-    write_durably(run_dir / MANIFEST, json.dumps({"starts": []} | read_record(run_dir) | entries, indent=1))
+    """Put ``entries`` into ``manifest.json``, and take out those that are None."""
+    record = {"starts": []} | read_record(run_dir) | entries
+    kept = {name: value for name, value in record.items() if value is not None}
+    write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
 
 
 def read_record(run_dir: Path) -> dict:
-    """``manifest.json``: identity, starts, the step last saved, forked where the run was; empty where there is none."""
+    """``manifest.json``: identity, starts, the step last saved, forked, diverged. Empty where there is none."""
     path = run_dir / MANIFEST
-    if not path.exists():
+    if not is_there(path):
         return {}
     try:
         manifest = json.loads(path.read_text())

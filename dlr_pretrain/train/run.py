@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import torch
@@ -23,8 +23,8 @@ from dlr_pretrain.data import (
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import read_spiece
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.durable import is_there, write_durably
+from dlr_pretrain.errors import Diverged, UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
@@ -66,7 +66,13 @@ def run(cfg: Config) -> None:
         runtime.stop_if_asked("before the first step")
         token = runtime.on_main(lock.acquire)
         decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
-        Run(cfg, runtime, lock).complete()
+        try:
+            Run(cfg, runtime, lock).complete()
+        except Diverged as error:
+            if runtime.is_main:
+                with suppress(OSError, UserError):  # the error itself is what must be heard
+                    update_record(Path(cfg.run.dir), {"diverged": str(error)})
+            raise
 
 
 class Run:
@@ -87,7 +93,8 @@ class Run:
         self.open_data()
         self.runtime.stop_if_asked("before the first step")
         snapshot = self.open_run()
-        if snapshot and snapshot.step == self.cfg.train.steps and (self.dir / "folded" / "README.md").exists():
+        trained = snapshot is not None and snapshot.step == self.cfg.train.steps
+        if trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md")):
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
             self.console.say(f"{self.dir} is complete.")
             return self.console.say(farewell(self.cfg, self.dir))
@@ -243,7 +250,7 @@ class Run:
             self.metrics.sync()
 
         def saved(step: int) -> None:
-            update_record(self.dir, {"saved": step})
+            update_record(self.dir, {"saved": step, "diverged": None})
 
         with ExitStack() as opened:
             runtime.on_main(lambda: self.open_metrics(opened, snapshot))

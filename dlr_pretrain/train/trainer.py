@@ -15,7 +15,7 @@ from torch import Tensor
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets, separated
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Diverged, Stopped, UserError
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
@@ -246,8 +246,9 @@ class Trainer:
             raise Stopped(f"stopped after step {self.step} of {self.cfg.train.steps} ({failures[0][1]}); saved")
         if failures:
             reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
-            raise UserError(f"step {step} was not taken. {before}. {reasons}")
-        raise UserError(
+            kind = Diverged if any(isinstance(error, Diverged) for _, error in failures) else UserError
+            raise kind(f"step {step} was not taken. {before}. {reasons}")
+        raise Diverged(
             f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. {applied}. {before}. "
             f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.suspects.folder}, or leave such steps "
             "out with train.on_nonfinite=skip"
@@ -274,7 +275,7 @@ class Trainer:
             self.console.say(f"warning: step {step}: {numbers}: the update was left out{where}; {kept}")
             if self.skipped_in_a_row > self.cfg.train.max_skipped:
                 rule = f"the last {self.skipped_in_a_row} updates were not finite"
-                self.failure = self.failure or UserError(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
+                self.failure = self.failure or Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
     def report(self, records: list[dict]) -> None:
         """Hand records on; where they cannot be written, the next update is the one that ends the run."""
@@ -349,7 +350,7 @@ class Trainer:
         last = self.saver.saved
         saved = f"Step {last}, the last that was saved, is whole" if last else "Nothing was saved"
         if not all(finite):
-            raise UserError(
+            raise Diverged(
                 f"step {self.step}: the last updates left weights that are not finite. {saved}. "
                 f"Lower train.lr={self.cfg.train.lr:g}"
             )

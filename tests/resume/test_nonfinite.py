@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.analysis.records import read_run
+from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.data import Tokenizer, TrainLoader
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Diverged, Stopped, UserError
+from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train.record import read_record
 from dlr_pretrain.train.trainer import Trainer
 from tests.conftest import saved
 from tests.resume.test_merging import Late
@@ -44,6 +48,8 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     with pytest.raises(UserError, match=r"step 7: loss (inf|nan).*The 6 steps before it are saved.*nonfinite"):
         train(tmp_path / "run", "train.global_batch=4", "train.micro_batch=4")
     assert (tmp_path / "run" / "checkpoints" / "step_00000006").is_dir()
+    assert read_record(tmp_path / "run")["diverged"].startswith("step 7: loss")
+    assert not read_run(tmp_path / "run").final.keys() - {"step"}
     kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
     assert kept["step"] == 7 and len(kept["streams"]) == 4
     tokenizer = Tokenizer(corpus / "spiece.model")
@@ -52,6 +58,24 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
         (row,) = stream["tokens"]
         assert len(row) == 33 and stream["text"] == [tokenizer.decode(row)] and len(stream["text"][0]) > 40
         assert stream["from"] != stream["to"]
+
+
+def test_a_run_that_goes_on_has_not_diverged(train, tmp_path, poison):
+    poison(7)
+    with pytest.raises(Diverged):
+        train(tmp_path / "run")
+    assert "diverged" not in read_record(train(tmp_path / "run", "train.on_nonfinite=skip"))
+
+
+def test_nothing_is_folded_where_the_last_evaluation_is_not_finite(train, tmp_path, monkeypatch):
+    names = ("loss", "loss_a", "loss_b", "perplexity", "perplexity_galore")
+    monkeypatch.setattr(Evaluator, "__call__", lambda *_: {f"eval/{name}": math.nan for name in names})
+    for _ in range(2):
+        with pytest.raises(Diverged, match=r"step 20: the last evaluation is not finite, and nothing was folded"):
+            train(tmp_path / "run")
+    assert not (tmp_path / "run" / "folded").exists() and (tmp_path / "run/checkpoints/step_00000020").is_dir()
+    write_report(tmp_path / "run")
+    assert "not finite" in (tmp_path / "run" / "report.md").read_text()
 
 
 def test_a_batch_begins_where_the_one_before_it_ended(train, tmp_path, poison):

@@ -27,6 +27,7 @@ from dlr_pretrain.analysis.tables import Figure, Table, comma_separated, latex, 
 from dlr_pretrain.analysis.versus import render, versus
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import expand
+from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT, script
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
@@ -247,6 +248,30 @@ def test_hours_leave_out_the_pause_between_starts(tmp_path):
     run.starts.append(run.starts[0] | {"time": moment(3600)})
     assert run.hours()[-1] * 3600 == pytest.approx(30)  # 60 steps of half a second
     assert np.diff(run.hours()).min() > 0
+
+
+def test_hours_of_a_run_that_was_cut_down_are_those_of_all_its_updates(tmp_path):
+    run = read_run(a_run(tmp_path / "a", *COLA))
+    run.metrics[:] = [record for record in run.metrics if record["step"] == 1 or record["step"] % 20 == 0]
+    assert run.hours()[-1] * 3600 == pytest.approx(30)
+
+
+def test_hours_of_a_fork_leave_out_the_pauses_of_its_origin(tmp_path):
+    run = read_run(a_run(tmp_path / "a", *COLA))
+    for record in run.metrics[30:]:
+        record["time"] += 3600
+    run.manifest["forked"] = {"starts": [moment(0), moment(3600)]}
+    run.starts[0]["time"] = moment(3620)
+    assert run.hours()[-1] * 3600 == pytest.approx(30)
+
+
+def test_a_seed_that_diverged_is_in_the_mean_of_its_method(tmp_path, no_figures):
+    for seed in (41, 42, 43):
+        a_run(tmp_path / f"runs/{seed}", *COLA, seed=seed, step=30 if seed == 43 else None)
+    update_record(tmp_path / "runs/43", {"diverged": "step 31: loss nan"})
+    write_reports([str(tmp_path / "runs")], tmp_path / "out", "")
+    page = (tmp_path / "out/report.md").read_text()
+    assert "1 of 3 diverged" in page and "has diverged after step 30: it counts as infinite in means" in page
 
 
 def test_spread_is_of_the_sample():

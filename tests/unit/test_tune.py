@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain import cli
-from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.config import Config, ConfigError, identity
 from dlr_pretrain.errors import EXIT_FAILED
 from dlr_pretrain.launch import tune
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import note
 from dlr_pretrain.launch.runs import Run, load_runs
+from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT
+from tests.unit.run_folders import FINGERPRINTS
 
 LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
 NOT_FINITE = "error: step 3: loss nan, gradient norm nan: not finite. The update was not applied.\n"
@@ -38,7 +40,9 @@ def pretend(run: Run) -> None:
         log = run.dir / "the.log"
         note(run.dir, "0_1", log)
         log.write_text(f"job 0_1, start 1: words\n{NOT_FINITE}job 0_1: ended with exit code 3\n")
+        update_record(run.dir, {"identity": {}, "diverged": NOT_FINITE})
         return
+    update_record(run.dir, {"identity": json.loads(json.dumps(identity(run.cfg))) | FINGERPRINTS, "saved": last})
     values = {"eval/loss": loss, "eval/loss_a": loss, "eval/loss_b": loss + 0.5, "eval/perplexity": math.exp(loss)}
     (run.dir / "metrics.jsonl").write_text(json.dumps({"step": last, "train/loss": loss} | values) + "\n")
     (run.dir / "folded").mkdir()
@@ -67,9 +71,10 @@ def command(words, tmp_path):
     """``tune.py`` with the words of a small run, and what it wrote."""
 
     def give(*own: str, code: int = 0) -> dict:
-        assert tune.main([*words(f"run.root={tmp_path}/runs"), *own, "--output", f"{tmp_path}/out"]) == code
+        assert tune.main([*give.words, *own, "--output", f"{tmp_path}/out"]) == code
         return json.loads((tmp_path / "out" / "tune.json").read_text())
 
+    give.words = words(f"run.root={tmp_path}/runs")
     return give
 
 
@@ -223,6 +228,23 @@ def test_a_run_that_failed_is_no_result(command, monkeypatch, trained, capsys):
     assert "cola lr=0.003 seed=42: failed the disk is full" in capsys.readouterr().out
     failing = False
     assert command("pair=cola", "lr=0.003,0.01", "seeds=41,42")["chosen"]["cola"]["lr"] == 0.003
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [("scale.hidden_size", 48, "holds another run: scale.hidden_size: 48 there, 32 here"),
+     ("data.shards", "another", "data.shards is not that of")],
+)  # fmt: skip
+def test_a_directory_that_holds_another_run_or_one_of_another_text_is_no_result(
+    command, trained, capsys, key, value, said
+):
+    grid = ("pair=cola", "lr=0.003,0.01", "seeds=41")
+    command(*grid)
+    record = json.loads((trained[1].dir / "manifest.json").read_text())
+    record["identity"][key] = value
+    update_record(trained[1].dir, record)
+    assert tune.main([*command.words, *grid]) == EXIT_FAILED
+    assert said in capsys.readouterr().err and len(trained) == 2
 
 
 def test_runs_without_halves_are_refused(command, trained, capsys, tmp_path):

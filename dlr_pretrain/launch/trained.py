@@ -1,0 +1,59 @@
+"""What a run directory says was trained in it, held against the run that is meant, and against the runs beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from dlr_pretrain.config import identity
+from dlr_pretrain.config.identity import differences
+from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.runs import Run
+
+FINGERPRINTS = {"data.shards", "tokenizer.pieces", "data.order"}  # the text, its pieces and the order of training
+
+
+def trained(run_dir: Path) -> dict[str, object]:
+    """The identity of the run that has saved something in ``run_dir``; empty where none has."""
+    record = _record(run_dir)
+    return record.get("identity", {}) if "saved" in record else {}
+
+
+def diverged(run_dir: Path) -> bool:
+    """Whether numbers that are not finite have ended the run, and nothing was saved since."""
+    return "diverged" in _record(run_dir)
+
+
+def _record(run_dir: Path) -> dict:
+    try:
+        found = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}  # train.py says so of a damaged one
+    return found if isinstance(found, dict) else {}
+
+
+def another(run: Run) -> str:
+    """How the run in the directory of ``run`` differs from it; empty where it does not, or there is none."""
+    meant = json.loads(json.dumps(identity(run.cfg)))
+    changed = differences(trained(run.dir), meant)
+    return ", ".join(f"{name}: {there} there, {here} here" for name, (there, here) in changed.items())
+
+
+def require_comparable_records(runs: Iterable[Run]) -> None:
+    """Raises UserError where a directory holds another run than is meant, or two have not learnt from the same text.
+
+    A name tells neither: an option's file, a default or the text itself may have changed since a run was trained.
+    """
+    first: dict[str, tuple[object, Path]] = {}
+    for run in runs:
+        if changed := another(run):
+            raise UserError(f"{run.dir} holds another run: {changed}. Move it away, or choose another run.root")
+        found = trained(run.dir)
+        for name in FINGERPRINTS & found.keys():
+            value, where = first.setdefault(name, (found[name], run.dir))
+            if found[name] != value:
+                raise UserError(
+                    f"{run.dir}: {name} is not that of {where}: their losses do not compare. "
+                    "Move away those that were trained on what the text was before, or choose another run.root"
+                )
