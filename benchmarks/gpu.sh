@@ -49,7 +49,7 @@ bench() { # piece, words of scripts/benchmark.py
 tests() { # piece, arguments of pytest
   local piece=$1
   shift
-  run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
+  TORCHINDUCTOR_COMPILE_THREADS=8 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
 }
 
 compare() { # piece, checkout, words
@@ -67,7 +67,13 @@ large="scale=1b backbone=cola train.micro_batch=16"
 eager=compile=false
 
 for file in tests/gpu/test_*.py; do
-  tests "$(basename "$file" .py)" "$file"
+  piece=$(basename "$file" .py)
+  if [ "$piece" = test_gpu ]; then # compiled and eager models, each half of ten minutes
+    tests test_gpu_compiled "$file" -k true
+    tests test_gpu_eager "$file" -k "not true"
+  else
+    tests "$piece" "$file"
+  fi
 done
 bench step-60m step $small
 bench step-60m-loader step $small --loader --arm dlr=on

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
-from dlr_pretrain.bench.arms import Arm, fixed_batch, vocab_size
-from dlr_pretrain.bench.rounds import seconds
+from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch, vocab_size
+from dlr_pretrain.bench.rounds import seconds, warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.runtime import Runtime
@@ -38,7 +38,8 @@ def main(words: list[str]) -> None:
     cfg, start = load(words), time.perf_counter()
     with Runtime(cfg) as runtime:
         runtime.use_device()
-        before = _begin()
+        warm_up_products(runtime.device)
+        before = allocated(runtime.device) if runtime.device.type == "cuda" else _begin()
         arm = Arm("alone", cfg, runtime)
         batch = fixed_batch(cfg, runtime, padding=0.0)
         built = time.perf_counter() - start
@@ -49,7 +50,7 @@ def main(words: list[str]) -> None:
             torch.cuda.reset_peak_memory_stats()
         later = min(seconds(lambda: arm.step(batch), runtime.device) for _ in range(STEPS))
         if runtime.device.type == "cuda":
-            memory = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+            memory = {"peak": torch.cuda.max_memory_allocated() - before, "reserved": torch.cuda.max_memory_reserved()}
         else:
             grown = _highest() - before
             memory = {"peak": live() + allocated_by(lambda: arm.step(batch)), "reserved": grown}

@@ -59,6 +59,15 @@ def paired(times: list[float], reference: list[float]) -> Quartiles:
     return quartiles([t / r for t, r in zip(times, reference, strict=True)])
 
 
+def warm_up_products(device: torch.device) -> None:
+    """Have a GPU's matrix products take their workspaces, 32 MB for each thread that makes some: they stay for the
+    process's life, and are no step's."""
+    if device.type == "cuda":
+        x = torch.ones(64, 64, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+        torch.cuda.synchronize(device)
+
+
 def best_product(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the best of some large matrix products: what this device reaches, whatever its data sheet says."""
     n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)

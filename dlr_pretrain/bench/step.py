@@ -37,7 +37,7 @@ from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.bench.arms import Arm, fixed_batch, require_comparable, vocab_size
 from dlr_pretrain.bench.gate import References, Verdict, difference, losses
 from dlr_pretrain.bench.peers import Peer, as_batch, peer_ids
-from dlr_pretrain.bench.rounds import best_product, interleaved, paired, quartiles
+from dlr_pretrain.bench.rounds import best_product, interleaved, paired, quartiles, warm_up_products
 from dlr_pretrain.bench.words import joined
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -69,6 +69,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
     torch._dynamo.config.recompile_limit = 64  # of one line of code: each arm has a graph of its own there
     with Runtime(cfg) as runtime:
         runtime.use_device()
+        warm_up_products(runtime.device)
         batch = fixed_batch(cfg, runtime, how.padding)
         if peers:
             batch = as_batch(peer_ids(batch), batch.real_tokens)

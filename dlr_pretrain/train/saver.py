@@ -92,6 +92,8 @@ class Saver:
 
     def _work(self, step: int, pieces: dict[str, Piece], copied, state: dict, layout: dict[str, dict]) -> None:
         runtime = self.runtime
+        if copied is not None:  # a new thread is on GPU 0, and waiting there would take half a GB of it
+            torch.cuda.set_device(runtime.device)
         with suppress(OSError, AttributeError):  # the training's threads first, where cores are few
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:

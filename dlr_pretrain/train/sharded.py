@@ -126,7 +126,8 @@ class ShardedGradients:
 class _Total:
     """The sum over micro-batches of what the ranks have summed of one block, before it is rounded to the state's dtype.
 
-    Called by FSDP with its buffer, on its own stream.
+    Called by FSDP with its buffer, on a stream that is not the one the buffer was made on. FSDP drops the buffer when
+    the call returns: the allocator must not give it away before this stream has read it.
     """
 
     def __init__(self):
@@ -134,6 +135,8 @@ class _Total:
         self.fresh = True
 
     def __call__(self, reduced: Tensor) -> None:
+        if reduced.is_cuda:
+            reduced.record_stream(torch.cuda.current_stream())
         if self.sum is None:
             self.sum = torch.empty_like(reduced)
         if self.fresh:

@@ -33,6 +33,8 @@ ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 
 
 def place(cfg: Config, model: Llama) -> Weights:
     """``model``, whole on this rank in the dtype of the state, as ``cfg.parallel`` has ranks hold it."""
+    if cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN at lengths such as 192 (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if cfg.parallel.name == "fsdp":
         from dlr_pretrain.train.sharded import ShardedWeights  # its imports take half a second
 
