@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
+from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import Run, column, read_run
 from dlr_pretrain.durable import write_durably
 
@@ -80,8 +81,9 @@ def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
         rows |= {
             f"evaluation loss ({precision}, {packing}{at})": _number(evaluated["eval/loss"], ".4f"),
             "perplexity, unbiased": f"**{_number(evaluated['eval/perplexity'], '.2f')}**",
-            "perplexity, GaLore convention": _number(evaluated["eval/perplexity_galore"], ".2f"),
         }
+        if found := convention(evaluated):
+            rows["perplexity, GaLore convention"] = f"{found[1]:.2f}"
     rows[f"training loss, median of the last {tail:,} steps"] = f"{_median(train_loss[-tail:]):.4f}"
     not_finite = int((~np.isfinite(train_loss)).sum())
     if not_finite:
@@ -97,18 +99,18 @@ def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
 
 
 def why_two_perplexities(metrics: list[dict]) -> str:
-    """One sentence on the two numbers, with the n of this evaluation."""
+    """One sentence on the two conventions, with the n of this evaluation."""
     evaluated = _last_evaluation(metrics)
     if not evaluated:
         return "This run was not evaluated."
-    if evaluated["eval/perplexity_galore"] is None:
+    if evaluated["eval/perplexity"] is None:
         return "The evaluation is not finite: the run has diverged."
-    reported = math.log(evaluated["eval/perplexity_galore"])
-    gap = evaluated["eval/loss"] - reported
-    n = f"n = {round(reported / gap)} here" if gap > 0 else "n the number of batches"
+    rule = "The scripts of the GaLore family, and the published tables with them, divide the sum of n losses by n + 1"
+    if (found := convention(evaluated)) is None:
+        return f"{rule}, with n near 100 (10M tokens of C4): this evaluation is of too few to be compared with them."
     return (
-        "The scripts of the GaLore family, and the published tables with them, divide the summed loss of n batches by "
-        f"n + 1 ({n}): compare the second perplexity with those tables, and use the first for everything else."
+        f"{rule} (n = {found[0]} here): compare the second perplexity with those tables, and use the first for "
+        "everything else."
     )
 
 

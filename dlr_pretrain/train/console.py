@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 
+from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.config import Config
 
 LABEL = 12  # columns of the summary's first column
@@ -72,10 +73,9 @@ class Console:
         elif evaluated or step == 1 or step % self.cfg.log.every == 0:
             self.say(line)
         if evaluated:
-            perplexity, galore = decimal(record["eval/perplexity"], 2), decimal(record["eval/perplexity_galore"], 2)
-            self.say(
-                f"  eval  loss {decimal(record['eval/loss'], 4)}  perplexity {perplexity}  (galore convention {galore})"
-            )
+            galore = f"  (galore convention {decimal(found[1], 2)})" if (found := convention(record)) else ""
+            loss, perplexity = decimal(record["eval/loss"], 4), decimal(record["eval/perplexity"], 2)
+            self.say(f"  eval  loss {loss}  perplexity {perplexity}{galore}")
 
     def close_line(self) -> None:
         """Take the live line away: what comes next is written by others."""

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console, count, duration
 from dlr_pretrain.train.record import describe_code
@@ -32,8 +33,8 @@ def record(step: int, **values) -> dict:
 
 
 def evaluation(loss: float) -> dict:
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"eval/loss": loss, "eval/perplexity": perplexity, "eval/perplexity_galore": perplexity}
+    galore = perplexity(loss * 101 / 102)
+    return {"eval/loss": loss, "eval/perplexity": perplexity(loss), "eval/perplexity_galore": galore}
 
 
 VALUES = [
@@ -84,7 +85,7 @@ def test_without_a_terminal_the_first_step_every_interval_and_evaluations_are_sa
         shown.step(record(step, **(evaluation(3.0) if step == 6 else {})), None)
     lines = out.getvalue().splitlines()
     assert [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step")] == [1, 4, 6, 8]
-    assert lines[3] == "  eval  loss 3.0000  perplexity 20.09  (galore convention 20.09)"
+    assert lines[3] == "  eval  loss 3.0000  perplexity 20.09  (galore convention 19.50)"
 
 
 def test_a_terminal_has_one_live_line_which_makes_room_for_others():
