@@ -23,6 +23,12 @@ EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # by the worker
 GRACE = 60.0  # seconds that torchrun has to end after its workers
 
 
+ABOUT = (
+    "torchrun for jobs that are preempted. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go on to the ranks, which save and "
+    "end; the exit code is theirs: 75 where the run has saved and the same command continues it."
+)
+
+
 def main() -> int:
     asked: set[int] = set()
 
@@ -49,9 +55,11 @@ def launch(asked: set[int]) -> int:
     """Run torchrun; ``asked`` are the signals that have been passed on."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import get_args_parser, run
 
-    given = parse_args(sys.argv[1:])
+    parser = get_args_parser()
+    parser.usage, parser.description = "launch.py [options of torchrun] train.py [key=value ...]", ABOUT
+    given = parser.parse_args(sys.argv[1:])
     if given.max_restarts:
         print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)
         return EXIT_CONFIG

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
 from dlr_pretrain.cli import load
@@ -20,24 +22,31 @@ def main() -> int:
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=at_least_1, metavar="N", default=1, help="GPUs of the run (default: 1)")
+    parser.add_argument("--ranks", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     parser.add_argument(
         "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
     )
     parser.add_argument(
-        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU that is estimated for (h200)"
+        "--device", choices=("a100", "h100", "h200", "b200"), help="GPU that is estimated for (default: h200)"
     )
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="results of benchmark.py step beside estimates")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
+    for word in words:
+        name = word.partition("=")[0]
+        if word.startswith("--") and (meant := get_close_matches(name, parser._option_string_actions)):
+            parser.error(f"{name}: did you mean {meant[0]}?")
     if given.table1 and words:
         parser.error(f"--table1 is of the recipes as they stand: {' '.join(words)} has no place beside it")
     if given.measured and (words or given.gpus):
         parser.error("--measured names the words and the GPU of each result: leave out others")
     if given.assume and not (given.gpus or given.measured):
         parser.error("--assume is of estimates: add --gpus")
+    if given.ranks and given.gpus:
+        parser.error("--gpus takes the numbers of GPUs: leave out --ranks")
+    given.ranks, given.device = given.ranks or 1, given.device or "h200"
     try:
         if given.table1:
             print(table1(given.json))
@@ -115,4 +124,5 @@ def table1(as_json: bool) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # plan.py ... | head
     sys.exit(main())

@@ -237,7 +237,7 @@ def update_bytes(held: Memory, clipped: bool) -> int:
 # ----------------------------------------------------------------------------------------------------
 # Showing
 
-HEADER = f"{'GPUs':>6}{'batch':>9}{'step':>9}{'reduce':>9}{'waits':>8}{'GB':>8}{'tok/s':>8}{'MFU':>6}{'end':>9}"
+HEADER = f"{'GPUs':>6}{'batch':>9}{'step':>9}{'reduce':>9}{'waits':>9}{'GB':>8}{'tok/s':>8}{'MFU':>6}{'end':>9}"
 LEGEND = """\
 batch: sequences x micro-batches of a GPU. step: of one update. reduce: its collectives; waits: their part that nothing
 hides. GB: peak of a GPU as eager code allocates it; ! where it does not fit. tok/s: positions, all GPUs. MFU: of the
@@ -252,7 +252,7 @@ def line(gpus: int, e: Estimate | None, cfg: Config) -> str:
     memory = f"{e.memory / 1e9:.1f}" + (" " if e.fits else "!")
     return (
         f"{gpus:>6,}{f'{e.micro_batch} x {e.micro_batches}':>9}{_time(e.step):>9}{_time(e.communication):>9}"
-        f"{_time(e.exposed):>8}{memory:>8}{_count(e.tokens_per_second):>8}{e.mfu:>6.0%}{_span(e.hours):>9}"
+        f"{_time(e.exposed):>9}{memory:>8}{_count(e.tokens_per_second):>8}{e.mfu:>6.0%}{_span(e.hours):>9}"
         f"{'' if e.trains else '*'}"
     )
 

@@ -103,8 +103,9 @@ def _conflicting_flags(args: Namespace) -> Iterator[Problem]:
 
 def _flag_problem(word: str) -> Problem:
     name, _, value = word.lstrip("-").partition("=")
-    name = nearest(name, [*GROUPS, *KNOWN]) or name
-    return Problem(word, MISSING, "not a flag of this command", f"Write {name}={value or '<value>'}")
+    meant = nearest(name, [*GROUPS, *KNOWN])
+    mend = f"Write {meant}={value or '<value>'}" if meant else "See --help"
+    return Problem(word, MISSING, "not a flag of this command", mend)
 
 
 def _malformed(words: list[str]) -> list[Problem]:
@@ -118,7 +119,9 @@ def _malformed(words: list[str]) -> list[Problem]:
     problems = []
     for run in filter(None, runs):
         joined = "".join(run)
+        empty = re.fullmatch(r"[+]*(\S+?)\s*=\s*", joined)
         mend = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
+        mend = f"Write {empty[1]}=<value>" if empty else mend
         problems.append(Problem(" ".join(run), MISSING, "not of the form key=value", mend))
     return problems
 
@@ -175,7 +178,8 @@ def _grammar_problem(word: str, multirun: bool) -> Problem | None:
         text = value.replace("'", "\\'")
         return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
     if override.is_sweep_override() and not multirun:
-        return Problem(key, value, "several values for one run", f"Add -m to run each, or quote: \"{key}='{value}'\"")
+        mend = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
+        return Problem(key, value, "several values for one run", mend)
     if override.is_sweep_override() and not override.is_discrete_sweep():
         return Problem(key, value, "an interval has no list of values", f"Write {key}=<value>,<value>")
     return None

@@ -229,14 +229,22 @@ def answer_help() -> None:
 def overview(width: int = 80) -> str:
     """The groups with their options, and of a folder of options their number; in a run of Hydra."""
     lines = []
+    usual = default_choices()
     for group in sorted(GROUPS):
-        options = _options(group, "train", [])
+        options = [f"{o}*" if o == usual.get(group) else o for o in _options(group, "train", [])]
+        options.sort(key=_size)
         folders = Counter(option.partition("/")[0] for option in options if "/" in option)
         shown = [option for option in options if "/" not in option] + [f"{f}/ ({n})" for f, n in folders.items()]
         entries = (entry.replace(" ", "\0") for entry in shown)  # a folder and its number stay on one line
         line = textwrap.fill(f"{group}: " + ", ".join(entries), width, subsequent_indent="  ")
         lines.append(line.replace("\0", " "))
     return "\n".join(lines)
+
+
+def _size(option: str) -> float:
+    """Of a scale such as 60m or 1b; the same of all else, which keeps its order."""
+    found = re.fullmatch(r"(\d+)([mb])\*?", option)
+    return float(found[1]) * {"m": 1, "b": 1000}[found[2]] if found else 0.0
 
 
 def _options(group: str, config_name: str, search: list[str]) -> list[str]:

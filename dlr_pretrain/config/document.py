@@ -19,7 +19,8 @@ HEAD = """# Configuration
 Every key, from `dlr_pretrain/config/tree.py` and `configs/` (`python -m dlr_pretrain.config.document` writes this
 page). A key is given as `section.key=value`, an option of a group as `group=option`. `${{a.b}}` is the value of another
 key. Keys with a dot in the last column take part in the mathematics of a run: they name its directory, and cannot
-change when it resumes (`run.fork_from` starts another run from it). The others may.
+change when it resumes (`run.fork_from` starts another run from it). The others may; and so may those that say where
+text and tokenizer lie, with `run.dir` given, as long as they are the same text and tokenizer.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md)).
 """
@@ -77,7 +78,7 @@ def _open_group(group: str) -> Iterator[str]:
             if knob not in ("name", "factorized"):
                 declared = rules(group, _values(path)["name"], knob)
                 meaning = comments.get(knob) or declared.get("doc", "")
-                values = _bounds(declared) if declared else ""
+                values = (_bounds(declared) if declared else "") or ("true, false" if value in (True, False) else "")
                 yield f"| `{option}` | `{group}.{knob}` | {_cell(meaning)} | {values} | {_value(value)} |\n"
 
 
@@ -128,7 +129,7 @@ def _values(path: Path) -> dict[str, object]:
 def _bounds(metadata: Mapping) -> str:
     if metadata["choices"]:
         return ", ".join(f"`{choice}`" for choice in metadata["choices"])
-    limits = [("above", ">"), ("at_least", "≥"), ("at_most", "≤")]
+    limits = [("above", ">"), ("at_least", "≥"), ("at_most", "≤"), ("below", "<")]
     return ", ".join(f"{sign} {metadata[name]}" for name, sign in limits if metadata[name] is not None)
 
 

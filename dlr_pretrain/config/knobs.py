@@ -9,13 +9,14 @@ from collections.abc import Mapping
 
 from dlr_pretrain.config.tree import key
 
-FACTORS = {
+RANK = {"rank": key("rank r of the factors", at_least=1)}
+FACTORS = RANK | {
     "init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier")),
     "latent_scale": key("factor of the latent", above=0),
 }
 GAIN = {"b_gain": key("factor of B's initial values", above=0)}
 RATES = {"b_lr": key("rate of B over that of the other parameters", above=0)}
-ADAPTER = {"alpha": key("strength of the factors times their rank", above=0)}
+ADAPTER = RANK | {"alpha": key("strength of the factors times their rank", above=0)}
 LOST = {
     "gamma": key("share of the low-rank branch", at_least=0, at_most=1),
     "sparsity": key("share of the input channels", above=0, at_most=1),
@@ -36,15 +37,27 @@ RELORA = ADAPTER | {
     "prune": key("which optimizer state is dropped", choices=("random", "magnitude")),
     "prune_ratio": key("share of the optimizer state that is dropped", at_least=0, at_most=1),
 }
-GALORE = {
+ADAM = {
+    "beta1": key("decay of first moments", at_least=0, below=1),
+    "beta2": key("decay of second moments", at_least=0, below=1),
+    "eps": key("added to the root of second moments", above=0),
+    "weight_decay": key("share of a weight that an update at rate 1 takes off", at_least=0),
+}
+GALORE = ADAM | {
     "rank": key("rank of the projection", at_least=1),
     "update_scale": key("factor of a projected update", above=0),
     "refresh_every": key("updates between renewals of the projectors", at_least=1),
 }
-LORO = {
+LORO = ADAM | {
     "schedule": key("learning rate", choices=("loro", "cosine")),
     "exact_every": key("updates from one exact step to the next", at_least=1),
     "restart_warmup": key("updates of warm-up after an exact step", at_least=0),
+}
+
+MUON = {
+    "momentum": key("decay of the momentum", at_least=0, below=1),
+    "nesterov": key("Nesterov's momentum"),
+    "ns_steps": key("iterations", at_least=1, at_most=99),
 }
 
 KNOBS: dict[str, dict[str, dict]] = {
@@ -59,13 +72,13 @@ KNOBS: dict[str, dict[str, dict]] = {
         "relora": RELORA,
     },
     "optimizer": {
-        "adamw": RATES,
-        "adamw_foreach": RATES,
+        "adamw": ADAM | RATES,
+        "adamw_foreach": ADAM | RATES,
         "galore": GALORE,
         "fira": GALORE | {"limiter": key("growth of a norm in an update", at_least=1)},
         "loro": LORO,
-        "muon": {"ns_steps": key("iterations", at_least=1, at_most=99)},
-        "adamw_8bit": {"block_size": key("values that share a scale", at_least=1)},
+        "muon": ADAM | MUON,
+        "adamw_8bit": ADAM | {"block_size": key("values that share a scale", at_least=1)},
     },
 }
 

@@ -106,7 +106,7 @@ def _unknown(name: str, value: object, keys: dict[str, Key], tree: dict) -> Prob
     section, whose = name.split(".", 1)[0], ""
     if section in OPEN_GROUPS and "name" in tree[section]:
         whose = f" of {section}={tree[section]['name']}"
-    return Problem(name, value, f"no such key{whose}", did_you_mean(name, keys, "See train.py --help"))
+    return Problem(name, value, f"no such key{whose}", did_you_mean(name, keys, "See docs/configuration.md"))
 
 
 def _build(values: dict[str, object]) -> Config:
@@ -157,4 +157,6 @@ def _broken_rule(value: object, rules: Mapping) -> str:
         return f"must be at least {rules['at_least']}"
     if rules.get("at_most") is not None and value > rules["at_most"]:
         return f"must be at most {rules['at_most']}"
+    if rules.get("below") is not None and not value < rules["below"]:
+        return f"must be below {rules['below']}"
     return ""

@@ -42,9 +42,30 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
 
+SYNONYMS = {  # what other trainers call them
+    "batch_size": "train.global_batch",
+    "total_batch_size": "train.global_batch",
+    "grad_accum": "train.micro_batch",
+    "gradient_accumulation": "train.micro_batch",
+    "gradient_accumulation_steps": "train.micro_batch",
+    "per_device_train_batch_size": "train.micro_batch",
+    "learning_rate": "train.lr",
+    "max_steps": "train.steps",
+    "num_training_steps": "train.steps",
+    "max_length": "train.seq_len",
+    "block_size": "train.seq_len",
+    "dtype": "precision",
+    "model": "backbone",
+    "model_config": "scale",
+    "wandb": "logger",
+}
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that was most likely meant: a like one in a like section, or the same one in another section."""
     section, _, leaf = name.lower().rpartition(".")
+    if name not in known and SYNONYMS.get(leaf) in known:
+        return SYNONYMS[leaf]
     best, best_likeness = None, 0.0
     for candidate in known:
         where, _, own = candidate.rpartition(".")

@@ -20,6 +20,7 @@ def key(
     above: float | None = None,
     at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     choices: tuple[str, ...] | None = None,
     words: tuple[str, ...] = (),
     identity: bool = True,

@@ -76,6 +76,9 @@ def gpus(cfg: Config) -> Outcome:
         return Outcome(FAIL, f"{text}, and {local} ranks on this node", f"Use --nproc-per-node {len(names)}")
     if free < 0.9 * total:
         return Outcome(WARN, f"{text}: another process holds some", "Look at nvidia-smi")
+    if (cores := len(os.sched_getaffinity(0))) < 2 * local:
+        mend = "Each rank tokenises its own text: ask for more, under SLURM with --cpus-per-gpu=8 or --exclusive"
+        return Outcome(WARN, f"{text}; {cores} CPU cores for {local} ranks", mend)
     if names[0] not in PEAK_FLOPS:
         return Outcome(OK, f"{text}; its peak is not known, so perf/mfu stays empty")
     return Outcome(OK, text)

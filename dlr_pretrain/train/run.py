@@ -101,6 +101,8 @@ class Run:
 
         start = self.open_start() if snapshot is None else None
         self.runtime.use_device()
+        if (self.runtime.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
+            self.console.say("warning: torch finds no GPU, so this trains on the CPU. device=cpu says that it is meant")
         self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
         self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
         with explained(self.cfg, self.runtime, self.vocab_size):

@@ -48,7 +48,7 @@ def test_help_is_one_screen(tmp_path):
     assert done.returncode == 0
     assert len(lines) < 40
     assert max(map(len, lines)) <= 80
-    assert "scale: 130m, 1b, 350m, 60m, 7b, tiny" in lines
+    assert "scale: tiny, 60m*, 130m, 350m, 1b, 7b" in lines
     recipes = re.search(r"^experiment: (.*?)\nlogger", done.stdout, re.MULTILINE | re.DOTALL)[1]
     listed = [re.sub(r" \(\d+\)$", " (n)", recipe) for recipe in recipes.replace("\n ", "").split(", ")]
     folders = [f"{folder}/ (n)" for folder in ("7b", "ablation", "long_26b", "table1")]
