@@ -55,6 +55,8 @@ def submit(argv: list[str]) -> None:
     measured = Measured(runs) if given.time else None
     print(plan_table(runs, stands, asked, measured, width))
     print(summary(stands, "--resubmit" if not given.resubmit else ""))
+    if not asked.gpus and any(run.cfg.device != "cpu" for run in chosen):
+        print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
     if not chosen:
         return print("Nothing to submit.")
     array = Array(runs, chosen, name, given.limit, for_sbatch)

@@ -217,10 +217,12 @@ def test_an_array_is_queued_with_its_limit_and_the_words_for_sbatch(scheduler, t
 
 def test_nothing_is_queued_from_a_wrong_table_or_in_a_dry_run(scheduler, table_of, capsys):
     assert command.main([*table_of, "backbone=full", "dlr=off,on"]) == 2
+    assert "no up-projection" in capsys.readouterr().err
     assert command.main([*table_of, "--dry-run"]) == 0
+    assert "warning: no GPUs are asked for" in capsys.readouterr().out
+    assert command.main([*table_of, "--dry-run", "--", "--gpus-per-node=1"]) == 0
     assert not (scheduler / "asked").exists() and not loaded(table_of)[0].dir.exists()
-    shown = capsys.readouterr()
-    assert "no up-projection" in shown.err and "Would submit 2: sbatch" in shown.out
+    assert "Would submit 2: sbatch" in (out := capsys.readouterr().out) and "warning" not in out
 
 
 def test_runs_that_have_ended_run_or_wait_are_left_out(scheduler, tmp_path, capsys):
