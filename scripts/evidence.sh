@@ -47,9 +47,9 @@ paper() { # the same at the paper's one rate
 
 mechanism() { # a residual, an initial offset, decay towards it: with and without decay, by the rounding of the updates
   local three=cola,cola+dlr,cola+init_offset four=cola,cola+dlr,cola+init_offset,cola+init_offset_decay
+  tune bf16_as_the_papers "pair=$three" "lr=$paper" "seeds=$seeds" # in whose rounding decay changes no weight
   for decay in 0.0 0.1; do
     local shared=("lr=$paper" "seeds=$seeds" "optimizer.weight_decay=$decay")
-    tune "bf16_as_the_papers-$decay" "pair=$three" "${shared[@]}"
     tune "bf16-$decay" "pair=$three" "${shared[@]}" optimizer=adamw
     tune "bf16_sr-$decay" "pair=$three" "${shared[@]}" optimizer=adamw precision=bf16_sr
   done
@@ -64,14 +64,16 @@ ablations() { # of the residual; then what a sceptic would try in its place: a l
   local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
   local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
   local ranks=cola:backbone.rank=16,cola+dlr:backbone.rank=16,cola:backbone.rank=24,cola+dlr:backbone.rank=24
-  tune residual "pair=cola+dlr,$forms,$strengths" "lr=0.003,$paper" "seeds=$seeds"
-  tune controls "pair=cola+dlr,cola,$controls" "lr=0.003,$paper" "seeds=$seeds"
-  tune rank "pair=cola+dlr,cola,$ranks" "lr=0.003,$paper" "seeds=$seeds"
+  local some=cola+random,cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola:backbone.b_gain=1.3
+  tune residual "pair=cola+dlr,$forms,$strengths" "lr=$paper" "seeds=$seeds"
+  tune controls "pair=cola+dlr,cola,$controls" "lr=$paper" "seeds=$seeds"
+  tune rank "pair=cola+dlr,cola,$ranks" "lr=$paper" "seeds=$seeds"
+  tune lower "pair=cola+dlr,cola,$some" lr=0.003 "seeds=$seeds"
 }
 
 longer() { # four times the tokens, and four times the parameters: does the sign at each rate stay?
-  tune tokens pair=cola,cola+dlr "lr=0.001,0.003,$paper" seeds=41 "confirm=$seeds" train.steps=4000 eval.every=1000
-  tune parameters pair=cola,cola+dlr "lr=0.001,0.003,$paper" seeds=41 "confirm=$seeds" scale.hidden_size=256 \
+  tune tokens pair=cola,cola+dlr "lr=0.003,$paper" "seeds=$seeds" train.steps=4000 eval.every=1000
+  tune parameters pair=cola,cola+dlr "lr=0.003,$paper" "seeds=$seeds" scale.hidden_size=256 \
     scale.intermediate_size=688 scale.rank=64
 }
 
