@@ -10,6 +10,7 @@ import torch
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.record import read_record
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
 
@@ -28,14 +29,15 @@ CHOICE = ("backbone=cola", "dlr=on")
 
 
 def record(folder) -> dict:
-    return json.loads((folder / "manifest.json").read_text())["forked"]
+    return read_record(folder)["forked"]
 
 
 def test_without_a_change_it_is_the_rest_of_the_run(train, tmp_path, origin, capsys):
     whole = final(train(tmp_path / "whole", *CHOICE))
     fork = train(tmp_path / "fork", *CHOICE, f"run.fork_from={origin}")
     assert_same(final(fork), whole)
-    assert record(fork) == {"checkpoint": str(origin / "checkpoints/step_00000010"), "step": 10, "changed": {}}
+    there = {"checkpoint": str(origin / "checkpoints/step_00000010"), "step": 10, "changed": {}}
+    assert record(fork) == there | {"starts": [start["time"] for start in read_record(origin)["starts"]]}
     assert {d.name for d in (origin / "checkpoints").iterdir()} == {"step_00000005", "step_00000010"}
     shutil.rmtree(origin)
     assert_same(final(train(fork, *CHOICE, f"run.fork_from={origin}")), whole)
