@@ -85,7 +85,10 @@ all=(pairs paper mechanism ablations longer paths)
 
 report() { # from the runs where they are here, else from those that are kept
   for piece in "${all[@]}"; do
-    if [ -d "$root/$piece" ]; then "$python" -m dlr_pretrain.analysis.keep "$root/$piece" "$kept/$piece"; fi
+    if [ -d "$root/$piece" ]; then
+      "$python" -m dlr_pretrain.analysis.keep "$root/$piece" "$kept/$piece" || echo "$piece: as it was kept before"
+    fi
+    if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
   done
   "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"

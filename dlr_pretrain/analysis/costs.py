@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.groups import Group
-from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.records import VOCABULARY, Run
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config import OPEN_GROUPS, Config, parse, to_dict
 from dlr_pretrain.config.composition import build, session
@@ -69,8 +70,8 @@ def vocabularies(groups: Sequence[Group]) -> dict[object, int | None]:
     sizes: dict[object, int | None] = {}
     for group in groups:
         for run in group.runs:
-            known = sizes.get(tokenizer(group)) or run.config["scale"].get("vocab_size") or _exported(run)
-            sizes[tokenizer(group)] = known
+            known = sizes.get(tokenizer(group)) or run.config["scale"].get("vocab_size")
+            sizes[tokenizer(group)] = known or run.manifest.get(VOCABULARY) or exported_vocabulary(run.folder)
     return sizes
 
 
@@ -79,9 +80,10 @@ def tokenizer(group: Group) -> tuple:
     return group.shared.get("tokenizer.pieces"), group.config["scale"].get("vocab_size")
 
 
-def _exported(run: Run) -> int | None:
+def exported_vocabulary(run_dir: Path) -> int | None:
+    """Rows of the exported model's embedding; None where there is none."""
     try:
-        return json.loads((run.folder / "folded" / "config.json").read_text())["vocab_size"]
+        return json.loads((run_dir / "folded" / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError):
         return None
 

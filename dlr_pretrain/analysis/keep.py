@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dlr_pretrain.analysis.comparison import ENDED
+from dlr_pretrain.analysis.costs import exported_vocabulary
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.analysis.records import THINNED
+from dlr_pretrain.analysis.records import THINNED, VOCABULARY
 from dlr_pretrain.errors import UserError
 
 EVERY = 100
@@ -51,7 +52,7 @@ def _keep_run(run: Path, target: Path, every: int) -> None:
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     for start in manifest["starts"]:
         start.pop("host", None)
-    text = json.dumps(manifest | {THINNED: every}, indent=1)
+    text = json.dumps(manifest | {THINNED: every, VOCABULARY: exported_vocabulary(run)}, indent=1)
     (target / "manifest.json").write_text(text + "\n", encoding="utf-8")
     lines = (json.dumps(record) + "\n" for record in _thinned(read_metrics(run / "metrics.jsonl"), every))
     (target / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -24,6 +24,7 @@ from dlr_pretrain.errors import UserError
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # methods that the papers' tables know by the optimizer's name
 THINNED = "metrics_every"  # in the manifest of a run that keep.py has cut down: updates between its records
+VOCABULARY = "vocab_size"  # in such a manifest: that of the model, which is not kept
 OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that leave the mathematics alone
 
 

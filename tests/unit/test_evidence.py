@@ -11,7 +11,7 @@ import pytest
 
 from dlr_pretrain.analysis.insert import insert, main
 from dlr_pretrain.analysis.keep import keep
-from dlr_pretrain.analysis.records import THINNED, find_runs
+from dlr_pretrain.analysis.records import THINNED, VOCABULARY, find_runs
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.grid import read_grid, require_comparable
@@ -77,6 +77,8 @@ def trained(tmp_path, monkeypatch) -> Path:
         manifest = json.loads(path.read_text())
         manifest["starts"][0]["host"] = "a-secret-name"
         path.write_text(json.dumps(manifest))
+        path.with_name("folded").mkdir()
+        (path.with_name("folded") / "config.json").write_text('{"vocab_size": 8192}')
     return Path("pairs")
 
 
@@ -87,7 +89,7 @@ def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
     for a, b in zip(whole, kept, strict=True):
         assert [record["step"] for record in b.metrics] == [1, 20, 25, 40, 50, 60]
         assert (b.final, b.evaluations, b.identity) == (a.final, a.evaluations, a.identity)
-        assert not b.remarks and b.manifest[THINNED] == 25
+        assert not b.remarks and (b.manifest[THINNED], b.manifest[VOCABULARY]) == (25, 8192)
     assert "a-secret-name" not in "".join(path.read_text() for path in Path("kept").rglob("*") if path.is_file())
     write_reports([str(trained / "tune"), "runs"], Path("of_whole"), "")
     write_reports(["kept/tune", "kept/runs"], Path("of_kept"), "")
