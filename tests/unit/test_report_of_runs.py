@@ -239,6 +239,7 @@ def test_machines_are_not_averaged(tmp_path, no_figures):
     records = [json.loads(line) for line in (tmp_path / "b/metrics.jsonl").read_text().splitlines()]
     rates = [record["perf/tokens_per_second"] for record in records[10:]]
     assert rows[1]["Tokens a second"][1] == statistics.median(rates)
+    assert rows[1]["Hours"][1] == pytest.approx(30 / 3600)
 
 
 def test_hours_leave_out_the_pause_between_starts(tmp_path):
