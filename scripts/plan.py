@@ -27,7 +27,7 @@ def main() -> int:
         "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
     )
     parser.add_argument(
-        "--device", choices=("a100", "h100", "h200", "b200"), help="GPU that is estimated for (default: h200)"
+        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU that is estimated for (h200)"
     )
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="results of benchmark.py step beside estimates")
@@ -46,7 +46,6 @@ def main() -> int:
         parser.error("--assume is of estimates: add --gpus")
     if given.ranks and given.gpus:
         parser.error("--gpus takes the numbers of GPUs: leave out --ranks")
-    given.ranks, given.device = given.ranks or 1, given.device or "h200"
     try:
         if given.table1:
             print(table1(given.json))
@@ -55,7 +54,7 @@ def main() -> int:
         elif given.gpus:
             print(scaling(words, given))
         else:
-            print(one(words, given.ranks, given.json, given.device))
+            print(one(words, given.ranks or 1, given.json, given.device))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

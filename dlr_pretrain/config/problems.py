@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dlr_pretrain.config.secrets import redact
@@ -61,7 +61,7 @@ SYNONYMS = {  # what other trainers call them
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was most likely meant: a like one in a like section, or the same one in another section."""
     section, _, leaf = name.lower().rpartition(".")
     if name not in known and SYNONYMS.get(leaf) in known:
@@ -81,7 +81,7 @@ def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
     """A mend that names the nearest of the known names, or ``otherwise`` where none is near."""
     near = nearest(name, known)
     return f"Did you mean {near}?" if near else otherwise
