@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict
@@ -55,9 +56,13 @@ def main() -> int:
             print(scaling(words, given))
         else:
             print(one(words, given.ranks or 1, given.json, given.device))
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # plan.py ... | head; what is left in the buffer goes nowhere as Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     return 0
 
 
@@ -123,5 +128,4 @@ def table1(as_json: bool) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # plan.py ... | head
     sys.exit(main())

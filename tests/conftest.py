@@ -37,6 +37,15 @@ SMALL = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def signals():
+    """A handler that a test leaves behind is one of all tests after it: without Python's of SIGPIPE, a closed socket
+    ends pytest without a word."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+
+
 @pytest.fixture(scope="session")
 def test_data() -> Path:
     """The folder of real data; the test skips where it is not there."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -310,6 +312,16 @@ def test_the_command_prints_json_with_stable_keys_and_needs_no_data():
     assert found["schedule"][2] == {"update": 2_200, "lr": 0.005}
     assert found["schedule"][-1]["update"] == 21_999
     assert found["paper_memory"]["total"] == pytest.approx(0.564e9, rel=1e-3)
+
+
+def test_a_reader_that_has_gone_ends_it_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "scripts/plan.py", "scale=60m"], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 def test_a_plan_says_how_long_a_resume_in_compressed_text_takes():
