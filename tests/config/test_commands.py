@@ -132,4 +132,4 @@ def test_an_installation_names_extras_that_are(command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m ")])
 def test_a_module_that_is_run_is_there(command):
-    assert command == "python -m pytest"
+    assert command == "python -m pytest -n 2"
