@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
@@ -275,7 +276,7 @@ def draw_method(axes, found: dict, method: str, place: tuple[int, int]) -> None:
     for lr in found["design"]["rates"]:
         losses = [t["loss_b"] for t in grid if t["lr"] == lr]
         if losses and None not in losses:
-            means[lr] = perplexity(sum(losses) / len(losses))
+            means[lr] = fmean(map(perplexity, losses))
     axes.plot([lr * aside for lr, _ in points], [y for _, y in points], mark, color=colour, alpha=0.35, markersize=4)
     axes.plot(list(means), list(means.values()), color=colour, marker=mark, markersize=5, linewidth=1.6, label=method)
     if (best := found["chosen"][method]["lr"]) in means:

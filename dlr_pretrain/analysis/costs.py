@@ -10,6 +10,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.records import VOCABULARY, Run
+from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config import OPEN_GROUPS, Config, parse, to_dict
 from dlr_pretrain.config.composition import build, session
@@ -62,6 +63,9 @@ def _cost(run: Run, vocabulary: int | None) -> Cost:
         raise UserError("the size of its vocabulary is known when it has finished")
     cfg = configuration(run)
     ranks = run.starts[-1]["world_size"] if run.starts else 1
+    auto = run.manifest.get("micro_batch", {}).get(str(ranks)) if cfg.train.micro_batch == "auto" else None
+    if auto:
+        cfg = with_micro_batch(cfg, auto)
     return Cost(counts(cfg, vocabulary).trained, flops_per_token(cfg, vocabulary, cfg.micro_batch(ranks)))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 
@@ -219,7 +219,7 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
             label = (("without DLR", "with DLR")[side]) if y == 0 else None
             ax.plot(each, [y] * len(each), mark, color=color, markersize=4, alpha=0.5)
             ax.plot(means[side], y, mark, color=color, markersize=8, label=label)
-    ax.set_yticks(range(len(found)), [wrapped(a.label) for a, _ in found])
+    ax.set_yticks(range(len(found)), [wrapped(replace(a, variant=b.variant or a.variant).label) for a, b in found])
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     label_axes([ax], "perplexity after the last update, unbiased", "", shown=None)

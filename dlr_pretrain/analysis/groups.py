@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dlr_pretrain.analysis.records import Run
@@ -79,8 +79,10 @@ class Group:
         return spread(run.final.get(name) for run in self.finished)
 
     def at(self, step: int, name: str) -> Spread | None:
-        """A figure of the evaluation at ``step``, over the seeds that have one."""
-        return spread(e.get(name) for run in self.runs for e in run.evaluations if e["step"] == step)
+        """A figure of the evaluation at ``step``, over the seeds that have one; infinite for one that had diverged."""
+        lost: list[dict] = [{} for run in self.runs if run.diverged and run.step < step]
+        found = [e for run in self.runs for e in run.evaluations if e["step"] == step]
+        return spread(e.get(name) for e in (found + lost if found else []))
 
     def without(self, *prefixes: str) -> str:
         """The shared identity without some keys, to be compared with another group's."""
@@ -98,11 +100,7 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     found: dict[str, list[Run]] = {}
     shared: dict[str, dict] = {}
     remarks: list[str] = []
-    one_order = {run.identity.get("data.seed") for run in runs if not ordered_by_seed(run)}
-    for run in runs:
-        same = {k: v for k, v in run.identity.items() if k != "seed" and k not in ORIGIN}
-        if ordered_by_seed(run) and run.seed not in one_order:
-            same["data.seed"] = "seed"
+    for run, same in _shared(runs):
         found.setdefault(_text(same), []).append(run)
         shared[_text(same)] = same
     groups = []
@@ -117,6 +115,22 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
             remarks += [f"{r.folder} is left out: {first.folder} has the same configuration and seed" for r in others]
         groups.append(Group(tuple(chosen), shared[key]))
     return sorted(_named(groups), key=_order), remarks
+
+
+def _shared(runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
+    """Each run with its identity but for the seed. Where ``data.seed`` is the seed, the order is the seed's, unless
+    others that differ in seed and residual alone keep to that one order; with none of another seed, any others."""
+    families: dict[str, list[tuple[Run, dict]]] = {}
+    for run in runs:
+        same = {k: v for k, v in run.identity.items() if k not in ("seed", "data.seed", *ORIGIN)}
+        family = _text({k: v for k, v in same.items() if not k.startswith("dlr.")})
+        families.setdefault(family, []).append((run, same))
+    for family in families.values():
+        alike = [run for run, _ in family] if len({run.seed for run, _ in family}) > 1 else runs
+        one_order = {run.identity.get("data.seed") for run in alike if not ordered_by_seed(run)}
+        for run, same in family:
+            by_seed = ordered_by_seed(run) and run.seed not in one_order
+            yield run, same | {"data.seed": "seed" if by_seed else run.identity.get("data.seed")}
 
 
 def ordered_by_seed(run: Run) -> bool:
@@ -140,6 +154,15 @@ def difference(a: Group, b: Group, value: Callable[[Run], float | None]) -> Spre
 # ----------------------------------------------------------------------------------------------------
 # Names
 
+TAKEN_FROM_SCALE = {  # keys of a scale that say nothing beside the keys that follow them
+    "scale.rank": "backbone.rank",
+    "scale.lr": "train.lr",
+    "scale.steps": "train.steps",
+    "scale.global_batch": "train.global_batch",
+    "scale.adam_eps": "optimizer.eps",
+    "scale.eval_tokens": "eval.tokens",
+}
+
 
 def _named(groups: list[Group]) -> list[Group]:
     """Groups of one scale and method get the keys in which they differ from the one whose values most groups share."""
@@ -158,7 +181,7 @@ def _named(groups: list[Group]) -> list[Group]:
 
         main = max(others, key=usual)  # the first of equals
         changed = [k for k in keys if group.shared.get(k, MISSING) != main.shared.get(k, MISSING)]
-        own = [k for k in changed if not k.startswith("scale.")] or changed
+        own = [k for k in changed if TAKEN_FROM_SCALE.get(k) not in changed]
         named.append(Group(group.runs, group.shared, ", ".join(_override(k, group.shared) for k in own)))
     return named
 

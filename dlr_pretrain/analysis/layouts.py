@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, difference, pairs
 from dlr_pretrain.analysis.paper import MILESTONES, OWN_RATES, SCALES, SEEDS, fact, facts, marks
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published, rounded
+from dlr_pretrain.config.tree import CONFIG_DIR
 
 BESIDE = (
     "ours by the paper's convention, which divides the summed loss of n batches by n + 1: mean ± standard deviation "
@@ -22,14 +25,15 @@ class Footnotes:
     def __init__(self):
         self.letters: dict[str, str] = {}
 
-    def __call__(self, group: Group | None, name: str = CONVENTION) -> Figure | None:
-        """A figure of the group's last evaluation, marked."""
-        cell = figure(group.final(name)) if group else None
-        found = "; ".join(marks(group)) if cell else ""
-        if not found:
-            return cell
-        letter = self.letters.setdefault(found, _letter(len(self.letters)))
-        return Figure(cell.value, cell.std, cell.n, cell.digits, cell.signed, f"{cell.note} [{letter}]".strip())
+    def of(self, group: Group, studied: str | None = None) -> str:
+        """The letter of the group's setting, in brackets; none where it is the paper's but for the key ``studied``."""
+        found = "; ".join(marks(group, studied))
+        return f"[{self.letters.setdefault(found, _letter(len(self.letters)))}]" if found else ""
+
+    def __call__(self, group: Group | None, studied: str | None = None) -> Figure | None:
+        """The perplexity of the group's last evaluation by the paper's convention, marked."""
+        cell = figure(group.final(CONVENTION)) if group else None
+        return cell and replace(cell, note=f"{cell.note} {self.of(group, studied)}".strip())
 
     def notes(self) -> list[str]:
         return [f"[{letter}] not the paper's setting: {what}" for what, letter in self.letters.items()]
@@ -81,20 +85,23 @@ def pairs_table(groups: Sequence[Group]) -> Table:
     rows, fill = [], []
     notes = ["perplexities are unbiased; those of the last two columns are by the paper's convention"]
     found = pairs(groups)
-    partner = {id(g): pair for pair in found for g in pair}
-    for group in groups:
-        residual = group.config["dlr"]["name"]
-        if residual not in ("on", "off") or group.method.partition("+")[0] not in OWN_RATES:
-            continue
-        a, b = partner.get(id(group), (group, None) if residual == "off" else (None, group))
-        if group is b and a is not None:
-            continue
+    paired = {id(group) for pair in found for group in pair}
+    alone = [group for group in groups if id(group) not in paired]
+    shown: list[tuple[Group | None, Group | None]] = list(found)
+    shown += [(group, None) for group in alone if group.config["dlr"]["name"] == "off"]
+    shown += [(None, group) for group in alone if group.config["dlr"]["name"] == "on"]
+    place = {id(group): i for i, group in enumerate(groups)}
+    for a, b in sorted(shown, key=lambda sides: place[id(sides[0] or sides[1])]):
+        group = a or b
         base = group.method.partition("+")[0]
+        if base not in OWN_RATES:
+            continue
         theirs = [fact("table1", "ppl", method=method, scale=group.scale) for method in (base, f"{base}+dlr")]
         cells = [figure(side.final(PERPLEXITY)) if side else None for side in (a, b)]
         both = [figure(difference(a, b, _last(name)), signed=True) if a and b else None for name in METRICS]
         gap = published(theirs[1] - theirs[0], signed=True) if None not in theirs else ""
-        rows.append([group.scale, f"{base} ({group.variant})" if group.variant else base, *cells, *both, gap])
+        variant = (b.variant if b else "") or (a.variant if a else "")
+        rows.append([group.scale, f"{base} ({variant})" if variant else base, *cells, *both, gap])
         if a is None or b is None:
             fill.append(without_partner(group))
         elif odd := {run.seed for run in a.finished} ^ {run.seed for run in b.finished}:
@@ -115,18 +122,17 @@ def without_partner(group: Group) -> str:
     run = group.runs[0]
     command = run.starts[-1].get("command", ["train.py"]) if run.starts else ["train.py"]
     residual = "off" if group.config["dlr"]["name"] == "on" else "on"
-    kept, recipe = [], False
+    kept, toggled = [], [f"dlr={residual}"]
     for word in command[1:]:
         key, _, value = word.lstrip("+").partition("=")
-        if key == "experiment":
-            recipe = True
-            toggled = value.removesuffix("_dlr") if residual == "off" else f"{value}_dlr"
-            kept.append(f"experiment={toggled}")
+        recipe = value.removesuffix("_dlr") if residual == "off" else f"{value}_dlr"
+        if key == "experiment" and recipe != value and (CONFIG_DIR / "experiment" / f"{recipe}.yaml").exists():
+            kept.append(f"experiment={recipe}")
+            toggled = []
         elif key not in ("dlr", "seed", "run.dir"):
             kept.append(word)
     seeds = ",".join(str(run.seed) for run in group.runs)
-    words = [*kept, *([] if recipe else [f"dlr={residual}"]), f"seed={seeds}"]
-    return " ".join(["python train.py", *(["-m"] if "," in seeds else []), *words])
+    return shlex.join(["python", "train.py", *(["-m"] if "," in seeds else []), *kept, *toggled, f"seed={seeds}"])
 
 
 def _listed(seeds: set[int]) -> str:
@@ -148,10 +154,10 @@ def milestones(groups: Sequence[Group]) -> Table:
         rows.append([f"{row['method']}, paper", *shown, published(float(row["mem_gb"]))])
     mark = Footnotes()
     for group in own:
-        mark(group)
-        memory = max((m for run in group.runs if len(m := run.since_last_start("perf/max_memory_gb"))), default=None)
-        peak = None if memory is None else published(float(memory.max()))
-        rows.append([f"{group.label}, ours", *(figure(group.at(step, CONVENTION)) for step in MILESTONES), peak])
+        peaks = [run.since_last_start("perf/max_memory_gb") for run in group.runs]
+        peak = max((float(each.max()) for each in peaks if len(each)), default=None)
+        label = f"{group.label}, ours {mark.of(group)}".strip()
+        rows.append([label, *(figure(group.at(step, CONVENTION)) for step in MILESTONES), peak and published(peak)])
     missing = [r for r in recipes.values() if r.replace("_dlr", "+dlr") not in {g.method for g in own}]
     fill = [
         f"sbatch --nodes=4 --exclusive --gpus-per-node=8 --time=48:00:00 slurm/train.sbatch scale=7b experiment=7b/{r}"
@@ -162,20 +168,23 @@ def milestones(groups: Sequence[Group]) -> Table:
     return Table("milestones_7b", "7B: perplexity by step", header, rows, notes, fill, bool(own))
 
 
+RANK = "backbone.rank"
+
+
 def rank_table(groups: Sequence[Group]) -> Table:
     """Perplexity by rank, all else equal."""
     mark, rows, missing = Footnotes(), [], {}
     families: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
-        families.setdefault((group.scale, group.without("backbone.rank")), []).append(group)
+        families.setdefault((group.scale, group.without(RANK)), []).append(group)
     studies = [members for members in families.values() if len(members) > 1 and "rank" in members[0].config["backbone"]]
     used = {id(group) for members in studies for group in members}
     for row in (row for row in facts("ablations") if row["ablation"] == "rank"):
         scale, rank = row["scale"], int(row["setting"].removeprefix("r="))
         own = [g for g in _of(groups, scale, row["method"]) if g.config["backbone"].get("rank") == rank]
         rows.append([scale, row["method"], str(rank), published(float(row["ppl"]), float(row["std"]))])
-        rows[-1] += [mark(own[0] if own else None), figure(own[0].final(PERPLEXITY)) if own else None]
-        rows += [[scale, g.label, str(rank), "", mark(g), figure(g.final(PERPLEXITY))] for g in own[1:]]
+        rows[-1] += [mark(own[0], RANK) if own else None, figure(own[0].final(PERPLEXITY)) if own else None]
+        rows += [[scale, g.label, str(rank), "", mark(g, RANK), figure(g.final(PERPLEXITY))] for g in own[1:]]
         used -= {id(g) for g in own}
         if not own:
             share = 100 * rank // int(fact("table1", "rank", method=row["method"], scale=scale))
@@ -184,7 +193,7 @@ def rank_table(groups: Sequence[Group]) -> Table:
         for group in sorted(members, key=lambda g: g.config["backbone"]["rank"]):
             if id(group) in used:
                 r = str(group.config["backbone"]["rank"])
-                rows.append([group.scale, group.method, r, "", mark(group), figure(group.final(PERPLEXITY))])
+                rows.append([group.scale, group.method, r, "", mark(group, RANK), figure(group.final(PERPLEXITY))])
     header = ["Scale", "Method", "Rank", "paper", "ours, convention", "ours, unbiased"]
     fill = [submit(scale, recipes) for scale, recipes in missing.items()]
     return Table("rank", "Rank", header, rows, [BESIDE, *mark.notes()], fill, any(row[4] for row in rows))
@@ -205,23 +214,27 @@ def ablation(groups: Sequence[Group], name: str) -> Table:
     """One of ``ABLATIONS``: families of groups that differ in DLR alone, where one has the option that is studied."""
     settings = ABLATIONS[name]
     studied = "uncorrected" if name == "variance_correction" else "init_offset"
-    families: dict[tuple[str, str], dict[str, Group]] = {}
+    families: dict[tuple[str, str], dict[str, list[Group]]] = {}
     for group in groups:
-        families.setdefault((group.scale, group.without("dlr.")), {})[group.config["dlr"]["name"]] = group
+        family = families.setdefault((group.scale, group.without("dlr.")), {})
+        family.setdefault(group.config["dlr"]["name"], []).append(group)
     mark, rows, missing = Footnotes(), [], {}
     theirs = dict.fromkeys(row["scale"] for row in facts("ablations") if row["ablation"] == name)
     own = [(scale, family) for (scale, _), family in families.items() if studied in family]
     for scale in dict.fromkeys([*theirs, *(scale for scale, _ in own)]):
         for family in [family for at, family in own if at == scale] or [{}]:
-            base = family[studied].config["backbone"]["name"] if family else "cola"
+            base = family[studied][0].config["backbone"]["name"] if family else "cola"
             for setting, (option, recipe) in settings.items():
                 where = {"ablation": name, "scale": scale, "setting": setting} if base == "cola" else {"scale": ""}
                 paper = published(*(fact("ablations", column, **where) for column in ("ppl", "std")))
-                group = family.get(option)
-                rows.append([scale, base, setting, paper or "", mark(group)])
-                rows[-1].append(figure(group.final(PERPLEXITY)) if group else None)
-                if group is None and scale in theirs:
-                    missing.setdefault(scale, []).append(recipe)
+                found = sorted(family.get(option, []), key=lambda group: len(marks(group)))
+                if not found:
+                    rows.append([scale, base, setting, paper or "", None, None])
+                    if scale in theirs:
+                        missing.setdefault(scale, []).append(recipe)
+                for i, g in enumerate(found):
+                    label = f"{setting} ({g.variant})" if len(found) > 1 and g.variant else setting
+                    rows.append([scale, base, label, "" if i else paper or "", mark(g), figure(g.final(PERPLEXITY))])
     header = ["Scale", "Backbone", "Setting", "paper", "ours, convention", "ours, unbiased"]
     fill = [submit(scale, recipes) for scale, recipes in missing.items()]
     return Table(name, TITLES[name], header, rows, [BESIDE, *mark.notes()], fill, bool(own))

@@ -35,15 +35,16 @@ def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
                     ("perf/mfu", np.median, 3),
                 )
             ]
-            hours = tuple(float(run.hours()[-1]) for run in on_it if run.step >= run.planned)
+            alone = [run for run in on_it if run.step >= run.planned and run.machines == [machine]]
+            hours = tuple(float(run.hours()[-1]) for run in alone)
             rows[-1].append(figure(Spread(hours), 2) if hours else None)
     for row in facts("system_1b"):
         cells = [published(float(row[name]), digits=d) for name, d in (("memory_gb", 2), ("tokens_per_s_32xh100", 0))]
         rows.append(["1b", f"{row['method']}, paper", "32 x H100", published(float(row["params_m"])), *cells, "", ""])
     notes = [
         "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; "
-        "memory is the peak of a rank; hours are of a whole run, evaluations and saves included, pauses between its "
-        "starts left out; compare within a machine alone"
+        "memory is the peak of a rank; hours are of a whole run on that machine, evaluations and saves included, "
+        "pauses between its starts left out; compare within a machine alone"
     ]
     header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Tokens a second", "MFU", "Hours"]
     return Table("system", "Speed and memory", header, rows, notes)

@@ -6,14 +6,16 @@ import csv
 from functools import cache
 from pathlib import Path
 
-from dlr_pretrain.analysis.groups import Group
+from dlr_pretrain.analysis.groups import TAKEN_FROM_SCALE, Group
+from dlr_pretrain.config.composition import build, session
+from dlr_pretrain.config.identity import ORIGIN, identity
+from dlr_pretrain.config.tree import CONFIG_DIR
 
 SEEDS = (41, 42, 43, 44, 45)
 SCALES = ("60m", "130m", "350m", "1b")
 MILESTONES = (10_000, 40_000, 80_000, 120_000, 150_000)
 TASKS = ("arc_challenge", "boolq", "hellaswag", "mmlu", "piqa", "winogrande")
 OWN_RATES = ("lowrank", "cola", "lost", "lax", "cola_lax")  # backbones that the paper trains with its own settings
-EVAL_TOKENS = 10_000_000
 
 
 @cache
@@ -30,39 +32,43 @@ def fact(name: str, column: str, **where: str) -> float | None:
     return float(text) if text and text != "oom" else None
 
 
-def marks(group: Group) -> list[str]:
-    """What of a group's setting is not the paper's, in a few words each; nothing for a scale that it does not have."""
-    config = group.config
+def marks(group: Group, studied: str | None = None) -> list[str]:
+    """What of a group's setting is not the paper's, in a few words each; ``studied`` is a key that the paper varied."""
     if group.scale not in (*SCALES, "7b"):
         return ["not a scale of the paper"]
-    train, data, evaluation = config["train"], config["data"], config["eval"]
+    theirs = recipe(group.method.partition("+")[0], group.config["dlr"]["name"], group.scale)
+    if theirs is None:
+        return ["not a method of the paper"]
+    passed = {studied, *UNMARKED, *ORIGIN, *TAKEN_FROM_SCALE}
+    differ = [k for k, v in theirs.items() if k not in passed and k in group.shared and group.shared[k] != v]
+    other = {key.removesuffix("name") for key in differ if key.endswith(".name")}  # whose keys are others too
+    shown = [key for key in differ if key.endswith(".name") or not key.startswith(tuple(other))]
+    ours = {key: group.shared[key] for key in shown}
     return [
-        *_differs("precision", config["precision"]["name"], "bf16"),
-        *_differs("optimizer", config["optimizer"]["name"], _optimizer(group)),
-        *_differs("packing", data["packing"], "pad"),
-        *_text(data),
-        *_differs("sequence length", train["seq_len"], 256),
-        *_differs("sequences a step", train["global_batch"], 512),
+        *(f"{key.removesuffix('.name')} {_short(ours[key])}, not {_short(theirs[key])}" for key in shown),
+        *_text(group.config["data"]),
         *_tokens(group),
-        *_recipe(group),
-        *_differs("evaluated on", evaluation["packing"], "pad"),
-        *_differs("evaluation tokens", evaluation["tokens"], EVAL_TOKENS),
     ]
 
 
-def _differs(what: str, ours: object, theirs: object) -> list[str]:
-    return [] if ours == theirs else [f"{what} {_short(ours)}, not {_short(theirs)}"]
+# The steps are held against the paper's tokens; the rest says nothing of the method.
+UNMARKED = ("seed", "data.seed", "scale.name", "train.steps", "train.warmup_steps", "scale.warmup_steps")
+
+
+@cache
+def recipe(base: str, residual: str, scale: str) -> dict | None:
+    """The identity of our recipe for a row of the paper; None where it has no such method."""
+    whole = f"7b/{base}{'_dlr' if residual == 'on' else ''}"
+    name = whole if scale == "7b" and (CONFIG_DIR / "experiment" / f"{whole}.yaml").exists() else f"table1/{base}"
+    if not (CONFIG_DIR / "experiment" / f"{name}.yaml").exists():
+        return None
+    with session():
+        cfg, _ = build("train", [f"scale={scale}", f"experiment={name}", f"dlr={residual}"])
+    return identity(cfg) if cfg else None
 
 
 def _short(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _optimizer(group: Group) -> str:
-    base = group.method.partition("+")[0]
-    if base in ("galore", "fira", "loro"):
-        return base
-    return "adamw_8bit" if (base, group.scale) == ("sltrain", "7b") else "adamw_foreach"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _text(data: dict) -> list[str]:
@@ -76,17 +82,3 @@ def _tokens(group: Group) -> list[str]:
     budget = fact("table1", "tokens_b", scale=group.scale) or 19.7
     ours = group.config["train"]["steps"] * group.runs[0].positions / 1e9
     return [] if abs(ours / budget - 1) < 0.03 else [f"{ours:.3g}B tokens, not {budget:g}B"]
-
-
-def _recipe(group: Group) -> list[str]:
-    """The settings that the paper prints for its own rows."""
-    scale, train, optimizer = (group.config[name] for name in ("scale", "train", "optimizer"))
-    if group.method.partition("+")[0] not in OWN_RATES:
-        return []
-    return [
-        *_differs("lr", train["lr"], scale["lr"]),
-        *_differs("rank", group.config["backbone"].get("rank"), scale["rank"]),
-        *_differs("weight decay", optimizer.get("weight_decay"), 0.1),
-        *_differs("clipping", train["clip"], 0.5),
-        *_differs("eps", optimizer.get("eps"), scale["adam_eps"]),
-    ]

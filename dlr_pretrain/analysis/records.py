@@ -96,11 +96,27 @@ class Run:
         last = self.evaluations[-1] if self.evaluations else None
         return last if last and last["step"] >= self.planned else None
 
+    @cached_property
+    def trained(self) -> list[dict]:
+        """The starts from which updates are left: not those that only evaluated or exported, nor any that were lost."""
+        if not self.metrics or "time" not in self.metrics[-1]:
+            return self.starts[-1:]
+        bounds = [_epoch(start["time"]) if "time" in start else -math.inf for start in self.starts]
+        times = self.column("time")
+        lasted = zip(self.starts, bounds, [*bounds[1:], math.inf], strict=True)
+        return [start for start, began, ended in lasted if ((times >= began) & (times < ended)).any()]
+
+    @property
+    def machines(self) -> list[str]:
+        """The device and the number of ranks of each start that trained."""
+        starts = self.trained or self.starts[-1:] or [{}]
+        of = (f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}" for start in starts)
+        return list(dict.fromkeys(of))
+
     @property
     def machine(self) -> str:
-        """The device and the number of ranks of the last start."""
-        start = self.starts[-1] if self.starts else {}
-        return f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}"
+        """That of the last start that trained."""
+        return self.machines[-1]
 
     @property
     def code(self) -> str | None:
@@ -112,9 +128,10 @@ class Run:
         return column(self.metrics, name)
 
     def since_last_start(self, name: str) -> np.ndarray:
-        """The finite values of a metric that the last start's machine gave."""
-        began = _epoch(self.starts[-1]["time"]) if self.starts and "time" in self.starts[-1] else -math.inf
-        values = self.column(name)[self.column("time") >= began] if "time" in self.metrics[-1] else self.column(name)
+        """The finite values of a metric since the last start that trained."""
+        values = self.column(name)
+        if self.trained and "time" in self.trained[-1]:
+            values = values[self.column("time") >= _epoch(self.trained[-1]["time"])]
         return values[np.isfinite(values)]
 
     def hours(self) -> np.ndarray:

@@ -1,0 +1,210 @@
+"""Who belongs together in a report, what a group is called, and what stands beside the paper's figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+
+import pytest
+from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
+
+from dlr_pretrain.analysis import layouts
+from dlr_pretrain.analysis.costs import costs
+from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, grouped, pairs
+from dlr_pretrain.analysis.measured import system
+from dlr_pretrain.analysis.paper import marks
+from dlr_pretrain.analysis.records import find_runs, read_run
+from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.train.record import update_record
+
+COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
+PAPER = ("scale=60m", "experiment=table1/cola_dlr", "data=c4_local", "data.root=/c4", "train.steps=11000")
+
+
+def groups_in(folder) -> list:
+    return grouped(find_runs([folder])[0])[0]
+
+
+def rows_of(table, scale: str = "tiny") -> list[list]:
+    return [row for row in table.rows if row[0] == scale]
+
+
+@pytest.fixture
+def alphas(tmp_path):
+    """One plain run with three partners that have DLR, and the ablations' other forms."""
+    a_run(tmp_path / "plain", *COLA, level=4.0)
+    for alpha, level in ((1, 3.9), (0.5, 3.95), (4, 4.2)):
+        a_run(tmp_path / f"alpha{alpha}", *COLA_DLR, f"dlr.alpha={alpha}", level=level)
+    a_run(tmp_path / "uncorrected", *SHORT, "backbone=cola", "dlr=uncorrected", level=4.1)
+    return tmp_path
+
+
+def test_each_partner_of_a_plain_group_has_its_row(alphas):
+    groups = groups_in(alphas)
+    values = {g.label: g.final(PERPLEXITY).mean for g in groups}
+    rows = {row[1]: row for row in rows_of(layouts.pairs_table(groups))}
+    assert {name: row[3].value for name, row in rows.items()} == {
+        "cola": values["cola+dlr"],
+        "cola (dlr.alpha=0.5)": values["cola+dlr (dlr.alpha=0.5)"],
+        "cola (dlr.alpha=4.0)": values["cola+dlr (dlr.alpha=4.0)"],
+    }
+    assert {row[2].value for row in rows.values()} == {values["cola"]}
+    assert rows["cola"][4].value == pytest.approx(values["cola+dlr"] - values["cola"])
+
+
+def test_each_partner_is_in_the_ablations(alphas):
+    groups = groups_in(alphas)
+    rows = {row[2]: row[5].value for row in rows_of(layouts.ablation(groups, "variance_correction"))}
+    values = {g.label: g.final(PERPLEXITY).mean for g in groups}
+    assert rows == {
+        "with": values["cola+dlr"],
+        "with (dlr.alpha=0.5)": values["cola+dlr (dlr.alpha=0.5)"],
+        "with (dlr.alpha=4.0)": values["cola+dlr (dlr.alpha=4.0)"],
+        "without": values["cola+uncorrected"],
+    }
+
+
+def test_the_figure_of_pairs_names_each(alphas, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    write_reports([str(alphas)], out, "")
+    assert (out / "figures" / "pairs_tiny.svg").exists()
+    assert "dlr.alpha=0.5" in (out / "figures" / "pairs_tiny.svg").read_text()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Beside the paper
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("dlr.alpha=0.5", "dlr.alpha 0.5, not 1.0"),
+        ("backbone.b_gain=2", "backbone.b_gain 2.0, not 1.0"),
+        ("optimizer.beta2=0.95", "optimizer.beta2 0.95, not 0.999"),
+        ("scale.hidden_size=768", "scale.hidden_size 768, not 512"),
+        ("train.min_lr_ratio=0", "train.min_lr_ratio 0.0, not 0.1"),
+        ("scale.lr=0.02", "train.lr 0.02, not 0.01"),
+    ],
+)
+def test_any_key_of_the_setting_is_marked(word, said, tmp_path):
+    a_run(tmp_path / "a", *PAPER, word, step=1)
+    assert marks(groups_in(tmp_path)[0]) == [said]
+
+
+def test_an_option_of_another_name_is_one_mark(tmp_path):
+    a_run(tmp_path / "a", *PAPER, "optimizer=muon", step=1)
+    assert [mark for mark in marks(groups_in(tmp_path)[0]) if "optimizer" in mark] == [
+        "optimizer muon, not adamw_foreach"
+    ]
+
+
+def test_what_the_paper_varied_is_not_marked(tmp_path):
+    a_run(tmp_path / "a", *PAPER[:1], "experiment=ablation/rank_050", *PAPER[2:], step=1)
+    (group,) = groups_in(tmp_path)
+    assert marks(group) == ["backbone.rank 64, not 128"] and marks(group, "backbone.rank") == []
+    a_run(tmp_path / "b", *PAPER, "dlr=uncorrected", step=1)
+    assert [marks(g) for g in groups_in(tmp_path) if g.method == "cola+uncorrected"] == [[]]
+
+
+@pytest.mark.parametrize("recipe", ["full", "galore", "fira", "loro", "sltrain", "lora", "lost_dlr", "cola_lax"])
+def test_our_recipes_are_the_papers_setting(recipe, tmp_path):
+    a_run(tmp_path / "a", "scale=130m", f"experiment=table1/{recipe}", "data=c4_local", "data.root=/c4", step=1)
+    assert not [mark for mark in marks(groups_in(tmp_path)[0]) if "tokens" not in mark]
+
+
+def test_milestones_of_two_seeds_one_of_which_has_no_step(tmp_path):
+    words = ("scale=7b", "experiment=7b/cola_dlr", "data=c4_local", "data.root=/c4")
+    for seed in (41, 42):
+        a_run(tmp_path / str(seed), *words, seed=seed, step=3)
+    a_run(tmp_path / "43", *words, seed=43, step=1)
+    (tmp_path / "43" / "metrics.jsonl").write_text("")
+    (row,) = (row for row in layouts.milestones(groups_in(tmp_path)).rows if "ours" in row[0])
+    assert row[-1].text == "1.25"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Means, and who is in them
+
+
+def test_a_seed_that_diverged_counts_at_every_later_step(tmp_path):
+    for seed in (41, 42, 43):
+        a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
+    update_record(tmp_path / "43", {"diverged": "step 31: loss nan"})
+    (group,) = groups_in(tmp_path)
+    assert (group.at(20, CONVENTION).n, group.at(20, CONVENTION).finite) == (3, True)
+    assert (group.at(40, CONVENTION).n, group.at(40, CONVENTION).mean) == (3, math.inf)
+    assert group.at(41, CONVENTION) is None
+
+
+def test_the_order_of_one_family_says_nothing_of_anothers(tmp_path):
+    for backbone, order in (("cola", None), ("lowrank", 42)):
+        for seed in (41, 42, 43):
+            words = (*SHORT, f"backbone={backbone}", f"data.seed={order or seed}")
+            a_run(tmp_path / f"{backbone}-{seed}", *words, seed=seed)
+    assert [len(group.runs) for group in groups_in(tmp_path)] == [3, 3]
+
+
+def test_a_run_alone_has_the_order_of_the_others(tmp_path):
+    for seed in (41, 42):
+        a_run(tmp_path / f"off-{seed}", *COLA, "data.seed=42", seed=seed)
+    a_run(tmp_path / "on-42", *COLA_DLR, "data.seed=42", seed=42)
+    assert len(pairs(groups_in(tmp_path))) == 1
+
+
+def test_a_scale_of_ones_own_is_named_beside_what_follows_from_it(tmp_path):
+    a_run(tmp_path / "a", *COLA)
+    a_run(tmp_path / "b", *COLA, "scale.hidden_size=256", "scale.rank=64", "scale.lr=0.001")
+    named = {group.variant for group in groups_in(tmp_path)}
+    assert named == {"", "scale.hidden_size=256, backbone.rank=64, train.lr=0.001"}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Machines and costs
+
+
+def test_a_start_that_trained_nothing_gave_no_speed(tmp_path):
+    folder = a_run(tmp_path / "a", *COLA, device="NVIDIA A100")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    exported = manifest["starts"][0] | {"device": "NVIDIA H100", "time": moment(3600)}
+    update_record(folder, {"starts": [*manifest["starts"], exported]})
+    run = read_run(folder)
+    assert run.machine == "1 x NVIDIA A100" and len(run.since_last_start("perf/tokens_per_second")) > 10
+
+
+def test_hours_are_of_one_machine(tmp_path):
+    folder = a_run(tmp_path / "a", *COLA, device="NVIDIA A100")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    later = manifest["starts"][0] | {"device": "NVIDIA H100", "time": moment(15)}  # half of its updates
+    update_record(folder, {"starts": [*manifest["starts"], later]})
+    groups = groups_in(tmp_path)
+    assert groups[0].runs[0].machines == ["1 x NVIDIA A100", "1 x NVIDIA H100"]
+    (row,) = rows_of(system(groups, [None]))
+    assert row[2] == "1 x NVIDIA H100" and row[-1] is None
+
+
+def test_the_cost_of_a_micro_batch_that_was_found(tmp_path):
+    fixed = a_run(tmp_path / "fixed", *COLA, "train.micro_batch=4")
+    auto = a_run(tmp_path / "auto", *COLA, "train.micro_batch=auto", seed=42)
+    update_record(auto, {"micro_batch": {"1": 4}})
+    each = [costs(groups_in(folder))[0][0] for folder in (fixed, auto)]
+    assert each[0] == each[1] and each[0] is not None
+
+
+@pytest.mark.parametrize("recipe", ["evidence_cpu", "ablation/rank_050"])
+def test_the_command_of_a_missing_partner_names_recipes_that_are(recipe, tmp_path):
+    words = (*TINY, f"experiment={recipe}", "data.seed=${seed}", "train.steps=60", "dlr=on")
+    a_run(tmp_path / "on", *words, seed=41)
+    (command,) = layouts.pairs_table(groups_in(tmp_path)).fill
+    assert "'data.seed=${seed}'" in command
+    given = shlex.split(command)[2:]
+    assert f"experiment={recipe}" in given and given[-2:] == ["dlr=off", "seed=41"]
+    a_run(tmp_path / "off", *given[:-1], seed=41)
+    assert len(pairs(groups_in(tmp_path))) == 1
+
+
+def test_recipes_of_a_pair_are_toggled(tmp_path):
+    pairs_of_runs(tmp_path, "cola", seeds=(41,))
+    a_run(tmp_path / "paper", *PAPER, step=1)
+    (command,) = (line for line in layouts.pairs_table(groups_in(tmp_path)).fill if "60m" in line)
+    assert "experiment=table1/cola " in command and "dlr=" not in command
