@@ -65,6 +65,7 @@ def verify(
     strictly or its tokenizer is not sentencepiece's.
     """
     ours = reference(ids).detach().float().cpu()
+    del reference  # a model in fp32, of which the reader is about to make another
     with tempfile.TemporaryDirectory() as scratch:
         answer = _read_elsewhere(folder.resolve(), ids, dtype, Path(scratch))
     if answer is None:

@@ -25,7 +25,9 @@ class Descent:
     def __init__(self, cfg: Config, runtime: Runtime, weights: Weights, optimizer: Optimizer):
         self.cfg, self.runtime, self.weights, self.optimizer = cfg, runtime, weights, optimizer
         self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
-        self.norm_before = torch.zeros((), device=runtime.device)  # of the last gradient that was finite
+        self.norm_before = torch.zeros((), device=runtime.device)  # of the last update that was applied
+        for each in optimizer.parts:
+            each.advancing = runtime.advancing
         self.prepare()
 
     def prepare(self) -> None:
@@ -55,7 +57,7 @@ class Descent:
             share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
-        self.remember(norm)
+        self.remember(norm, masked)
         return norm, masked
 
     def mask(self, finite: Tensor, failed: Tensor) -> Tensor:
@@ -66,8 +68,8 @@ class Descent:
         self.halted = torch.maximum(self.halted, halt.float())
         return torch.maximum(self.halted, (~finite).float())
 
-    def remember(self, norm: Tensor) -> None:
-        self.norm_before = torch.where(torch.isfinite(norm), norm, self.norm_before)
+    def remember(self, norm: Tensor, masked: Tensor) -> None:
+        self.norm_before = torch.where(masked > 0, self.norm_before, norm)
 
 
 class PassingDescent(Descent):
@@ -90,5 +92,5 @@ class PassingDescent(Descent):
             factor = None if bound is None else clip_factor(self.norm_before, bound)
             norm = self.gradients.backward(own, lr, masked, factor)
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
-        self.remember(norm)
+        self.remember(norm, masked)
         return loss, norm, masked

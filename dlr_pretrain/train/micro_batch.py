@@ -18,6 +18,7 @@ import torch
 from dlr_pretrain.analysis.scaling import fitting, with_micro_batch
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.out_of_memory import is_out_of_memory
 from dlr_pretrain.train.record import read_record, update_record
 from dlr_pretrain.train.runtime import Runtime
 
@@ -108,7 +109,9 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
                 trainer.update(batch, cfg.train.lr)
             torch.cuda.synchronize(device)
             enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             enough = False
         trainer = batch = None
     gc.collect()

@@ -16,15 +16,23 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.runtime import Runtime
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether the allocator had too little, or left too little to what allocates for itself: cuBLAS, a new kernel."""
+    lacks = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in lacks)
+
+
 @contextmanager
 def explained(cfg: Config, runtime: Runtime, vocab_size: int) -> Iterator[None]:
-    """``torch.OutOfMemoryError`` as a UserError with overrides to try; a snapshot of the GPU's memory stays behind.
+    """Running out of GPU memory as a UserError with overrides to try; a snapshot of the memory stays behind.
 
     Ranks other than 0 say it themselves: they fail alone.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         snapshot = dump(Path(cfg.run.dir) / "profile", runtime)
         text = explain(str(error), cfg, runtime, *ways_to_save(cfg, vocab_size, runtime.world_size), snapshot)
         if not runtime.is_main:

@@ -10,7 +10,7 @@ Source: Lv et al. (LOMO, 2023), with any optimizer that updates one parameter at
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,9 @@ class PassingGradients:
         self.carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(weights.model)}
         self.running = False
         self.waiting: deque = deque()  # parameters whose gradients are being summed
+        arrived = WeakMethod(self._arrived)  # hooks live as long as the weights, which outlive the optimizer's state
         for name, p in weights.working.items():
-            p.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            p.register_post_accumulate_grad_hook(lambda p, name=name: arrived()(name, p))
 
     def backward(self, loss: Tensor, lr: float, masked: Tensor, factor: Tensor | None) -> Tensor:
         """Update by the gradients of ``loss`` times ``factor``, unless ``masked`` (a device scalar) is 1.

@@ -22,6 +22,7 @@ from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 
 T = TypeVar("T")
 MEETING = timedelta(minutes=10)  # in which all ranks must have come
+FOR_EVER = timedelta(days=1000)
 BEFORE = "stopped before the first step of this start (asked to stop). The same command continues"
 
 
@@ -80,8 +81,9 @@ class Runtime:
         """Step ``step`` is complete as far as the host is concerned. From the first on, ranks wait less for others."""
         first = not self.watch.started
         self.watch.stepped(step)
-        if first and self.world_size > 1 and self.limit is not None:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.limit + SLACK))
+        if first and self.world_size > 1:
+            wait = FOR_EVER if self.limit is None else timedelta(seconds=self.limit + SLACK)
+            dist.distributed_c10d._set_pg_timeout(wait)
 
     def advancing(self, items: Iterable[T]) -> Iterator[T]:
         """``items``, each of which is a sign of progress: the micro-batches of a step."""

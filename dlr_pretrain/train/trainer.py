@@ -105,7 +105,8 @@ class Trainer:
 
         micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
         loss, norm, masked = self.descent.take(micro, count, lr, failed)
-        return torch.stack((loss, norm, masked, self.descent.halted, real_tokens.float(), stop.float()))
+        metrics = loss, norm, masked, self.descent.halted, real_tokens, stop
+        return torch.stack([metric.double() for metric in metrics])  # which holds any number of tokens
 
     # ------------------------------------------------------------------------------------------------
     # The loop

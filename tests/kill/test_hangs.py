@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import EXIT_LOST
@@ -48,6 +49,22 @@ def break_rank_1(monkeypatch, at_step: int, act) -> None:
         return real(self, loader)
 
     monkeypatch.setattr(Trainer, "next_batch", next_batch)
+
+
+@pytest.mark.parametrize(("minutes", "days"), [("null", 1000), ("60", 0)])
+def test_a_run_without_a_limit_has_none_for_collectives_either(minutes, days, words, tmp_path, monkeypatch):
+    told, set_timeout = tmp_path / "told", distributed_c10d._set_pg_timeout
+
+    def heard(timeout):
+        with open(told, "a") as file:
+            file.write(f"{timeout.days}\n")
+        set_timeout(timeout)
+
+    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", heard)
+    forked(words(f"run.dir={tmp_path}/run", f"run.timeout_minutes={minutes}", "train.steps=2"), ranks=2)
+    assert sorted(told.read_text().split()) == sorted(
+        ["0", "0", str(days), str(days)]
+    )  # before and from the first step
 
 
 def test_a_suspended_process_is_named_by_the_others_and_the_next_start_goes_on(words, tmp_path):

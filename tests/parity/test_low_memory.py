@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from weakref import ref
 
 import pytest
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import dlr
-from dlr_pretrain.train.descent import PassingDescent
+from dlr_pretrain.optim import build as optim
+from dlr_pretrain.train.checkpoint import load
+from dlr_pretrain.train.descent import Descent, PassingDescent
+from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.passing import PassingGradients
+from dlr_pretrain.train.weights import Weights
 from tests.conftest import forked, saved
 from tests.resume.test_resume import assert_same, final
 
@@ -164,6 +169,58 @@ def test_a_loss_that_is_not_finite_updates_nothing(train, tmp_path, monkeypatch)
         UserError, match=r"step 4: loss inf.*The update was not applied. The 3 steps before it are saved"
     ):
         train(tmp_path / "other", *CHECKED)
+
+
+class Late(Pending):
+    """Metrics a step late, as on a GPU."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.lag = 1
+
+    def push(self, step: int, values: Tensor) -> None:
+        self.queue.append((step, values, None))
+
+
+@pytest.mark.parametrize("memory", ["full", "low"])
+def test_the_norm_that_is_saved_is_of_an_update_that_was_applied(memory, train, tmp_path, monkeypatch):
+    """The update behind the one that ends the run is under way by then, and its gradient may be finite."""
+    kind, steps = (PassingDescent if memory == "low" else Descent), []
+    take = kind.take
+
+    def poisoned(self, micro, count, lr, failed):
+        steps.append(lr)
+        return take(self, micro, count * (0 if len(steps) == 4 else 1), lr, failed)
+
+    monkeypatch.setattr(kind, "take", poisoned)
+    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", Late)
+    with pytest.raises(UserError, match="step 4: loss inf"):
+        train(tmp_path / "run", *last(*CHECKED, *PREVIOUS, "checkpoint.every=1000", f"train.memory={memory}"))
+    assert len(steps) == 5
+    third = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert (
+        third["step"] == 3
+        and load(tmp_path / "run/checkpoints/step_00000003").state["norm"] == third["train/grad_norm"]
+    )
+
+
+def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):
+    """The weights are still needed, and a GPU has no room to fold them beside the moments."""
+    made, there, build, folded = [], [], optim.build, Weights.folded
+
+    def remembered(*args, **kwargs):
+        optimizer = build(*args, **kwargs)
+        made.append(ref(optimizer))
+        return optimizer
+
+    def looked_at(self, keep):
+        there.extend(optimizer() for optimizer in made)
+        return folded(self, keep)
+
+    monkeypatch.setattr(optim, "build", remembered)
+    monkeypatch.setattr(Weights, "folded", looked_at)
+    train(tmp_path / "run", *last(*WHOLE, *LOW, "train.clip=null", "backbone=cola", "dlr=on", "train.steps=1"))
+    assert there == [None]
 
 
 def test_from_a_gradient_that_is_not_finite_on_nothing_is_updated(train, tmp_path, capsys, poison):

@@ -166,3 +166,22 @@ def test_firas_rest_grows_by_at_most_1_percent_a_step_and_falls_at_once():
         growth = [after / before for before, after in itertools.pairwise(norms)]
         assert growth[:5] == pytest.approx([1.01] * 5, abs=1e-7)  # 1e-8 stands beside the norm that it is divided by
         assert growth[5] < 0.1
+
+
+@pytest.mark.parametrize("name", ["galore", "fira"])
+def test_the_trainer_hears_of_each_matrix(name):
+    """A refresh of all projections may take longer than a run is left to stand still."""
+    start, gradients = draw(1)
+    optimizer, heard = run(name, [], start, lr=0.1), []
+
+    def advancing(items):
+        for item in items:
+            heard.append(item)
+            yield item
+
+    for part in optimizer.parts:
+        part.advancing = advancing
+    for full, p in optimizer.parameters.items():
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(gradients[0][full])
+    optimizer.update(0.1, skip=GO)
+    assert len(heard) == len(start)

@@ -90,6 +90,19 @@ def test_a_gpu_says_what_it_held_and_leaves_a_snapshot(gpu, tmp_path, monkeypatc
     assert capfd.readouterr().err == f"error: {text}\n"  # a rank that fails alone speaks for itself
 
 
+@pytest.mark.parametrize("error", [
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "Triton Error [CUDA]: out of memory",
+])  # fmt: skip
+def test_what_allocates_past_the_allocator_runs_out_too(error, gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").close())
+    cfg = without_machine("backbone=cola", "train.micro_batch=256", f"run.dir={tmp_path}/run", ranks=2)
+    with pytest.raises(UserError, match="out of GPU memory on rank 1"), explained(cfg, gpu, 32000):
+        raise RuntimeError(error)
+    with pytest.raises(RuntimeError, match="an illegal memory access"), explained(cfg, gpu, 32000):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def test_a_snapshot_that_cannot_be_written_hides_nothing(gpu, tmp_path):
     (tmp_path / "profile").write_text("in the way")
     assert dump(tmp_path / "profile", gpu).startswith("No snapshot of the memory: ")
