@@ -39,10 +39,10 @@ def main(run: Callable[[Config], None]) -> int:
     return 0
 
 
-def load(words: list[str], ranks: int = 1, machine: bool = True) -> Config:
+def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
     """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
 
-    Without ``machine`` it need not be able to run here: see ``validate``.
+    With ``ranks`` None their number is not known yet, without ``machine`` it need not run here: see ``validate``.
     """
     line = read(words)
     if line.multirun:

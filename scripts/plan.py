@@ -89,7 +89,7 @@ def one(words: list[str], ranks: int, as_json: bool, device: str) -> str:
 
 def scaling(words: list[str], given: argparse.Namespace) -> str:
     """Estimates for every configuration of a sweep such as ``scale=60m,1b backbone=full,cola``."""
-    configs = [load(list(run.words), machine=False) for run in expand(words)]
+    configs = [load(list(run.words), None, machine=False) for run in expand(words)]
     from dlr_pretrain.analysis.scaling import Scaling, assume, render, titled
 
     assumed = assume(given.device, given.assume)

@@ -116,9 +116,11 @@ def why_two_perplexities(metrics: list[dict]) -> str:
 
 def how_to_load(folded: Path, config: dict) -> str:
     """Where the folded checkpoint is, and three lines that load it."""
-    if not (folded / "config.json").exists():
+    if not (folded / "README.md").exists():
         return "There is none: the run did not reach its end."
-    trust = "" if config["backbone"]["name"] == "full" else ", trust_remote_code=True"
+    if not (folded / "config.json").exists():
+        return f"Its weights are in `{folded}`; transformers cannot load backbone={config['backbone']['name']} yet."
+    trust = ", trust_remote_code=True" if any(folded.glob("modeling_*.py")) else ""
     return f"""```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{folded}", dtype="auto"{trust})

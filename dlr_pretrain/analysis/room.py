@@ -38,19 +38,21 @@ def _candidates(cfg: Config, ranks: int) -> list[tuple[str, Config, bool]]:
     kept = [mode for mode in ("latent", "block") if mode != train.activation_checkpointing]
     if train.activation_checkpointing == "block" or not cfg.backbone.knobs.get("factorized"):
         kept = [mode for mode in kept if mode == "block"]
-    if half < rows:
+    fewer_go = half < rows and train.memory != "low"  # which sums no micro-batches
+    if fewer_go:
         found.append((f"train.micro_batch={half}", replace(cfg, train=fewer), True))
     for mode in kept:
         word = f"train.activation_checkpointing={mode}"
         found.append((word, replace(cfg, train=replace(train, activation_checkpointing=mode)), True))
-        if half < rows:
+        if fewer_go:
             both = replace(fewer, activation_checkpointing=mode)
             found.append((f"train.micro_batch={half} {word}", replace(cfg, train=both), True))
     low = replace(cfg, train=replace(train, memory="low", clip_by="previous_norm" if train.clip else train.clip_by))
     if train.memory != "low" and not any(memory_problems(low, ranks)):
         clip = " train.clip_by=previous_norm" if low.train.clip_by != train.clip_by else ""
         found.append((f"train.memory=low{clip}", low, False))
-    if ranks > 1 and cfg.parallel.name == "ddp" and cfg.optimizer.name not in OF_MATRICES and not cfg.probe.enabled:
+    whole = cfg.parallel.name == "ddp" and train.memory != "low"
+    if ranks > 1 and whole and cfg.optimizer.name not in OF_MATRICES and not cfg.probe.enabled:
         found.append(("parallel=fsdp", replace(cfg, parallel=Parallel("fsdp")), True))
     if cfg.precision.name != "bf16" and cfg.dlr.mode != "decayed_offset":
         found.append(("precision=bf16", replace(cfg, precision=Precision("bf16")), False))

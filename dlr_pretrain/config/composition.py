@@ -53,7 +53,7 @@ def session(config_dir: str | None = None) -> Iterator[None]:
         GlobalHydra.instance().clear()
 
 
-def check(line: CommandLine, world_size: int, machine: bool = True) -> list[Config]:
+def check(line: CommandLine, world_size: int | None, machine: bool = True) -> list[Config]:
     """The configurations that a command line asks for (several with ``-m``), or all its problems in a ConfigError.
 
     ``machine``: those of this machine among them, see ``validate``.
@@ -102,7 +102,7 @@ def default_choices() -> dict[str, str]:
 
 
 def _check_job(
-    words: list[str], line: CommandLine, world_size: int, machine: bool
+    words: list[str], line: CommandLine, world_size: int | None, machine: bool
 ) -> tuple[Config | None, list[Problem]]:
     words, problems, certain = _checked_options(words, line.config_name)
     cfg, found = build(line.config_name, words)

@@ -12,7 +12,7 @@ LOW = "train.memory=low"
 AHEAD = 4  # gradients whose sums over ranks run beside the backward pass
 
 
-def memory_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
+def memory_problems(cfg: Config, world_size: int | None) -> Iterator[Problem]:
     """Every rule of ``train.memory=low`` that is broken."""
     t, dlr = cfg.train, cfg.dlr
     if t.memory != "low":
@@ -23,14 +23,14 @@ def memory_problems(cfg: Config, world_size: int) -> Iterator[Problem]:
     if t.clip is not None and t.clip_by == "norm":
         rule = f"needs the norm of all gradients before the first update, and {LOW} keeps none of them"
         yield Problem("train.clip", t.clip, rule, "Use train.clip_by=previous_norm, or train.clip=null")
-    share = t.global_batch // world_size
-    taken = "auto" if t.micro_batch == "auto" else share and cfg.micro_batch(world_size)
-    if t.global_batch % world_size == 0 and taken != share:
+    share = t.global_batch // (world_size or 1)
+    taken = "auto" if t.micro_batch == "auto" else share and cfg.micro_batch(world_size or 1)
+    if world_size is not None and t.global_batch % world_size == 0 and taken != share:
         rule = f"{LOW} sums no micro-batches, so it must be a rank's whole share of train.global_batch, {share}"
         mend = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
         yield Problem("train.micro_batch", taken, rule, mend)
     if t.accumulate == "fp32":
-        rule = f"keeps a buffer of all gradients, and {LOW} has neither that nor sums to take"
+        rule = f"needs a buffer of all gradients, which {LOW} does not keep"
         yield Problem("train.accumulate", "fp32", rule, "Use train.accumulate=native")
     if cfg.parallel.name != "ddp":
         rule = f"shards gradients block by block, and {LOW} sums them one by one"

@@ -19,16 +19,18 @@ from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
 
-def validate(cfg: Config, world_size: int, machine: bool = True) -> list[Problem]:
-    """Every broken rule that spans several keys, for a run on ``world_size`` ranks.
+def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
+    """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
 
     Without ``machine`` nothing is asked of this one: no files, packages or compiler.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_batch(cfg, world_size), *_schedule(cfg), *optimizer_problems(cfg)]
+    found = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
+    found += [] if world_size is None else _batch(cfg, world_size)
+    found += [*_schedule(cfg), *optimizer_problems(cfg)]
     found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
     if not machine:
         return found
-    for rules in (_start, _packages, _data, _files):
+    for rules in (_packages, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
@@ -234,14 +236,9 @@ def _shards(cfg: Config) -> Iterator[Problem]:
 
 
 def _start(cfg: Config) -> Iterator[Problem]:
-    folder, names = cfg.train.init_from, ("model.safetensors", "model.safetensors.index.json")
+    folder = cfg.train.init_from
     if folder is None:
         return
-    if not os.path.isdir(folder):
-        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # a run that goes on
-            yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
-    elif not any(os.path.isfile(os.path.join(folder, name)) for name in names):
-        yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
     if cfg.backbone.name == "sltrain":
         rule = "backbone=sltrain starts with B = 0 and a random support, which hold no dense weight"
         yield Problem("train.init_from", folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
@@ -254,6 +251,12 @@ def _start(cfg: Config) -> Iterator[Problem]:
 
 
 def _files(cfg: Config) -> Iterator[Problem]:
+    folder, names = cfg.train.init_from, ("model.safetensors", "model.safetensors.index.json")
+    if folder is not None and not os.path.isdir(folder):
+        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # a run that goes on
+            yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
+    elif folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in names):
+        yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
     path = cfg.tokenizer.path
     if path is not None and not os.path.isfile(path):
         yield Problem("tokenizer.path", path, "no such file", "Name a sentencepiece model, such as spiece.model")

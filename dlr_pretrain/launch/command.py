@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import shutil
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
 from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import amount, duration, number, table
@@ -34,6 +33,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 
@@ -42,7 +44,7 @@ def submit(argv: list[str]) -> None:
     given, for_sbatch = _read(argv)
     asked = resources(for_sbatch)
     name, lines = _lines(given.what, given.config_dir)
-    runs = load_runs(lines, asked.ranks)
+    runs = load_runs(lines, None if given.status else asked.ranks)
     if given.write:
         return _write(Path(given.write), lines, argv)
     jobs = _queue(must_answer=not (given.status or given.dry_run))
@@ -154,13 +156,11 @@ def plan_table(
 def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> str:
     """How the runs stand, with a line for the reason where there is one."""
     header = ["#", "run", "state", ">step", ">loss", ">ppl", ">ETA"]
-    shared = (
-        len(os.path.commonpath([run.dir.parent for run in runs])) + 1 if len({r.dir.parent for r in runs}) == 1 else 0
-    )
+    one_root = len({run.dir.parent for run in runs}) == 1
     rows = [
         [
             str(run.number),
-            str(run.dir)[shared:],
+            run.dir.name if one_root else str(run.dir),
             status.state,
             f"{status.step:,}/{run.cfg.train.steps:,}",
             number(status.loss, 3),

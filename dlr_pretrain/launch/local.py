@@ -29,7 +29,7 @@ def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]
         raise UserError(f"{TRAIN}: no such file. Install the package with pip install -e from its repository")
     waiting, free = list(runs), list(range(at_once))
     running: dict[subprocess.Popen, tuple[Run, int, str, float]] = {}
-    with _passed_on(running) as asked:
+    with _ended_with(running), _passed_on(running) as asked:
         while running or (waiting and not asked):
             while waiting and free and not asked:
                 run, slot, job = waiting.pop(0), free.pop(0), f"0_{time.time_ns()}"  # no job of SLURM's has that name
@@ -79,6 +79,18 @@ def _gpus() -> list[str]:
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
     return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+@contextmanager
+def _ended_with(running: Iterable[subprocess.Popen]) -> Iterator[None]:
+    """What still runs when an error leaves this context saves and ends; nobody would hear of it."""
+    try:
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
 
 
 @contextmanager

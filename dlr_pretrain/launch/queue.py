@@ -66,6 +66,7 @@ def resources(words: Sequence[str]) -> Resources:
         parser.add_argument(*flags.split(), dest="ours", nargs="?", action="append")
     for flags in ("-N --nodes", "-n --ntasks", "--ntasks-per-node", "--gpus-per-node", "--gres", "-G --gpus"):
         parser.add_argument(*flags.split())
+    parser.add_argument("--gpus-per-task")
     try:
         asked, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -75,13 +76,17 @@ def resources(words: Sequence[str]) -> Resources:
     nodes = _number(asked.nodes or "1", "--nodes")
     gres = [entry for entry in (asked.gres or "").split(",") if entry.startswith("gpu")]
     gpus = asked.gpus_per_node or (gres[0] if gres else None)
+    tasks = asked.ntasks_per_node or str(_number(asked.ntasks or str(nodes), "--ntasks") // nodes)
+    if gpus is None and asked.gpus_per_task is not None:
+        of_a_task = _number(asked.gpus_per_task.rpartition(":")[2], "--gpus-per-task")
+        gpus = str(of_a_task * _number(tasks, "the tasks of a node"))
     per_node = os.environ.get("RANKS_PER_NODE")
     if per_node is None and gpus is not None:
         per_node = gpus.rpartition(":")[2] if gpus != "gpu" else "1"
     elif per_node is None and asked.gpus is not None:
         per_node = str(_number(asked.gpus.rpartition(":")[2], "--gpus") // nodes)
     elif per_node is None:
-        per_node = asked.ntasks_per_node or str(_number(asked.ntasks or str(nodes), "--ntasks") // nodes)
+        per_node = tasks
     return Resources(nodes, _number(per_node, "the ranks of a node"), gpus is not None or asked.gpus is not None)
 
 
@@ -127,6 +132,9 @@ class Array:
         aside = self.folder / f"runs.{os.getpid()}"
         aside.write_text(self.text, encoding="utf-8")
         aside.replace(self.folder / "runs.txt")
+        for run in self.chosen:  # a job that could not be noted would be queued twice
+            run.dir.mkdir(parents=True, exist_ok=True)
+            (run.dir / JOBS).touch()
         job = _ask(*self.command).strip().split(";")[0]
         for run in self.chosen:
             name = f"{job}_{run.number}"

@@ -98,9 +98,9 @@ def combine(lines: list[Line], others: list[Line]) -> list[Line]:
     return [replace(line, words=line.words + other.words) for line in lines for other in others]
 
 
-def load_runs(lines: list[Line], ranks: int, machine: bool = False) -> list[Run]:
-    """The checked runs, each as ``train.py`` on ``ranks`` ranks would see it; the files of this machine and its other
-    means are looked at where it is the ``machine`` that will train.
+def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> list[Run]:
+    """The checked runs, each as ``train.py`` on ``ranks`` ranks (None: not known) would see it; the files of this
+    machine and its other means are looked at where it is the ``machine`` that will train.
 
     Raises one ConfigError with every problem of every line; two lines with one run directory are a problem too.
     """
@@ -129,7 +129,7 @@ def load_runs(lines: list[Line], ranks: int, machine: bool = False) -> list[Run]
     return [Run(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
 
 
-def _loaded(line: Line, ranks: int, machine: bool) -> Config | ConfigError:
+def _loaded(line: Line, ranks: int | None, machine: bool) -> Config | ConfigError:
     try:
         if line.problem:
             raise ConfigError([Problem("words", MISSING, line.problem)])

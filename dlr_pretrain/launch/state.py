@@ -74,7 +74,7 @@ def _folded(run_dir: Path) -> bool:
     """Whether the run has come to its end: the export is there, and the report, which is written last."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     exported = any((run_dir / "folded" / name).exists() for name in weights)
-    return exported and (run_dir / "folded" / "config.json").exists() and (run_dir / "report.md").exists()
+    return exported and (run_dir / "report.md").exists()
 
 
 def _held(run_dir: Path) -> bool:
@@ -89,7 +89,7 @@ def _held(run_dir: Path) -> bool:
 # What a log says of the end of a job that the queue no longer holds
 
 START = re.compile(r"^job [\d_]+, start \d+: ", re.MULTILINE)  # train.sbatch writes it, and END
-END = re.compile(r"^job [\d_]+: ended with exit code (\d+)$", re.MULTILINE)
+END = re.compile(r"^job [\d_]+: ended with exit code (-?\d+)$", re.MULTILINE)  # below 0: by a signal, of local runs
 CANCELLED = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (.*?) )?\*\*\*", re.MULTILINE
 )
@@ -114,7 +114,9 @@ def _ending(log: Path) -> tuple[str, str]:
     said = OURS.findall(text) or PYTHONS.findall(text)
     lines = [line for line in text.splitlines() if line.strip() and not END.match(line)]
     reason = " ".join("".join(said[-1]).split()) if said else lines[-1].strip() if lines else ""
-    if end and int(end[1]) not in (0, EXIT_STOPPED):
+    if end and int(end[1]) < 0 and not said:
+        return "failed", f"killed by signal {-int(end[1])}"
+    if (end and int(end[1]) not in (0, EXIT_STOPPED)) or (said and not end):  # before train.sbatch knew how to say it
         return "failed", reason
     return "stopped", reason if end else "its job left the queue without a word: cancelled, or its node failed"
 

@@ -43,6 +43,9 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def tune(argv: list[str]) -> int:

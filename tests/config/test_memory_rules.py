@@ -54,8 +54,8 @@ def test_what_it_can_do_is_accepted(words):
     ),
     (
         ("train.accumulate=fp32",),
-        "train.accumulate=fp32: keeps a buffer of all gradients, and train.memory=low has neither that nor sums to "
-        "take. Use train.accumulate=native",
+        "train.accumulate=fp32: needs a buffer of all gradients, which train.memory=low does not keep. "
+        "Use train.accumulate=native",
     ),
     (
         ("parallel=fsdp",),

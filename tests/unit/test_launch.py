@@ -16,6 +16,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch import command
+from dlr_pretrain.launch.command import status_table
 from dlr_pretrain.launch.queue import Queued, last_job, resources, spans
 from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
@@ -188,6 +189,8 @@ def test_a_task_reads_the_words_of_its_number(tmp_path):
     (["-G", "8", "-N2"], 2, 4, True),
     (["--ntasks-per-node", "2", "--mem=4G", "--time=1:00:00"], 1, 2, False),
     (["-n4", "-N2"], 2, 2, False),
+    (["--ntasks-per-node=4", "--gpus-per-task=1", "-N2"], 2, 4, True),
+    (["--gpus-per-task=h100:2"], 1, 2, True),
 ])  # fmt: skip
 def test_ranks_follow_from_the_words_for_sbatch(monkeypatch, words, nodes, per_node, gpus):
     monkeypatch.delenv("RANKS_PER_NODE", raising=False)
@@ -213,6 +216,31 @@ def test_an_array_is_queued_with_its_limit_and_the_words_for_sbatch(scheduler, t
     ]
     assert last_job(runs[1].dir)["job"] == "70_2" and last_job(runs[1].dir)["log"].endswith("/70_2.log")
     assert "as job 70" in capsys.readouterr().out
+
+
+def test_a_run_directory_that_cannot_be_written_is_found_before_anything_is_queued(scheduler, table_of, capsys):
+    for run in loaded(table_of):
+        run.dir.parent.mkdir(parents=True, exist_ok=True)
+    (loaded(table_of)[1].dir).write_text("in the way")
+    assert command.main(table_of) == 3
+    assert "in the way" not in (said := capsys.readouterr().err) and said.startswith("error: ") and "s2" in said
+    assert not (scheduler / "asked").exists()
+
+
+@pytest.mark.parametrize("root", [".", "runs", "/elsewhere/runs"])
+def test_names_of_one_root_are_whole(root):
+    runs = loaded(["scale=tiny", "seed=1,2", f"run.root={root}"])
+    lines = status_table(runs, [Status("not started")] * 2, 120).splitlines()
+    assert [line.split()[1] for line in lines[1:3]] == [run.dir.name for run in runs]
+
+
+def test_how_runs_stand_asks_for_no_number_of_ranks(scheduler, capsys):
+    """A recipe that only some numbers of ranks can train, and --status without the words for sbatch."""
+    words = ["scale=7b", "experiment=7b/cola_dlr", "optimizer=adamw_8bit", "train.memory=low", "train.clip=null"]
+    words += ["train.global_batch=64"]
+    assert command.main([*words, "--status"]) == 0
+    assert command.main([*words, "--dry-run", "--", "--gpus-per-node=1"]) == 2
+    assert "train.micro_batch" in capsys.readouterr().err
 
 
 def test_nothing_is_queued_from_a_wrong_table_or_in_a_dry_run(scheduler, table_of, capsys):
@@ -293,6 +321,8 @@ CANCELLED = "slurmstepd-n1: error: *** JOB 9 ON n1 CANCELLED AT 2026-11-20T17:41
     ("stopped: stopped after step 3 of 20", 75, "stopped", "stopped after step 3 of 20"),
     (f"{CANCELLED} ***\nerror: torn", 1, "stopped", "cancelled"),
     (f"{CANCELLED} DUE TO TIME LIMIT ***", None, "stopped", "time limit"),
+    ("step 3/20", -9, "failed", "killed by signal 9"),
+    ("error: the fold differs", -15, "failed", "the fold differs"),
     ("step 3/20", None, "stopped", "its job left the queue without a word: cancelled, or its node failed"),
 ])  # fmt: skip
 def test_a_job_that_has_left_the_queue_is_judged_by_the_last_start_in_its_log(table_of, end, code, state, reason):
@@ -302,6 +332,12 @@ def test_a_job_that_has_left_the_queue_is_judged_by_the_last_start_in_its_log(ta
     write_job(run, f"{earlier}job 70_1, start 2: seed=1\n{end}\n{last}")
     status = look(run, {})
     assert (status.state, status.reason) == (state, reason)
+
+
+def test_a_job_that_ends_before_its_first_line_says_why(table_of):
+    run = loaded(table_of)[0]
+    write_job(run, "error: /home/me is not the root of the repository: submit from there, or add --chdir=<root>\n")
+    assert look(run, {}).state == "failed" and look(run, {}).reason.startswith("/home/me is not the root")
 
 
 def test_a_run_is_told_by_its_numbers_and_the_queue(table_of):

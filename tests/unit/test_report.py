@@ -58,7 +58,8 @@ def a_run(folder: Path, lines: list[dict], manifest: dict = MANIFEST) -> str:
 def test_the_whole_record(tmp_path):
     lines = [a_line(step, **(an_evaluation(3.5 + 9 / step) if step % 50 == 0 else {})) for step in range(1, 301)]
     (tmp_path / "folded").mkdir()
-    (tmp_path / "folded/config.json").touch()
+    for name in ("README.md", "config.json", "modeling_lowrank_llama.py"):
+        (tmp_path / "folded" / name).touch()
     text = a_run(tmp_path, lines)
     for words in (
         "After step 300 of 300", "cola, rank 32, DLR on (alpha 1)", "bf16_mixed", "packed", "n = 101 here", "**34.12**",
