@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import Memory, memory
 from dlr_pretrain.analysis.show import fill
-from dlr_pretrain.analysis.table1 import VOCABULARY
+from dlr_pretrain.analysis.table1 import VOCABULARY, Counts, counts
 from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.tree import MAX_STREAMS, largest_divisor
@@ -44,7 +44,7 @@ class Assumptions:
     roofline: float = _is(0.7, "share of this roofline's speed that a step reaches")
     network: float = _is(0.8, "share of NVLink's and InfiniBand's bandwidth that a collective reaches")
     hop_us: float = _is(5.0, "microseconds of latency, twice for each doubling of the GPUs")
-    overlap: float = _is(0.8, "share of the passes that hide a collective behind which it does travel")
+    overlap: float = _is(0.8, "share of a pass that can hide the collective beside it")
     capacity: float = _is(
         0.92, "share of the GPU's memory for what the plan counts; context and fragments take the rest"
     )
@@ -108,6 +108,7 @@ class Scaling:
     def __init__(self, cfg: Config, given: Assumptions):
         self.cfg, self.given = cfg, given
         self.vocab_size = cfg.scale.vocab_size or VOCABULARY
+        self.entries = counts(cfg, self.vocab_size)
         self._work: dict[int, Counter[Operation]] = {}
         self._memory: dict[tuple, Memory] = {}
 
@@ -125,9 +126,10 @@ class Scaling:
         if rows not in self._work:
             self._work[rows] = work(cfg, self.vocab_size, rows)
         one = roofline(self._work[rows], given) / given.roofline
-        moved, hiding = communication(cfg, held, gpus, count, one, given)
+        moved, hiding = communication(cfg, self.entries, gpus, count, one, given)
         exposed = max(0.0, moved - given.overlap * hiding)
-        update = update_bytes(held, train.clip is not None) / (1e9 * given.memory_gbs * given.stream * given.roofline)
+        bytes_moved = update_bytes(cfg, self.entries, held, gpus)
+        update = bytes_moved / (1e9 * given.memory_gbs * given.stream * given.roofline)
         step = count * one + exposed + update
         positions = train.global_batch * train.seq_len
         flops = positions * flops_per_token(cfg, self.vocab_size, rows)
@@ -214,24 +216,25 @@ def ring(size: float, gpus: int, given: Assumptions, passes: int = 2) -> float:
 
 
 def communication(
-    cfg: Config, held: Memory, gpus: int, micro_batches: int, one: float, given: Assumptions
+    cfg: Config, entries: Counts, gpus: int, micro_batches: int, one: float, given: Assumptions
 ) -> tuple[float, float]:
     """Seconds of an update's collectives, and of passes (``one`` a micro-batch) behind which they may travel."""
     wide, working = cfg.train.accumulate == "fp32", WORKING_DTYPE[cfg.precision.name].itemsize
-    weights = held.weights
+    gradients = entries.trained * (4 if wide else working)
     if cfg.parallel.name == "fsdp":  # weights come for the forward and for the backward pass, gradients leave
-        state = STATE_DTYPE[cfg.precision.name].itemsize
-        entries = weights * gpus / state
-        each = 2 * ring(entries * working, gpus, given, 1) + ring(entries * (4 if wide else working), gpus, given, 1)
+        each = 2 * ring(entries.total * working, gpus, given, 1) + ring(gradients, gpus, given, 1)
         return micro_batches * each, micro_batches * one
-    moved = ring(weights / working * (4 if wide else working), gpus, given)
-    return moved, 0.0 if wide else 2 / 3 * one
+    return ring(gradients, gpus, given), 0.0 if wide else 2 / 3 * one
 
 
-def update_bytes(held: Memory, clipped: bool) -> int:
+def update_bytes(cfg: Config, entries: Counts, held: Memory, gpus: int) -> float:
     """Bytes that an update moves: gradients for the norm, twice for the clipping, for the update; the state twice."""
-    gradients = held.gradients or held.weights  # with train.memory=low as many pass, and none is held
-    return (4 if clipped else 2) * gradients + 2 * (held.weights + held.masters + held.optimizer_state)
+    if cfg.parallel.name == "fsdp":
+        weights = entries.trained * STATE_DTYPE[cfg.precision.name].itemsize / gpus
+    else:
+        weights = entries.trained * WORKING_DTYPE[cfg.precision.name].itemsize
+    gradients = held.gradients or weights  # with train.memory=low as many pass, and none is held
+    return (2 if cfg.train.clip is None else 4) * gradients + 2 * (weights + held.masters + held.optimizer_state)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from dlr_pretrain.analysis.scaling import (
     roofline,
     update_bytes,
 )
+from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
@@ -93,15 +94,28 @@ def test_what_travels_is_what_the_ranks_sum():
     free = replace(H200, network=1.0, hop_us=0.0, nvlink_gbs=1.0)
 
     def moved(*words: str) -> tuple[float, float]:
-        cfg = config("backbone=cola", *words)
-        held = memory(cfg, 512, 4)
-        return communication(cfg, held, 4, 2, 3.0, free)
+        cfg = config(*words)
+        return communication(cfg, counts(cfg, 512), 4, 2, 3.0, free)
 
-    size = memory(config("backbone=cola"), 512, 4).weights
-    assert moved() == (pytest.approx(size * 1.5 / 1e9), 2.0)
-    assert moved("train.accumulate=fp32") == (pytest.approx(2 * size * 1.5 / 1e9), 0.0)
-    sharded, hiding = moved("parallel=fsdp")
-    assert (sharded, hiding) == (pytest.approx(2 * size * 2.25 / 1e9, rel=0.01), 6.0)
+    size = 2 * counts(config("backbone=cola"), 512).total  # bf16
+    assert moved("backbone=cola") == (pytest.approx(size * 1.5 / 1e9), 2.0)
+    assert moved("backbone=cola", "train.accumulate=fp32") == (pytest.approx(2 * size * 1.5 / 1e9), 0.0)
+    sharded, hiding = moved("backbone=cola", "parallel=fsdp")
+    assert (sharded, hiding) == (pytest.approx(2 * size * 2.25 / 1e9), 6.0)
+
+
+@pytest.mark.parametrize("backbone", ["lora", "sltrain"])
+def test_what_is_not_trained_neither_travels_nor_is_updated(backbone):
+    """Frozen weights have no gradient, and indices are no weights."""
+    free, cfg = (
+        replace(H200, network=1.0, hop_us=0.0, nvlink_gbs=1.0),
+        config(f"backbone={backbone}", "train.clip=null"),
+    )
+    entries, held = counts(cfg, 512), memory(cfg, 512, 4)
+    assert communication(cfg, entries, 4, 1, 3.0, free)[0] == pytest.approx(2 * entries.trained * 1.5 / 1e9)
+    state = held.optimizer_state + held.masters
+    assert update_bytes(cfg, entries, held, 4) == pytest.approx(2 * held.gradients + 2 * (2 * entries.trained + state))
+    assert 2 * entries.trained < 0.95 * held.weights
 
 
 def test_an_estimate_adds_up():
@@ -111,7 +125,7 @@ def test_an_estimate_adds_up():
     assert (alone.micro_batch, alone.micro_batches, eight.micro_batches) == (4, 8, 1)
     assert alone.communication == alone.exposed == 0 < eight.communication
     assert alone.memory == held.total
-    assert alone.update == pytest.approx(update_bytes(held, clipped=True) / (4.8e12 * 0.9 * 0.7))
+    assert alone.update == pytest.approx(update_bytes(cfg, counts(cfg, 512), held, 1) / (4.8e12 * 0.9 * 0.7))
     for e in (alone, eight):
         assert e.step == pytest.approx(e.compute + e.exposed + e.update)
         assert e.tokens_per_second * e.step == pytest.approx(32 * 64)
