@@ -118,7 +118,7 @@ def means(sums: list[float]) -> dict[str, float | None]:
 def residual_matrix(residual: Residual, b: Tensor, alpha: Tensor | None) -> Tensor:
     """beta R^T [d_out, r] in fp32 (fp64 for fp64), as it enters B."""
     matrix = torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32))
-    residual.add(matrix, residual.entries(matrix), alpha)
+    residual.add(matrix, alpha)
     return matrix
 
 

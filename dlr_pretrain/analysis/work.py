@@ -8,7 +8,6 @@ assumption of ``scaling``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
@@ -96,9 +95,3 @@ def _storage(tensor: Tensor) -> int:
 def _size(tensor: Tensor) -> int:
     """Bytes of its elements, each once though it be expanded."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
-
-
-def total(operations: Counter[Operation], products: bool) -> tuple[int, int]:
-    """FLOPs and bytes of all matrix products, or of all other operations."""
-    some: Iterable[tuple[Operation, int]] = [(op, n) for op, n in operations.items() if op.product == products]
-    return sum(n * op.flops for op, n in some), sum(n * op.bytes for op, n in some)

@@ -54,8 +54,8 @@ class Arm:
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
-        """With the norm of ``clip_grad_norm_``, as peers clip: on a CPU it is off, see ``gradients.CACHED``, and twenty
-        fp32 updates of 60m by up to 1e-3."""
+        """With the norm of ``clip_grad_norm_``, as peers clip: on a CPU it is inexact (``gradients.CACHED``), which
+        moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
         self.trainer.descent.gradients.norm = get_total_norm
 
     def measure_memory(self, batch: Batch) -> None:
@@ -96,6 +96,9 @@ def require_one_process(configs: Iterable[Config]) -> None:
         if cfg.parallel.name != "ddp":
             rule = "shards over ranks, and a step is measured in one process"
             raise ConfigError([Problem("parallel", cfg.parallel.name, rule, "Leave it out")])
+        if cfg.train.micro_batch == "auto":
+            rule = "is found as a run starts, and a step is measured without one"
+            raise ConfigError([Problem("train.micro_batch", "auto", rule, "Give a number")])
 
 
 def fixed_batch(cfg: Config, runtime: Runtime, padding: float, rows: int | None = None) -> Batch:

@@ -6,27 +6,16 @@ Hydra, which only ``arguments`` and ``composition`` need.
 """
 
 from dlr_pretrain.config.identity import identity, run_name, to_dict
-from dlr_pretrain.config.parse import all_keys, flatten, parse
-from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
+from dlr_pretrain.config.parse import flatten, parse
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.rules import compiler_problem, unused, validate
 from dlr_pretrain.config.tree import (
     CONFIG_DIR,
     GROUPS,
     OPEN_GROUPS,
-    Checkpoint,
     Choice,
     Config,
-    Data,
-    Dlr,
-    Eval,
-    Log,
-    Logger,
-    Parallel,
     Precision,
-    Run,
-    Scale,
-    Tokenizer,
-    Train,
 )
 
 __all__ = [
@@ -34,28 +23,15 @@ __all__ = [
     "GROUPS",
     "MISSING",
     "OPEN_GROUPS",
-    "Checkpoint",
     "Choice",
     "Config",
     "ConfigError",
-    "Data",
-    "Dlr",
-    "Eval",
-    "Log",
-    "Logger",
-    "Parallel",
     "Precision",
     "Problem",
-    "Run",
-    "Scale",
-    "Tokenizer",
-    "Train",
-    "all_keys",
     "compiler_problem",
     "did_you_mean",
     "flatten",
     "identity",
-    "nearest",
     "parse",
     "run_name",
     "to_dict",

@@ -37,7 +37,7 @@ def identity(cfg: Config) -> dict[str, object]:
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys that make two runs different ones, with both values; what only one version of the code knows is none."""
+    """The keys that make two runs different ones, with both values; a key that one of them does not know is no such."""
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 

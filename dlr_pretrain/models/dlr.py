@@ -1,7 +1,7 @@
 """Duplicated Latent Residuals: y = B z + beta R^T z, as a re-parameterisation of the up-projection B.
 
 Output i of an up-projection receives, beside (B z)_i, a copy of latent g(i) = floor(i / K), scaled by
-beta = alpha / sqrt(K), with K = ceil(d_out / r) copies a latent (the last ceil-remainder latents get none). So
+beta = alpha / sqrt(K), with K = ceil(d_out / r) copies a latent (the last r - ceil(d_out / K) latents get none). So
 y = (B + beta R^T) z exactly, and only the d_out entries (i, g(i)) of B are touched. The residual is *published* into
 the weights while they are multiplied and taken out again before anything else looks at them: gradients reach B
 unchanged, weight decay acts on B alone, and folding is to leave the residual in.
@@ -89,7 +89,7 @@ def attach_dlr(
             linear.weight.requires_grad_(False).zero_()
         if keep_output:
             with torch.no_grad():
-                linear.residual.add(linear.weight, linear.residual.entries(linear.weight), share=-1.0)
+                linear.residual.add(linear.weight, share=-1.0)
         linear.register_state_dict_pre_hook(_refuse_while_active)
         linear.register_state_dict_post_hook(_mark_as_unfolded)
         linear.register_load_state_dict_pre_hook(_check_mark)
@@ -137,7 +137,7 @@ def fold_(module: nn.Module) -> int:
     for _, linear in folded:
         residual = linear.residual
         with torch.no_grad():
-            residual.add(linear.weight, residual.entries(linear.weight), getattr(linear, "dlr_alpha", None))
+            residual.add(linear.weight, getattr(linear, "dlr_alpha", None))
         if residual.impl == "branch":
             linear.__class__ = type(linear).__bases__[1]
         if hasattr(linear, "dlr_alpha"):
@@ -229,7 +229,7 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
         value = folded[f"{name}.weight".lstrip(".")]
         alpha = folded.pop(f"{name}.dlr_alpha".lstrip("."), None)
         folded.pop(f"{name}.dlr_beta".lstrip("."), None)
-        linear.residual.add(value, linear.residual.entries(value), alpha)
+        linear.residual.add(value, alpha)
     return folded
 
 
@@ -277,7 +277,7 @@ def decay_towards_offsets(module: nn.Module, masters: Mapping[str, Tensor] | Non
         offset = getattr(linear, "offset", None)
         if isinstance(offset, Residual):
             weight = linear.weight if masters is None else masters[f"{name}.weight".lstrip(".")]
-            offset.add(weight, offset.entries(weight), share=share)
+            offset.add(weight, share=share)
 
 
 def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator[tuple[str, nn.Linear]]:

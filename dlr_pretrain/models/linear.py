@@ -3,7 +3,7 @@
 A *group* owns one or more *projections* of equal shape (q, k and v; gate and up; o; down), each an ordinary module with
 its own parameters and keys. A backbone is a subclass of ``Group``: it says which parameters a projection has, how they
 are initialised, and the formula on the whole group, in two halves: ``latent(x, carried) -> (z, carried)`` and
-``expand(z) -> y``. In a ``FactorizedGroup`` z is what multiplies B; whatever is done to low-rank layers as a family
+``expand(z) -> y``. In ``LowRank`` layers z is what multiplies B; whatever is done to low-rank layers as a family
 (DLR, keeping latents instead of activations) speaks to these halves. A dense layer has all its work in the second.
 
 The parameters of a group are views of one storage (``Stack``), so that a shared input is multiplied once and the
@@ -215,36 +215,6 @@ class Group(ABC):
         return [value for value in vars(self).values() if isinstance(value, Stack)]
 
 
-class FactorizedGroup(Group):
-    """Low-rank projections ``y = B z``, ``z = latent(x)``: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r]."""
-
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
-        if grouped:
-            self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
-            self.b = Stack([p.b for p in projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
-
-    def down(self, x: Tensor) -> Tensor:
-        """x [..., pad_in] -> A x [..., G, r]."""
-        if self.grouped:
-            return self.a.shared(x)
-        return torch.stack([p.a(x) for p in self.projections], dim=-2)
-
-    def activate(self, h: Tensor) -> Tensor:
-        """What stands between the factors."""
-        return h
-
-    def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
-        return self.activate(self.down(x)), None
-
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z [..., G, r] -> B z, one [..., pad_out] a projection."""
-        if self.grouped:
-            return self.b.batched(z).unbind(0)
-        return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
-
-
 class GroupHolder(nn.Module):
     """A module whose linear layers are groups; it keeps their storages common through moves, copies and loads."""
 
@@ -262,16 +232,18 @@ class GroupHolder(nn.Module):
     def groups(self) -> list[Group]:
         return [value for value in vars(self).values() if isinstance(value, Group)]
 
-    def _apply(self, fn: Callable, recurse: bool = True):
-        super()._apply(fn, recurse)
+    def tie(self) -> None:
         for group in self.groups():
             group.tie()
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self.tie()
         return self
 
     def __setstate__(self, state: dict) -> None:  # the last act of deepcopy and unpickling
         super().__setstate__(state)
-        for group in self.groups():
-            group.tie()
+        self.tie()
 
 
 def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
@@ -301,8 +273,7 @@ def share_memory_(model: nn.Module, among: Callable[[nn.Linear], bool]) -> None:
 
 def _tie_again(holder: GroupHolder, _) -> None:
     """After ``load_state_dict(assign=True)`` the parameters are others."""
-    for group in holder.groups():
-        group.tie()
+    holder.tie()
 
 
 def require_tied(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, FactorizedGroup, GroupSpec
+from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 from dlr_pretrain.models.spectrum import factors
 
 
@@ -20,14 +20,20 @@ class LowRankProjection(nn.Module):
             self.theta = nn.Parameter(torch.empty(()))
 
 
-class LowRank(FactorizedGroup):
-    """y = s B A x.
+class LowRank(Group):
+    """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
 
     Knob ``init``: "cola", Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start; "kaiming", both factors uniform
     with bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in +
     fan_out), as in LORO. ``latent_scale`` is s, fixed, or with ``learn_latent_scale`` tanh(theta) with theta = 1 at the
     start. ``b_gain`` multiplies the initial B.
     """
+
+    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+        super().__init__(spec, projections, knobs, grouped)
+        if grouped:
+            self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
+            self.b = Stack([p.b for p in projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
@@ -69,13 +75,30 @@ class LowRank(FactorizedGroup):
         wide = torch.promote_types(a.dtype, torch.float32)
         return (latent_scale(tensors, knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
+    def down(self, x: Tensor) -> Tensor:
+        """x [..., pad_in] -> A x [..., G, r]."""
+        if self.grouped:
+            return self.a.shared(x)
+        return torch.stack([p.a(x) for p in self.projections], dim=-2)
+
+    def activate(self, h: Tensor) -> Tensor:
+        """What stands between the factors."""
+        return h
+
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
         z = self.activate(self.down(x))
         if self.knobs.get("learn_latent_scale", False):
             scale = torch.stack([p.theta for p in self.projections]).tanh()  # under FSDP wider than z
             return z * scale.to(z.dtype)[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
+
+    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
+        """z [..., G, r] -> B z, one [..., pad_out] a projection."""
+        if self.grouped:
+            return self.b.batched(z).unbind(0)
+        return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
 
 
 def latent_scale(tensors: dict[str, Tensor], knobs: dict) -> float | Tensor:

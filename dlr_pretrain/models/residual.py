@@ -66,10 +66,10 @@ class Residual:
         first, end = shards.span(weight)
         return shards.here(weight), (self.rows[: end - first], self.columns[first:end])
 
-    def add(self, weight: Tensor, entries: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
-        """Make the entries of ``weight`` entries + share beta."""
-        beta = self.beta if alpha is None else alpha.to(wide(entries.dtype)) / self.divisor
-        self.write(weight, plus(entries, share * beta, weight.dtype))
+    def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
+        """Add share beta to the entries of ``weight``, in place."""
+        beta = self.beta if alpha is None else alpha.to(wide(weight.dtype)) / self.divisor
+        self.write(weight, plus(self.entries(weight), share * beta, weight.dtype))
 
     def places(self, weight: Tensor) -> Tensor:
         """Where in the memory of ``weight`` the entries are, counted in values from its beginning."""

@@ -71,8 +71,7 @@ class DenseStart:
         for name in left:
             model.get_parameter(name).copy_(self.read(name))
         for _, linear in residuals(model):
-            entries = linear.residual.entries(linear.weight)
-            linear.residual.add(linear.weight, entries, getattr(linear, "dlr_alpha", None), share=-1.0)
+            linear.residual.add(linear.weight, getattr(linear, "dlr_alpha", None), share=-1.0)
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -24,7 +24,7 @@ def build(
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """All ranks decide alike whether to quantise (``_quantised``)."""
+    """AdamW whose moments have 8 bits where a parameter is large enough; all ranks decide that alike."""
     torchao_optim()
     from torchao.optim.subclass_8bit import OptimState8bit
 

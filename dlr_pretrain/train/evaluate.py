@@ -46,7 +46,7 @@ class Evaluator:
         own = rows[self.runtime.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        share = -(-len(rows) // world_size)  # shards are gathered by all ranks, or none
+        share = -(-len(rows) // world_size)  # of all ranks alike: under fsdp each forward is a collective
         for start in range(0, share, n):
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(*some)

@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -64,14 +65,8 @@ def largest(sizes: Sequence[int], start: int, fit: Callable[[int], bool]) -> int
     """
     at = sizes.index(start)
     if fit(start):
-        while at + 1 < len(sizes) and fit(sizes[at + 1]):
-            at += 1
-        return sizes[at]
-    while at > 0:
-        at -= 1
-        if fit(sizes[at]):
-            return sizes[at]
-    return 0
+        return [start, *takewhile(fit, sizes[at + 1 :])][-1]
+    return next(filter(fit, reversed(sizes[:at])), 0)
 
 
 def free_memory(runtime: Runtime) -> float:

@@ -87,7 +87,7 @@ def read_record(run_dir: Path) -> dict:
         sound = False
     if not sound:
         raise UserError(
-            f"{path} is damaged. Move it away: the checkpoints go on without it, unchecked against its keys"
+            f"{path} is damaged. Move it away to resume; settings are then not checked against those of the run"
         )
     return manifest
 

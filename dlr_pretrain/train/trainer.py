@@ -87,8 +87,8 @@ class Trainer:
     # One step
 
     def update(self, batch: Batch, lr: float) -> Tensor:
-        """One optimizer update from one global batch. The host waits for nothing but, with optimizers
-        other than adamw and adamw_8bit, for whether to mask.
+        """One optimizer update from one global batch. With adamw and adamw_8bit the host never waits
+        for the device; with others once, for whether to mask.
 
         An update whose loss or gradient is not finite changes nothing; for train.memory=low see ``PassingDescent``.
         Where ``train.on_nonfinite`` is "stop", or a rank has failed, neither does any after it. Returns device metrics:

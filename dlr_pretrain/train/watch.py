@@ -42,7 +42,7 @@ class Beat:
     host: str
     where: str  # its innermost line of this package
     waits: bool  # in a collective
-    silent: bool  # not a sign of it while we listened
+    silent: bool  # wrote no beat while we listened
 
     def __str__(self) -> str:
         place = "" if self.silent else f", in {self.where}"

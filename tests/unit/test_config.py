@@ -12,7 +12,6 @@ from dlr_pretrain.config import (
     Problem,
     compiler_problem,
     identity,
-    nearest,
     parse,
     run_name,
     to_dict,
@@ -20,6 +19,7 @@ from dlr_pretrain.config import (
     validate,
 )
 from dlr_pretrain.config.parse import KNOWN
+from dlr_pretrain.config.problems import nearest
 from dlr_pretrain.config.tree import SECTIONS, Choice
 
 
