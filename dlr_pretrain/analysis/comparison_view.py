@@ -61,10 +61,10 @@ def verdicts(found: dict) -> list[str]:
 def remarks(found: dict) -> list[str]:
     """What a reader has to know before quoting a verdict."""
     said, rates = [], found["design"]["rates"]
+    if len(rates) == 1:
+        said.append(f"One rate, {rates[0]:g}, was given to all: none was chosen.")
     for method, choice in found["chosen"].items():
-        if choice["edge"] == "only":
-            said.append(f"{method}: a grid of one rate chooses nothing.")
-        elif choice["edge"]:
+        if choice["edge"] in ("lowest", "highest"):
             beyond = "below" if choice["edge"] == "lowest" else "above"
             end = f"its best rate, {choice['lr']:g}, is the {choice['edge']} of the grid"
             said.append(f"{method}: {end}, and a better one may lie {beyond} it. Widen lr= and give the command again.")
