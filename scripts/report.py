@@ -1,4 +1,4 @@
-"""Tables, figures and one page from runs: ``python scripts/report.py runs/* --output report``."""
+"""Tables, figures and one page from runs: ``python scripts/report.py runs --output report``."""
 
 import argparse
 import shlex

@@ -202,14 +202,18 @@ def _metrics(path: Path) -> tuple[list[dict], str]:
 def find_runs(places: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
-    Returns them in order, each once, and the remarks on those that cannot be read. UserError for a place without any.
+    Returns them in order, each once, and the remarks on those that cannot be read, and on folders without any among
+    other places (``runs/*`` as a shell expands it). UserError for any other place without one.
     """
     runs: dict[Path, Run] = {}
     remarks: list[str] = []
     for place in map(str, places):
         folders = list(dict.fromkeys(_run_folders(place)))
         if not folders:
-            raise UserError(f"{place}: no run directory there (one has a config.yaml). Name runs, or the folder above")
+            rule = f"{place}: no run directory there (one has a config.yaml)"
+            if len(places) == 1 or not Path(place).is_dir():
+                raise UserError(f"{rule}. Name runs, or the folder above")
+            remarks.append(rule)
         for folder in folders:
             if folder.resolve() not in runs:
                 try:

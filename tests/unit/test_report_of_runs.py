@@ -225,8 +225,16 @@ def test_places(tmp_path):
     for place in ("sweep/a", "sweep", "sweep/*", "."):
         runs, _ = find_runs([tmp_path / place, tmp_path / "sweep/a"])
         assert [run.name for run in runs] == ["a"]
-    with pytest.raises(UserError, match="nowhere: no run directory there"):
-        find_runs([tmp_path / "nowhere"])
+    (tmp_path / "sweep" / "arrays").mkdir()
+    runs, remarks = find_runs([tmp_path / "sweep" / "a", tmp_path / "sweep" / "arrays"])  # as a shell expands sweep/*
+    assert [run.name for run in runs] == ["a"] and "arrays: no run directory there" in remarks[0]
+    for nowhere in (
+        [tmp_path / "nowhere"],
+        [tmp_path / "sweep" / "a", tmp_path / "nowhere"],
+        [tmp_path / "sweep/arrays"],
+    ):
+        with pytest.raises(UserError, match=r"(nowhere|arrays): no run directory there"):
+            find_runs(nowhere)
 
 
 def test_machines_are_not_averaged(tmp_path, no_figures):
