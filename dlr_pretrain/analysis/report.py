@@ -10,6 +10,7 @@ import numpy as np
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import Run, column, read_run
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.durable import write_durably
 
 DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
@@ -193,7 +194,7 @@ def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
         axes.annotate(f"{y[-1]:.3f}", (x[-1], y[-1]), color=EVALUATION, **offset)
     axes.set_ylim(*limits(loss, y))
     axes.set(title=title, xlabel="tokens seen (positions)", ylabel="loss (nats a token)")
-    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: amount(number, 6)))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -223,9 +224,3 @@ def limits(loss: np.ndarray, evaluated: np.ndarray) -> tuple[float, float]:
 def finite(values: np.ndarray) -> np.ndarray:
     """``values`` with NaN for what is not finite, which is not drawn."""
     return np.where(np.isfinite(values), values, math.nan)
-
-
-def _tokens(number: float, _position: int) -> str:
-    """1500000 -> 1.5M."""
-    size, unit = next(((size, unit) for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= size), (1, ""))
-    return f"{number / size:.6g}{unit}"

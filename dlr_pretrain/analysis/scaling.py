@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import Memory, memory
-from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.analysis.show import amount, fill
 from dlr_pretrain.analysis.table1 import VOCABULARY, Counts, counts
 from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
@@ -255,7 +255,7 @@ def line(gpus: int, e: Estimate | None, cfg: Config) -> str:
     memory = f"{e.memory / 1e9:.1f}" + (" " if e.fits else "!")
     return (
         f"{gpus:>6,}{f'{e.micro_batch} x {e.micro_batches}':>9}{_time(e.step):>9}{_time(e.communication):>9}"
-        f"{_time(e.exposed):>9}{memory:>8}{_count(e.tokens_per_second):>8}{e.mfu:>6.0%}{_span(e.hours):>9}"
+        f"{_time(e.exposed):>9}{memory:>8}{amount(e.tokens_per_second):>8}{e.mfu:>6.0%}{_span(e.hours):>9}"
         f"{'' if e.trains else '*'}"
     )
 
@@ -309,11 +309,6 @@ def _time(seconds: float) -> str:
     if seconds == 0:
         return "-"
     return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def _count(number: float) -> str:
-    size, unit = (1e6, "M") if number >= 999_500 else (1e3, "k")
-    return f"{number / size:.3g}{unit}"
 
 
 def _span(hours: float) -> str:

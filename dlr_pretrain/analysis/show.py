@@ -1,4 +1,4 @@
-"""Text for a terminal of 80 columns."""
+"""Text for a terminal of 80 columns, and large numbers in few digits."""
 
 from __future__ import annotations
 
@@ -10,3 +10,11 @@ WIDTH = 80
 def fill(text: str, indent: int = 0) -> str:
     """``text`` wrapped; lines after the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def amount(number: float, digits: int = 3) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if float(shown := f"{number / size:.{digits}g}") >= 1:  # 999,999 is 1M, not 1e+03k
+            return f"{shown}{unit}"
+    return f"{number:.{digits}g}"

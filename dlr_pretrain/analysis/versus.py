@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, g
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.analysis.report import smoothed
-from dlr_pretrain.analysis.show import WIDTH, fill
+from dlr_pretrain.analysis.show import WIDTH, amount, fill
 from dlr_pretrain.config import flatten
 from dlr_pretrain.errors import UserError
 
@@ -230,7 +230,7 @@ def _table(title: str, first: str, letter: str, rows: Sequence[dict], i: int) ->
         gap = row["difference"][i - 1]
         seeds = f" ({gap['n']})" if gap["paired"] else " (means)"
         losses = f"{number(row['loss'][0]):>18}{number(row['loss'][i]):>18}"
-        lines.append(f"{row['step']:>10,}{_amount(row['tokens']):>10}{losses}{number(gap, '+') + seeds:>24}")
+        lines.append(f"{row['step']:>10,}{amount(row['tokens'], 4):>10}{losses}{number(gap, '+') + seeds:>24}")
     return lines
 
 
@@ -253,8 +253,3 @@ def number(figure: dict | None, sign: str = "", digits: int = 4) -> str:
         return "not finite"
     spread = "" if figure["std"] is None else f" ± {figure['std']:,.{digits}f}"
     return f"{figure['mean']:{sign},.{digits}f}{spread}"
-
-
-def _amount(tokens: float) -> str:
-    size, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if tokens >= s), (1, ""))
-    return f"{tokens / size:.4g}{unit}"

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
 from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
-from dlr_pretrain.launch.show import amount, duration, number, table
+from dlr_pretrain.launch.show import duration, number, table
 from dlr_pretrain.launch.state import AGAIN, STATES, Measured, Status, look
 
 USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- words for sbatch]"

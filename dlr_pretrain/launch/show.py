@@ -54,12 +54,6 @@ def shorten(names: Sequence[str], width: int) -> list[str]:
     return [n if len(n) <= width else f"{n[: width - 1 - tail]}…{n[-tail:]}" for n in names]
 
 
-def amount(number: float) -> str:
-    """1440000000 -> 1.44B."""
-    size, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if number >= s), (1, ""))
-    return f"{number / size:.3g}{unit}"
-
-
 def duration(seconds: float | None) -> str:
     """Its two largest units, such as 3h12m; empty for None."""
     if seconds is None:

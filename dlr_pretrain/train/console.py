@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 from dlr_pretrain.analysis.perplexity import convention
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config
 
 LABEL = 12  # columns of the summary's first column
@@ -57,7 +58,7 @@ class Console:
             f"grad {decimal(record['train/grad_norm'], 3)}",
         ]
         if record["perf/tokens_per_second"]:
-            parts.append(f"{count(record['perf/tokens_per_second'])} tok/s")
+            parts.append(f"{amount(record['perf/tokens_per_second'])} tok/s")
         if record["perf/mfu"]:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
         parts.append(f"{record['perf/max_memory_gb']:.1f} GB")
@@ -97,14 +98,6 @@ def duration(seconds: float) -> str:
 def plural(n: int, noun: str) -> str:
     """1 rank, 2 ranks, 3 micro-batches."""
     return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def count(number: float) -> str:
-    """1234567 -> 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= 0.9995 * size:  # 999,999 is 1M, not 1e+03k
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
 
 
 def decimal(number: float | None, places: int) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.report import write_report
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config, identity
 from dlr_pretrain.data import (
     ORDER_VERSION,
@@ -32,7 +33,7 @@ from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
-from dlr_pretrain.train.console import Console, count, duration, plural
+from dlr_pretrain.train.console import Console, duration, plural
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import farewell, finish
 from dlr_pretrain.train.fork import adapt, best_after, fork
@@ -210,7 +211,7 @@ class Run:
             "validation": f"{rows:,} sequences, {self.validation.real_tokens:,} tokens, {cfg.eval.packing}",
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
-            "schedule": f"{t.steps:,} steps, {count(t.steps * positions)} tokens; lr {t.lr:g} after "
+            "schedule": f"{t.steps:,} steps, {amount(t.steps * positions)} tokens; lr {t.lr:g} after "
             f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}",
             "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",

@@ -9,8 +9,9 @@ import re
 import pytest
 
 from dlr_pretrain.analysis.perplexity import perplexity
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.console import Console, count, duration
+from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.record import describe_code
 from dlr_pretrain.train.run import describe_memory
 
@@ -149,7 +150,7 @@ def test_durations(seconds, text):
     (999_999, "1M"), (13.1e9, "13.1B"), (999.99e9, "1T"), (2.5e12, "2.5T"),
 ])  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(number, text):
-    assert count(number) == text
+    assert amount(number) == text
 
 
 def test_the_code_and_the_plan_beside_the_gpu_are_told():
