@@ -4,7 +4,7 @@
 
 For each ``tune/*/tune.json`` of the first folder: that file, and of every run that it names the configuration, the
 manifest without the name of the machine, and of ``metrics.jsonl`` the first update, the last, each that was evaluated
-or probed, and every hundredth. ``scripts/report.py`` reads them like whole runs.
+or probed, and every twenty-fifth. ``scripts/report.py`` reads them like whole runs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY
 from dlr_pretrain.errors import UserError
 
-EVERY = 100
+EVERY = 25
 
 
 def keep(folder: Path, output: Path, every: int = EVERY) -> int:
-    """Write the comparisons of ``folder`` and their runs into ``output``; how many runs. UserError where one of them
-    has not ended."""
+    """Write the comparisons of ``folder`` and their runs into ``output``, in place of those that are kept there; how
+    many runs. UserError where one of them has not ended, and ``output`` stays as it was."""
     comparisons = sorted(folder.glob("tune/*/tune.json"))
     if not comparisons:
         raise UserError(f"{folder}: there is no tune/*/tune.json. Name a folder with results of scripts/tune.py")
@@ -37,12 +37,18 @@ def keep(folder: Path, output: Path, every: int = EVERY) -> int:
         if open_ones := [trial["run"] for trial in trials if trial["state"] not in ENDED]:
             raise UserError(f"{path}: {open_ones[0]} has not ended. Give its command again first")
         runs |= {Path(trial["run"]).name: Path(trial["run"]) for trial in trials}
+    if output.exists() and {path.name for path in output.iterdir()} - {"tune", "runs"}:
+        raise UserError(f"{output} is in the way: it holds more than comparisons and runs. Name another folder")
+    aside = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
     for path in comparisons:
-        target = output / path.relative_to(folder)
+        target = aside / path.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     for name, run in runs.items():
-        _keep_run(run, output / "runs" / name, every)
+        _keep_run(run, aside / "runs" / name, every)
+    shutil.rmtree(output, ignore_errors=True)
+    aside.rename(output)
     return len(runs)
 
 
@@ -52,6 +58,7 @@ def _keep_run(run: Path, target: Path, every: int) -> None:
     manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
     for start in manifest["starts"]:
         start.pop("host", None)
+        start["command"] = [Path(start["command"][0]).name, *start["command"][1:]]
     text = json.dumps(manifest | {THINNED: every, VOCABULARY: exported_vocabulary(run)}, indent=1)
     (target / "manifest.json").write_text(text + "\n", encoding="utf-8")
     lines = (json.dumps(record) + "\n" for record in _thinned(read_metrics(run / "metrics.jsonl"), every))

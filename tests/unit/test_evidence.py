@@ -76,6 +76,7 @@ def trained(tmp_path, monkeypatch) -> Path:
     for path in Path("runs").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["starts"][0]["host"] = "a-secret-name"
+        manifest["starts"][0]["command"][0] = "/home/a-secret-name/train.py"
         path.write_text(json.dumps(manifest))
         path.with_name("folded").mkdir()
         (path.with_name("folded") / "config.json").write_text('{"vocab_size": 8192}')
@@ -96,6 +97,22 @@ def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
     for name in ("tune", "pairs", "groups"):
         same = [(Path(of) / "tables" / f"{name}.csv").read_text() for of in ("of_whole", "of_kept")]
         assert same[0] == same[1]
+
+
+def test_what_is_kept_stays_whole_where_a_run_cannot_be_read(trained, tmp_path):
+    kept = Path("kept")
+    keep(trained, kept)
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    Path("runs/cola+dlr-42").rename("elsewhere")
+    with pytest.raises(OSError, match=r"cola\+dlr-42"):
+        keep(trained, kept)
+    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
+    Path("elsewhere").rename("runs/cola+dlr-42")
+    Path("kept/runs/of-an-earlier-grid").mkdir()
+    assert keep(trained, kept) == 4 and len(list(Path("kept/runs").iterdir())) == 4
+    Path("kept/mine").touch()
+    with pytest.raises(UserError, match="kept is in the way"):
+        keep(trained, kept)
 
 
 def test_what_has_not_ended_is_not_kept(trained):
@@ -137,3 +154,32 @@ def test_a_table_that_no_report_has_is_named(tmp_path, monkeypatch, capsys):
     assert main("page.md", "reports") == UserError.exit_code
     assert "reports/pairs/tables/tune.md: no such file" in capsys.readouterr().err
     assert Path("page.md").read_text() == PAGE
+
+
+# ----------------------------------------------------------------------------------------------------
+# What stands in the repository
+
+KEPT = sorted((ROOT / "benchmarks" / "evidence").iterdir())
+
+
+@pytest.mark.parametrize("piece", KEPT, ids=lambda piece: piece.name)
+def test_verdicts_are_of_the_losses_that_are_kept(piece):
+    for path in piece.glob("tune/*/tune.json"):
+        for trial in json.loads(path.read_text())["trials"]:
+            last = json.loads((piece / "runs" / Path(trial["run"]).name / "metrics.jsonl").read_text().splitlines()[-1])
+            assert [trial[f"loss{half}"] for half in ("_a", "_b", "")] == [
+                last[f"eval/loss{half}"] for half in ("_a", "_b", "")
+            ]
+
+
+def test_the_page_says_what_the_kept_runs_say(tmp_path, monkeypatch):
+    for drawing in ("draw", "draw_comparisons"):
+        monkeypatch.setattr(f"dlr_pretrain.analysis.reports.{drawing}", lambda *_: [])
+    page = tmp_path / "evidence.md"
+    lines = (ROOT / "docs" / "evidence.md").read_text().splitlines(keepends=True)
+    page.write_text("".join(line for line in lines if not line.startswith("![")))
+    before = page.read_text()
+    for piece in KEPT:
+        write_reports([str(piece / "tune"), str(piece / "runs")], tmp_path / "report" / piece.name, "")
+    insert(page, tmp_path / "report")
+    assert page.read_text() == before and all(f"<!-- {piece.name}/tune -->" in before for piece in KEPT)
