@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from dlr_pretrain.analysis.history import read_metrics
 from tests.conftest import ROOT
@@ -61,4 +60,8 @@ def test_what_the_page_adds_trains_resumes_and_is_exported(of, extended, corpus)
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == list(range(1, 7))
     settings = json.loads((run / "folded" / "config.json").read_text())
     assert settings["num_hidden_layers"] == 2 and settings["backbone"] == ("gelu" if of == "gelu" else "cola")
-    AutoModelForCausalLM.from_pretrained(run / "folded", trust_remote_code=True)
+    # in a process of its own: where our class is registered already, transformers takes that one
+    load = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    environment = os.environ | {"HF_MODULES_CACHE": str(extended / "modules")}
+    done = subprocess.run([sys.executable, "-c", load, run / "folded"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
