@@ -23,12 +23,13 @@ def memory_problems(cfg: Config, world_size: int | None) -> Iterator[Problem]:
     if t.clip is not None and t.clip_by == "norm":
         rule = f"needs the norm of all gradients before the first update, and {LOW} keeps none of them"
         yield Problem("train.clip", t.clip, rule, "Use train.clip_by=previous_norm, or train.clip=null")
-    share = t.global_batch // (world_size or 1)
-    taken = "auto" if t.micro_batch == "auto" else share and cfg.micro_batch(world_size or 1)
-    if world_size is not None and t.global_batch % world_size == 0 and taken != share:
-        rule = f"{LOW} sums no micro-batches, so it must be a rank's whole share of train.global_batch, {share}"
-        mend = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
-        yield Problem("train.micro_batch", taken, rule, mend)
+    if world_size is not None and t.global_batch % world_size == 0:
+        share = t.global_batch // world_size
+        taken = "auto" if t.micro_batch == "auto" else cfg.micro_batch(world_size)
+        if taken != share:
+            rule = f"{LOW} sums no micro-batches, so it must be a rank's whole share of train.global_batch, {share}"
+            mend = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
+            yield Problem("train.micro_batch", taken, rule, mend)
     if t.accumulate == "fp32":
         rule = f"needs a buffer of all gradients, which {LOW} does not keep"
         yield Problem("train.accumulate", "fp32", rule, "Use train.accumulate=native")

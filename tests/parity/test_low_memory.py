@@ -16,10 +16,10 @@ from dlr_pretrain.models import dlr
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.descent import Descent, PassingDescent
-from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.weights import Weights
 from tests.conftest import forked, saved
+from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -169,17 +169,6 @@ def test_a_loss_that_is_not_finite_updates_nothing(train, tmp_path, monkeypatch)
         UserError, match=r"step 4: loss inf.*The update was not applied. The 3 steps before it are saved"
     ):
         train(tmp_path / "other", *CHECKED)
-
-
-class Late(Pending):
-    """Metrics a step late, as on a GPU."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(device)
-        self.lag = 1
-
-    def push(self, step: int, values: Tensor) -> None:
-        self.queue.append((step, values, None))
 
 
 @pytest.mark.parametrize("memory", ["full", "low"])
