@@ -18,6 +18,11 @@ from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
+PREPARED = (
+    "needed by data=tokens: a folder that scripts/prepare_data.py has finished",
+    "Make it, and set data.root=<its --output>",
+)
+
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
@@ -30,7 +35,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
     if not machine:
         return found
-    for rules in (_packages, _data, _files):
+    for rules in (unnamed, _packages, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
 
@@ -209,30 +214,35 @@ def _packages(cfg: Config) -> Iterator[Problem]:
         yield Problem("optimizer", cfg.optimizer.name, rule, "Install the extra 8bit, or use optimizer=adamw")
 
 
-def _data(cfg: Config) -> Iterator[Problem]:
+def unnamed(cfg: Config) -> Iterator[Problem]:
+    """The text, where no key names it: what every machine that trains must be told, and one that plans need not."""
     data = cfg.data
     if data.source == "c4" and data.dataset is None:
         yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
-    if data.source == "c4_local":
-        yield from _shards(cfg)
-    if data.source == "tokens" and (data.root is None or not os.path.isfile(os.path.join(data.root, "manifest.json"))):
-        rule = "needed by data=tokens: a folder that scripts/prepare_data.py has finished"
-        yield Problem("data.root", data.root, rule, "Make it, and set data.root=<its --output>")
-
-
-def _shards(cfg: Config) -> Iterator[Problem]:
-    root = cfg.data.root
-    globs = {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
-    if root is None and not all(map(os.path.isabs, globs.values())):
+    if data.source == "c4_local" and data.root is None and not all(map(os.path.isabs, _globs(cfg).values())):
         rule = "needed by data=c4_local: the folder of c4-train.*.json.gz and c4-validation.*.json.gz"
-        yield Problem("data.root", root, rule, "Set data.root=<folder>, or use data=sample")
-    elif root is not None and not os.path.isdir(root):
+        yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
+    if data.source == "tokens" and data.root is None:
+        yield Problem("data.root", None, *PREPARED)
+
+
+def _data(cfg: Config) -> Iterator[Problem]:
+    root = cfg.data.root
+    if cfg.data.source == "tokens" and root is not None and not os.path.isfile(os.path.join(root, "manifest.json")):
+        yield Problem("data.root", root, *PREPARED)
+    if cfg.data.source == "c4_local" and root is not None and not os.path.isdir(root):
         yield Problem("data.root", root, "no such folder", "Set data.root=<folder of the shards>")
-    else:
-        for name, pattern in globs.items():
+    elif cfg.data.source == "c4_local":
+        for name, pattern in _globs(cfg).items():
             path = os.path.join(root or "", pattern)
-            if not any(os.path.isfile(f) for f in glob.iglob(path, recursive=True)):
+            if (root is not None or os.path.isabs(path)) and not any(
+                os.path.isfile(f) for f in glob.iglob(path, recursive=True)
+            ):
                 yield Problem(name, pattern, f"no file matches {path}")
+
+
+def _globs(cfg: Config) -> dict[str, str]:
+    return {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
 
 
 def _start(cfg: Config) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import jobs, session
+from dlr_pretrain.config.rules import unnamed
 from dlr_pretrain.errors import UserError
 
 FEW = 12  # lines that this process composes itself, a quarter of a second each
@@ -136,9 +137,11 @@ def _loaded(line: Line, ranks: int | None, machine: bool) -> Config | ConfigErro
         asked = read(list(line.words))
         if asked.answers or asked.shows:
             raise ConfigError([Problem(" ".join(asked.flags), MISSING, "prints something, and trains nothing")])
-        return load(list(line.words), ranks, machine)
+        cfg = load(list(line.words), ranks, machine)
     except ConfigError as error:
         return error
+    problems = [] if machine else list(unnamed(cfg))
+    return ConfigError(problems) if problems else cfg
 
 
 def _places(origins: list[str]) -> str:

@@ -144,6 +144,15 @@ def test_an_invalid_combination_is_an_error_that_names_it():
         load_runs(expand(["seed=1,2", "train.global_batch=12"]), 8)
 
 
+@pytest.mark.parametrize("source", ["c4_local", "tokens"])
+def test_text_that_no_word_names_is_asked_for_before_anything_is_queued(source, tmp_path):
+    with pytest.raises(
+        ConfigError, match=rf"data={source}: data\.root=null: needed by data={source}.*[Ss]et data\.root="
+    ):
+        loaded(["scale=tiny", f"data={source}"])
+    assert loaded(["scale=tiny", f"data={source}", f"data.root={tmp_path}/not_of_this_machine"])
+
+
 def test_many_lines_are_checked_by_several_processes_to_the_same_end(monkeypatch):
     monkeypatch.setattr("dlr_pretrain.launch.runs.FEW", 2)
     lines = expand(["seed=range(0,3)"])
