@@ -29,7 +29,7 @@ import torch
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.show import fill
-from dlr_pretrain.analysis.table1 import VOCABULARY, counts, token_budget
+from dlr_pretrain.analysis.table1 import counts, token_budget
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.models.dlr import learned_strengths
@@ -45,7 +45,7 @@ SEEK_RATE = 80e6  # of these bytes a second and core, decompressed but not parse
 
 def plan(cfg: Config, ranks: int) -> dict:
     """The plan of ``cfg`` on ``ranks`` GPUs, as described above."""
-    vocab_size = cfg.scale.vocab_size or VOCABULARY
+    vocab_size = cfg.planned_vocab_size
     batch = _batch(cfg, ranks)
     positions = cfg.train.steps * batch["positions"]
     flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import Memory, memory
 from dlr_pretrain.analysis.show import amount, fill
-from dlr_pretrain.analysis.table1 import VOCABULARY, Counts, counts
+from dlr_pretrain.analysis.table1 import Counts, counts
 from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.tree import MAX_STREAMS, largest_divisor
@@ -107,7 +107,7 @@ class Scaling:
 
     def __init__(self, cfg: Config, given: Assumptions):
         self.cfg, self.given = cfg, given
-        self.vocab_size = cfg.scale.vocab_size or VOCABULARY
+        self.vocab_size = cfg.planned_vocab_size
         self.entries = counts(cfg, self.vocab_size)
         self._work: dict[int, Counter[Operation]] = {}
         self._memory: dict[tuple, Memory] = {}
@@ -176,8 +176,7 @@ def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
     if cfg.train.memory == "low":  # sums no micro-batches
         return with_micro_batch(cfg, share)
     if asked == "auto":
-        vocab_size = cfg.scale.vocab_size or VOCABULARY
-        return with_micro_batch(cfg, fitting(cfg, vocab_size, gpus, room(given)) or 1)
+        return with_micro_batch(cfg, fitting(cfg, cfg.planned_vocab_size, gpus, room(given)) or 1)
     return with_micro_batch(cfg, largest_divisor(share, asked or cfg.scale.micro_batch))
 
 

@@ -19,7 +19,6 @@ from dlr_pretrain.models.llama import build
 from dlr_pretrain.optim.build import state_bytes
 
 GB, GIB = 1e9, 2.0**30
-VOCABULARY = 32_000  # the only one that gives 609 at 1B
 LAX = ("lax", "cola_lax")
 
 CONVENTIONS = {
@@ -117,8 +116,8 @@ class Counts:
         return 8 * self.indices
 
 
-def counts(cfg: Config, vocab_size: int = VOCABULARY) -> Counts:
-    model = build(cfg, vocab_size, torch.device("meta"), torch.bfloat16)
+def counts(cfg: Config, vocab_size: int | None = None) -> Counts:
+    model = build(cfg, vocab_size or cfg.planned_vocab_size, torch.device("meta"), torch.bfloat16)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     outside = [model.model.embed_tokens, model.lm_head, model.model.norm]
     for block in model.model.layers:

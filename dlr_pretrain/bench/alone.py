@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
-from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch, vocab_size
+from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch
 from dlr_pretrain.bench.rounds import seconds, warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import UserError
@@ -112,7 +112,7 @@ def memory(words: list[str]) -> dict:
     from dlr_pretrain.analysis.memory import memory as estimate
 
     cfg = load(words)
-    return alone(words) | {"estimate": estimate(cfg, vocab_size(cfg), ranks=1).total}
+    return alone(words) | {"estimate": estimate(cfg, cfg.planned_vocab_size, ranks=1).total}
 
 
 if __name__ == "__main__":

@@ -16,11 +16,6 @@ from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.runtime import Runtime
 
 LR = 1e-3
-VOCABULARY = 32_000  # where the scale leaves it to the tokenizer
-
-
-def vocab_size(cfg: Config) -> int:
-    return cfg.scale.vocab_size or VOCABULARY
 
 
 class Arm:
@@ -29,7 +24,7 @@ class Arm:
     def __init__(self, name: str, cfg: Config, runtime: Runtime, model: Llama | None = None):
         self.name, self.cfg, self.device = name, cfg, runtime.device
         before = allocated(self.device)
-        self.trainer = bare_trainer(cfg, runtime, vocab_size(cfg), lambda _: None, model)
+        self.trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None, model)
         self.resident = allocated(self.device) - before  # bytes of this arm's own on the GPU
         self.peak = 0  # and at the highest point of a step
 
@@ -83,9 +78,9 @@ def require_comparable(configs: Iterable[Config]) -> None:
             if ours != theirs:
                 rule = f"the first arm has {ours}, and arms are compared on one batch"
                 raise ConfigError([Problem(f"train.{name}", theirs, rule)])
-        if vocab_size(first) != vocab_size(cfg):
-            rule = f"the first arm has {vocab_size(first)}, and arms are compared on one batch"
-            raise ConfigError([Problem("scale.vocab_size", vocab_size(cfg), rule)])
+        if first.planned_vocab_size != cfg.planned_vocab_size:
+            rule = f"the first arm has {first.planned_vocab_size}, and arms are compared on one batch"
+            raise ConfigError([Problem("scale.vocab_size", cfg.planned_vocab_size, rule)])
 
 
 def require_one_process(configs: Iterable[Config]) -> None:
@@ -106,7 +101,7 @@ def fixed_batch(cfg: Config, runtime: Runtime, padding: float, rows: int | None 
     rows, seq_len = rows or cfg.train.global_batch, cfg.train.seq_len
     real = seq_len + 1 if padding == 0 else max(2, round(seq_len * (1 - padding)))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, vocab_size(cfg), (rows, seq_len + 1), generator=generator, dtype=torch.int32)
+    tokens = torch.randint(2, cfg.planned_vocab_size, (rows, seq_len + 1), generator=generator, dtype=torch.int32)
     tokens[:, real:] = 0
     lengths = torch.full((rows,), real, dtype=torch.int32)
     return Batch(runtime.to_device(tokens), runtime.to_device(lengths), rows * min(real, seq_len), {})

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dlr_pretrain.bench.arms import vocab_size
 from dlr_pretrain.bench.rounds import interleaved, paired, quartiles
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
@@ -32,7 +31,7 @@ def measure(words: list[str], rounds: int, warmup: int) -> dict:
         runtime.use_device()
         generator = torch.Generator().manual_seed(0)
         shape = cfg.train.global_batch, cfg.train.seq_len
-        ids = runtime.to_device(torch.randint(2, vocab_size(cfg), shape, generator=generator))
+        ids = runtime.to_device(torch.randint(2, cfg.planned_vocab_size, shape, generator=generator))
         off, branch = replace(cfg.dlr, enabled=False), replace(cfg.dlr, impl="branch")
         base, published, before = (
             _model(replace(cfg, dlr=choice), runtime.device) for choice in (off, cfg.dlr, branch)
@@ -55,7 +54,7 @@ def measure(words: list[str], rounds: int, warmup: int) -> dict:
 
 
 def _model(cfg: Config, device: torch.device) -> Llama:
-    return build(cfg, vocab_size(cfg), device, WORKING_DTYPE[cfg.precision.name])
+    return build(cfg, cfg.planned_vocab_size, device, WORKING_DTYPE[cfg.precision.name])
 
 
 def _row(name: str, times: dict[str, list[float]], logits: dict[str, Tensor]) -> dict:

@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.bench.arms import Arm, vocab_size
+from dlr_pretrain.bench.arms import Arm
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
@@ -92,7 +92,7 @@ def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
     """
     ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
     dtype = STATE_DTYPE[cfg.precision.name]
-    model = build(ungrouped, vocab_size(cfg), runtime.device, dtype if rounding is None else torch.float32)
+    model = build(ungrouped, cfg.planned_vocab_size, runtime.device, dtype if rounding is None else torch.float32)
     if rounding is not None:
         round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
     return model.to(dtype)

@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
-from dlr_pretrain.bench.arms import Arm, fixed_batch, require_comparable, vocab_size
+from dlr_pretrain.bench.arms import Arm, fixed_batch, require_comparable
 from dlr_pretrain.bench.gate import References, Verdict, difference, losses
 from dlr_pretrain.bench.peers import Peer, as_batch, peer_ids
 from dlr_pretrain.bench.rounds import best_product, interleaved, paired, quartiles, warm_up_products
@@ -165,7 +165,7 @@ def of_time(seconds: list[float], reference: list[float], batch: Batch) -> dict:
 def of_arm(arm: Arm, batch: Batch, seconds: list[float], peaks: dict[str, float | None]) -> dict:
     cfg, median = arm.cfg, quartiles(seconds).median
     rows, width = batch.tokens.shape
-    counts = [flops_per_token(cfg, vocab_size(cfg), arm.trainer.micro_batch, again) for again in (False, True)]
+    counts = [flops_per_token(cfg, cfg.planned_vocab_size, arm.trainer.micro_batch, again) for again in (False, True)]
     used = [{n: p and count * rows * (width - 1) / median / p for n, p in peaks.items()} for count in counts]
     memory = {"resident": arm.resident, "peak": arm.peak} if arm.peak else None
     return {"config": choices(cfg), "flops_per_token": counts[0], "mfu": used[0], "hfu": used[1], "memory": memory}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+VOCABULARY = 32_000  # of the papers' models: the only one that gives 609M parameters at 1B
 MAX_STREAMS = 64  # document streams of the data order, and so the most ranks
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
@@ -247,6 +248,11 @@ class Config:
         if self.train.warmup_steps is not None:
             return self.train.warmup_steps
         return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
+
+    @property
+    def planned_vocab_size(self) -> int:
+        """Embedding rows, for what looks at no tokenizer: the papers' where the scale leaves them to one."""
+        return self.scale.vocab_size or VOCABULARY
 
     def micro_batch(self, world_size: int) -> int:
         """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's.

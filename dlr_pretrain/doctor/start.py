@@ -18,7 +18,6 @@ from dlr_pretrain import shards
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.scaling import Assumptions
-from dlr_pretrain.analysis.table1 import VOCABULARY
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
@@ -58,7 +57,7 @@ def vocabulary(cfg: Config) -> int:
     try:
         return open_tokenizer(cfg, open_source(cfg)).vocab_size
     except UserError:
-        return VOCABULARY
+        return cfg.planned_vocab_size
 
 
 def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:

@@ -63,9 +63,8 @@ def bare_trainer(
 def saving(cfg: Config, rounds: int) -> Iterator[Measure]:
     """Steps before, during and after asynchronous saves; call on all ranks."""
     with Runtime(cfg) as runtime, tempfile.TemporaryDirectory() as scratch:
-        vocab_size = cfg.scale.vocab_size or 32_000
-        trainer = bare_trainer(cfg, runtime, vocab_size, lambda _: None)
-        batch = noise(cfg, runtime, vocab_size)
+        trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None)
+        batch = noise(cfg, runtime, cfg.planned_vocab_size)
         root = Path(runtime.on_main(lambda: scratch))
         with Saver(root, runtime, Keep(1)) as saver:
             trainer.saver = saver

@@ -12,7 +12,7 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.bench import gate, rounds
 from dlr_pretrain.bench.alone import alone
-from dlr_pretrain.bench.arms import Arm, fixed_batch, vocab_size
+from dlr_pretrain.bench.arms import Arm, fixed_batch
 from dlr_pretrain.bench.peers import PAD, as_batch, peer_ids
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
@@ -198,7 +198,7 @@ def test_the_plan_tells_the_memory_of_an_eager_step(words):
         pytest.importorskip("torchao")
     given = joined([*WIDE, "backbone=cola"], list(words))
     cfg = load(given)
-    assert alone(given)["peak"] == pytest.approx(memory(cfg, vocab_size(cfg), 1).total, rel=0.005)
+    assert alone(given)["peak"] == pytest.approx(memory(cfg, cfg.planned_vocab_size, 1).total, rel=0.005)
 
 
 @pytest.mark.parametrize("words", [
