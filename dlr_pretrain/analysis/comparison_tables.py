@@ -15,6 +15,7 @@ from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.groups import spread
 from dlr_pretrain.analysis.paper import SCALES, fact
 from dlr_pretrain.analysis.perplexity import perplexity
+from dlr_pretrain.analysis.style import BLACK, BLUE, GREY, VERMILLION
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 
 Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json
@@ -202,10 +203,10 @@ def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
 def _draw_differences(points: Sequence[tuple[str, dict]], folder: Path) -> Picture:
     drawn, (ax,) = figures.grid(1, width=7.0, height=1.0 + 0.32 * len(points))
     for y, (_, d) in enumerate(points):
-        colour = figures.VERMILLION if d["low"] > 0 else figures.BLUE if d["high"] < 0 else figures.GREY
+        colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
         error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
         ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
-    ax.axvline(0, color=figures.BLACK, linewidth=0.8)
+    ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.set_yticks(range(len(points)), [figures.wrapped(name, 48) for name, _ in points], fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
     figures.label_axes([ax], "difference of the loss, nats a token: to the left of 0 is better", "", shown=None)

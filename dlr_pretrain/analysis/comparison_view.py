@@ -12,9 +12,8 @@ from statistics import fmean
 from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.analysis.style import MARKS, SERIES
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-MARKS = "osD^vP"
 COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")
 
 
@@ -268,7 +267,7 @@ def scale_of_rates(axes, rates: Sequence[float]) -> None:
 
 def draw_method(axes, found: dict, method: str, place: tuple[int, int]) -> None:
     """One method; ``place`` is its number and that of all: its look, and its points beside the others' of one rate."""
-    colour, mark = COLOURS[place[0] % len(COLOURS)], MARKS[place[0] % len(MARKS)]
+    colour, mark = SERIES[place[0] % len(SERIES)], MARKS[place[0] % len(MARKS)]
     grid = _grid(found, method)
     aside = 1 + 0.015 * (place[0] - (place[1] - 1) / 2)
     points = [(t["lr"], _perplexity(t["loss_b"])) for t in grid if t["loss_b"] is not None]

@@ -15,17 +15,12 @@ from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, pairs, sprea
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run, column
 from dlr_pretrain.analysis.report import finite, smoothed
+from dlr_pretrain.analysis.style import BLACK, BLUE, GREEN, GREY, MARKS, ORANGE, PINK, SKY, VERMILLION
 
-# Okabe and Ito (2008): apart for every kind of colour vision
-BLACK, ORANGE, SKY, GREEN, BLUE, VERMILLION, PINK = (
-    *("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7"),
-)
-GREY = "#767676"
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
 COLUMNS = 3  # panels in a row
 CROWDED = 5  # names that axes have no room for
-MARKS = "osD^vPX*"
 
 
 @dataclass(frozen=True)

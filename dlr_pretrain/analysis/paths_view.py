@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito (2008)
-CURVES = len(COLORS)  # projections that a figure shows
+from dlr_pretrain.analysis.style import GREY, SERIES
+
+CURVES = len(SERIES)  # projections that a figure shows
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
 EXPLAINED = (
     "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of B^T g, "
@@ -52,12 +53,12 @@ def plot_paths(found: Probes, title: str, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for color, (layer, looks) in zip(COLORS, found.items(), strict=False):
+    for colour, (layer, looks) in zip(SERIES, found.items(), strict=False):
         steps = [step for step, _ in looks]
-        axes.plot(steps, [n["rho"] for _, n in looks], color=color, marker="o", markersize=4, label=layer)
-        axes.plot(steps, [n["isotropic"] for _, n in looks], color=color, linestyle="--", linewidth=1)
-    axes.plot([], [], color="#555555", linestyle="--", linewidth=1, label="isotropic gradient")
-    axes.axhline(1, color="#999999", linewidth=0.8)
+        axes.plot(steps, [n["rho"] for _, n in looks], color=colour, marker="o", markersize=4, label=layer)
+        axes.plot(steps, [n["isotropic"] for _, n in looks], color=colour, linestyle="--", linewidth=1)
+    axes.plot([], [], color=GREY, linestyle="--", linewidth=1, label="isotropic gradient")
+    axes.axhline(1, color=GREY, linewidth=0.8)
     left_out = f" (the first {CURVES} of {len(found)} projections)" if len(found) > CURVES else ""
     axes.set(title=f"{title}{left_out}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -11,9 +11,10 @@ from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import Run, column, read_run
 from dlr_pretrain.analysis.show import amount
+from dlr_pretrain.analysis.style import BLUE, SKY, VERMILLION
 from dlr_pretrain.durable import write_durably
 
-DATA, SMOOTH, EVALUATION = "#56B4E9", "#0072B2", "#D55E00"  # Okabe and Ito: apart for every kind of colour vision
+DATA, SMOOTH, EVALUATION = SKY, BLUE, VERMILLION
 POINTS = 2000  # of the faint curve; more are not seen
 FEW = 20  # steps that need no smoothing
 
