@@ -20,6 +20,12 @@ def trained(run_dir: Path) -> dict[str, object]:
     return record.get("identity", {}) if "saved" in record else {}
 
 
+def last_saved(run_dir: Path) -> int:
+    """The step of the last checkpoint of the run in ``run_dir``; 0 where nothing was saved."""
+    step = _record(run_dir).get("saved")
+    return step if isinstance(step, int) else 0
+
+
 def diverged(run_dir: Path) -> bool:
     """Whether numbers that are not finite have ended the run, and nothing was saved since."""
     return "diverged" in _record(run_dir)

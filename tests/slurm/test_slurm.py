@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.launch.trained import last_saved
 from tests.conftest import ROOT
 from tests.slurm.conftest import ask, assert_same_run
 
@@ -123,6 +125,19 @@ def test_preempted_requeued_and_bit_identical(submit, words, undisturbed):
     job.wait(job.ended)
     job.assert_completed(restarts=1)
     assert f"stopped after step {stopped_at} " in job.text() and "resuming" in job.text()
+    assert_same_run(job.run, undisturbed.run)
+    assert_nothing_left(job)
+
+
+def test_a_killed_rank_costs_the_steps_since_the_checkpoint(submit, words, undisturbed):
+    every_50 = [word for word in LONG if not word.startswith("checkpoint.every")] + ["checkpoint.every=50"]
+    job = submit(words(*every_50), *TWO_RANKS)
+    job.wait(lambda: last_saved(job.run) or job.ended())
+    rank = f"-u [t]rain.py .*run.dir={job.run}"  # which is no part of this command's own words
+    ask("srun", f"--jobid={job.id}", "--overlap", "pkill", "-KILL", "--newest", "--full", "--", rank)
+    job.wait(job.ended)
+    job.assert_completed(restarts=1)
+    assert re.search(r"exit code \d+, after a checkpoint at step \d*[05]0; back to the queue", job.text()), job.text()
     assert_same_run(job.run, undisturbed.run)
     assert_nothing_left(job)
 

@@ -46,6 +46,29 @@ def test_a_saved_run_goes_back_to_the_queue_though_the_scheduler_is_slow_to_answ
     assert asked[-1] == "scontrol requeue 5" and done.returncode == 75
 
 
+@pytest.mark.parametrize("code", [1, 4, 134, 137])
+@pytest.mark.parametrize(("steps", "again"), [("0 500", True), ("500 1000", True), ("500 500", False), ("0 0", False)])
+def test_a_crash_returns_to_the_queue_where_its_start_has_saved(batch, tmp_path, code, steps, again):
+    done, asked = crashed(batch, tmp_path, code, steps)
+    assert done.returncode == code and (asked[-1] == "scontrol requeue 5") is again
+    assert (f"exit code {code}, after a checkpoint at step {steps.split()[1]}; back to" in done.stdout) is again
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130])
+def test_what_has_finished_or_said_why_it_ended_is_not_requeued(batch, tmp_path, code):
+    done, asked = crashed(batch, tmp_path, code, "0 500")
+    assert done.returncode == code and not any(line.startswith("scontrol") for line in asked)
+
+
+def crashed(batch, tmp_path: Path, code: int, steps: str):
+    """A job that ends with ``code``; its run is asked for the step last saved before it starts and after its end."""
+    answers = tmp_path / "answers"
+    answers.write_text(steps.replace(" ", "\n") + "\n")
+    python = f"head -n 1 {answers}; sed -i 1d {answers}"
+    commands = {"srun": f"exit {code}", "squeue": "echo RUNNING", "scontrol": ":", "my_python": python}
+    return batch("train.sbatch", "scale=tiny", commands=commands, PYTHON="my_python", **JOB)
+
+
 @pytest.mark.parametrize("squeue", ["exit 1", "echo CANCELLED", ":"])
 def test_a_job_of_which_it_is_not_known_that_it_runs_is_not_requeued(batch, squeue):
     done, asked = batch("train.sbatch", "scale=tiny", commands={"srun": "exit 75", "squeue": squeue}, **JOB)

@@ -15,13 +15,14 @@ from dlr_pretrain.analysis.history import newest_first, read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, to_dict
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.launch import command
+from dlr_pretrain.launch import command, saved
 from dlr_pretrain.launch.command import status_table
 from dlr_pretrain.launch.queue import Queued, last_job, resources, spans
 from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT, commands
 
 SBATCH = """#!/bin/sh
@@ -283,6 +284,15 @@ def test_runs_that_have_ended_run_or_wait_are_left_out(scheduler, tmp_path, caps
     finally:
         lock.release()
     assert "Nothing to submit" in capsys.readouterr().out
+
+
+def test_the_step_last_saved_is_told_by_the_words_of_a_run(tmp_path, capsys):
+    words = ["scale=tiny", f"run.dir={tmp_path}/run"]
+    assert saved.main(words) == 0 and capsys.readouterr().out == "0\n"
+    (tmp_path / "run").mkdir()
+    update_record(tmp_path / "run", {"identity": {}, "saved": 300})
+    assert saved.main(words) == 0 and capsys.readouterr().out == "300\n"
+    assert saved.main([*words, "train.lrr=1"]) == 2 and capsys.readouterr().out == ""
 
 
 def test_without_a_scheduler_nothing_is_submitted_and_the_rest_is_shown(table_of, monkeypatch, capsys):
