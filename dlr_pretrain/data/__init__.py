@@ -1,7 +1,7 @@
 """The data room: from text, wherever it lies, to the batches of a step."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader
-from dlr_pretrain.data.packing import IGNORE, inputs_and_targets, separated
+from dlr_pretrain.data.packing import IGNORE, inputs_and_targets
 from dlr_pretrain.data.sources import Source, ask_hub, open_source
 from dlr_pretrain.data.streams import ORDER_VERSION, DocumentStream, Place
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -21,6 +21,5 @@ __all__ = [
     "inputs_and_targets",
     "open_source",
     "open_tokenizer",
-    "separated",
     "validation_set",
 ]

@@ -35,11 +35,16 @@ class Run(NamedTuple):
     token: np.ndarray  # [n]
 
 
-def inputs_and_targets(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids and the next ids, or IGNORE, int64 [n, seq_len], of rows [n, seq_len + 1] on any device."""
+def inputs_and_targets(
+    tokens: torch.Tensor, lengths: torch.Tensor, mask_documents: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """What a model takes, of rows [n, seq_len + 1] on any device: the ids and the next ids, or IGNORE, int64
+    [n, seq_len]; where documents are masked from one another those of ``separated``.
+    """
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
-    return wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
+    found = wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
+    return separated(*found) if mask_documents else found
 
 
 def separated(ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

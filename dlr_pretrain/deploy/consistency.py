@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets, separated
+from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import publish, residuals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
@@ -115,8 +115,7 @@ def _batches(validation: ValidationSet, device: torch.device):
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
         rows = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
-        inputs = inputs_and_targets(*rows)
-        yield separated(*inputs) if validation.mask_documents else inputs
+        yield inputs_and_targets(*rows, validation.mask_documents)
 
 
 def _compare(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dlr_pretrain.analysis.perplexity import perplexity
-from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets, separated
+from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.runtime import Runtime
 
@@ -49,9 +49,7 @@ class Evaluator:
         share = -(-len(rows) // world_size)  # of all ranks alike: under fsdp each forward is a collective
         for start in range(0, share, n):
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
-            inputs = inputs_and_targets(*some)
-            if self.validation.mask_documents:
-                inputs = separated(*inputs)
+            inputs = inputs_and_targets(*some, self.validation.mask_documents)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
 

@@ -11,7 +11,7 @@ import torch
 from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
-from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets, separated
+from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 
@@ -40,9 +40,8 @@ class Probe:
         The loss is the mean over the scored targets of the first micro-batches of all ranks.
         """
         runtime, first = self.runtime, self.cfg.micro_batch(self.runtime.world_size)
-        inputs = inputs_and_targets(*(runtime.to_device(part[:first]) for part in (batch.tokens, batch.lengths)))
-        if self.cfg.data.mask_documents:
-            inputs = separated(*inputs)
+        rows = (runtime.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
+        inputs = inputs_and_targets(*rows, self.cfg.data.mask_documents)
         count = runtime.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
 
         state = dict(self.weights.state)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets, separated
+from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets
 from dlr_pretrain.errors import Diverged, Stopped, UserError
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
@@ -96,9 +96,7 @@ class Trainer:
         tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
-        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths))
-        if self.cfg.data.mask_documents:
-            inputs = separated(*inputs)
+        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
         counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, self.failure is not None]))
         counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stop, failed = self.runtime.sum(counts)

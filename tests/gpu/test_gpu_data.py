@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import inputs_and_targets, separated
+from dlr_pretrain.data import inputs_and_targets
+from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build
 
