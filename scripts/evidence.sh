@@ -5,13 +5,17 @@
 #   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from what is kept
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
-# default: minutes a run and core), or evidence_60m with SPIECE, T5's sentencepiece model, on a GPU. JOBS run at once.
+# default: minutes a run and core), or evidence_60m with SPIECE, T5's sentencepiece model, on a GPU, whose tables and
+# figures stay beside its runs. JOBS run at once.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${EXPERIMENT:-evidence_cpu}
 python=${PYTHON:-python}
-root=runs/evidence
-kept=benchmarks/evidence
+case $experiment in
+evidence_cpu) root=runs/evidence kept=benchmarks/evidence half=16 three_quarters=24 ;;
+evidence_60m) root=runs/evidence_60m kept=benchmarks/evidence_60m half=64 three_quarters=96 ;;
+*) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
+esac
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
 paper=0.01
 lower=0.003                         # at which so small a model trains evenly, as it does not at the paper's
@@ -65,7 +69,8 @@ ablations() { # of the residual; then what a sceptic would try in its place: a l
   local controls=cola:backbone.b_gain=1.3,cola:backbone.b_gain=2,cola:optimizer.b_lr=2,cola:optimizer.b_lr=4
   local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
   local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
-  local ranks=cola:backbone.rank=16,cola+dlr:backbone.rank=16,cola:backbone.rank=24,cola+dlr:backbone.rank=24
+  local ranks=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half
+  ranks+=,cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters
   local some=cola+uncorrected,cola+random,cola+dlr:dlr.alpha=0.5,cola:backbone.b_gain=1.3,cola:optimizer.b_lr=2
   tune residual "pair=cola+dlr,$forms,$strengths" "lr=$lower" "seeds=$seeds"
   tune controls "pair=cola+dlr,cola,$controls" "lr=$lower" "seeds=$seeds"
@@ -74,26 +79,30 @@ ablations() { # of the residual; then what a sceptic would try in its place: a l
 }
 
 longer() { # four times the tokens, and four times the parameters: does the sign at each rate stay?
+  if [ "$experiment" = evidence_60m ]; then echo "left out: evidence_60m reads all of the text already" && return; fi
   tune tokens pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" train.steps=4000 eval.every=1000
   tune parameters pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" scale.hidden_size=256 \
     scale.intermediate_size=688 scale.rank=64
 }
 
-paths() { # how the gradient splits on its way to the latents, over a run
-  tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=$lower,$paper" seeds=41 probe=on probe.every=100
+paths() { # how the gradient splits on its way to the latents, over a run; those of pairs have ended without the probe
+  tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=$lower,$paper" seeds=41 probe=on probe.every=100 \
+    "run.root=$root/probed"
 }
 
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # from the runs where they are here, else from those that are kept
   for piece in "${all[@]}"; do
-    if [ -d "$root/$piece" ]; then
+    if [ -d "$root/$piece/tune" ]; then
       "$python" -m dlr_pretrain.analysis.keep "$root/$piece" "$kept/$piece" || echo "$piece: as it was kept before"
     fi
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
   done
-  "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"
+  if [ "$experiment" = evidence_cpu ]; then
+    "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"
+  fi
 }
 
 pieces=("$@")

@@ -27,7 +27,7 @@ EVERY = 25
 
 def keep(folder: Path, output: Path, every: int = EVERY) -> int:
     """Write the comparisons of ``folder`` and their runs into ``output``, in place of those that are kept there; how
-    many runs. UserError where one of them has not ended, and ``output`` stays as it was."""
+    many runs. UserError where one of them has not ended, or ``output`` has others than those: it stays as it was."""
     comparisons = sorted(folder.glob("tune/*/tune.json"))
     if not comparisons:
         raise UserError(f"{folder}: there is no tune/*/tune.json. Name a folder with results of scripts/tune.py")
@@ -39,6 +39,11 @@ def keep(folder: Path, output: Path, every: int = EVERY) -> int:
         runs |= {Path(trial["run"]).name: Path(trial["run"]) for trial in trials}
     if output.exists() and {path.name for path in output.iterdir()} - {"tune", "runs"}:
         raise UserError(f"{output} is in the way: it holds more than comparisons and runs. Name another folder")
+    kept = {path.parent.name for path in output.glob("tune/*/tune.json")}
+    if gone := sorted(kept - {path.parent.name for path in comparisons}):
+        raise UserError(
+            f"{output} holds {gone[0]}, and {folder} has none. Train it there too, or remove {output} first"
+        )
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     for path in comparisons:

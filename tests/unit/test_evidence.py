@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from dlr_pretrain.analysis.insert import insert, main
 from dlr_pretrain.analysis.keep import keep
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY, find_runs
 from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.cli import load
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.grid import read_grid, require_comparable
 from dlr_pretrain.launch.runs import load_runs
@@ -35,7 +38,7 @@ def said_by(tmp_path: Path, *pieces: str, **environment: str) -> list[list[str]]
     said = tmp_path / "said"
     variables = {"PYTHON": str(stub), "SAID": str(said), "TEXT": "texts", **environment}
     subprocess.run([ROOT / "scripts" / "evidence.sh", *pieces], env=os.environ | variables, check=True, timeout=60)
-    return [line.split("\0")[:-1] for line in said.read_text().splitlines()]
+    return [line.split("\0")[:-1] for line in said.read_text().splitlines()] if said.exists() else []
 
 
 @pytest.mark.slow
@@ -51,8 +54,20 @@ def test_every_comparison_is_one_that_tune_would_train(piece, tmp_path):
         seed, lr = grid.design.seeds[0], grid.design.rates[0]
         runs = load_runs([grid.line(method, lr, seed) for method in grid.design.methods], 1)
         require_comparable({method: run.cfg for method, run in zip(grid.design.methods, runs, strict=True)})
-        assert all(run.cfg.data.seed == seed and run.cfg.run.root == "runs/evidence" for run in runs)
+        root = "runs/evidence/probed" if piece == "paths" else "runs/evidence"  # where pairs has trained its runs
+        assert all(run.cfg.data.seed == seed and run.cfg.run.root == root for run in runs)
     assert outputs and len(set(outputs)) == len(outputs)
+
+
+@pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
+def test_the_ranks_are_half_and_three_quarters_of_the_scale_s(experiment, tmp_path):
+    words = " ".join(word for command in said_by(tmp_path, "ablations", EXPERIMENT=experiment) for word in command)
+    full = load([f"experiment={experiment}", "backbone=cola"], machine=False).backbone.knobs["rank"]
+    assert re.findall(r"\bcola:backbone\.rank=(\d+)", words) == [str(full // 2), str(3 * full // 4)]
+
+
+def test_what_another_experiment_has_no_text_for_is_left_out(tmp_path):
+    assert said_by(tmp_path, "longer", EXPERIMENT="evidence_60m") == []
 
 
 @pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
@@ -110,6 +125,10 @@ def test_what_is_kept_stays_whole_where_a_run_cannot_be_read(trained, tmp_path):
     Path("elsewhere").rename("runs/cola+dlr-42")
     Path("kept/runs/of-an-earlier-grid").mkdir()
     assert keep(trained, kept) == 4 and len(list(Path("kept/runs").iterdir())) == 4
+    shutil.copytree("kept/tune/cola", "kept/tune/lost")
+    with pytest.raises(UserError, match="kept holds lost, and pairs has none"):
+        keep(trained, kept)
+    shutil.rmtree("kept/tune/lost")
     Path("kept/mine").touch()
     with pytest.raises(UserError, match="kept is in the way"):
         keep(trained, kept)
