@@ -104,17 +104,22 @@ def edge(rates: Sequence[float], chosen: float) -> str | None:
 
 
 def held_out(design: Design, trials: Iterable[Trial], method: str, lr: float | None) -> dict:
-    """The losses on half B at the chosen rate by seed, of the fresh seeds where there are any, and their estimate."""
+    """The losses on half B at the chosen rate by seed, of the fresh seeds where there are any, and their estimate.
+
+    There is none where a seed has diverged: it is never left out of a mean.
+    """
     seeds = design.fresh or design.seeds
     found = {t.seed: t for t in trials if (t.method, t.lr) == (method, lr) and t.seed in seeds}
     losses = {seed: t.loss_b for seed, t in found.items() if t.state == "finished"}
+    diverged = [seed for seed, t in found.items() if t.state == "diverged"]
+    values = [] if diverged else list(losses.values())
     return {
         "seeds": list(seeds),
         "losses": losses,
-        "diverged": [seed for seed, t in found.items() if t.state == "diverged"],
+        "diverged": diverged,
         "missing": [seed for seed in seeds if seed not in found or found[seed].state not in ENDED],
-        "loss": estimate(list(losses.values()), LEVEL).as_dict() if losses else None,
-        "perplexity": estimate(list(map(perplexity, losses.values())), LEVEL).as_dict() if losses else None,
+        "loss": estimate(values, LEVEL).as_dict() if values else None,
+        "perplexity": estimate(list(map(perplexity, values)), LEVEL).as_dict() if values else None,
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.comparison import ENDED
 from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of_rates
 from dlr_pretrain.analysis.figures import Picture
-from dlr_pretrain.analysis.groups import spread
+from dlr_pretrain.analysis.groups import Spread, spread
 from dlr_pretrain.analysis.paper import SCALES, fact
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.style import BLACK, BLUE, GREY, VERMILLION
@@ -48,11 +49,9 @@ def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     for found, setting in zip(founds, settings, strict=True):
         verdicts = {c["method"]: c for c in found["comparisons"]}
         for method, choice in found["chosen"].items():
-            ours = choice["held_out"]["perplexity"]
-            shown = None if ours is None else Figure(ours["mean"], ours["std"], ours["n"])
             lr = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
             edge = {"lowest": ", the lowest", "highest": ", the highest"}.get(choice["edge"], "")
-            rows.append([setting, method, lr + edge, shown, *_verdict(verdicts.get(method))])
+            rows.append([setting, method, lr + edge, figure(_held_out(choice)), *_verdict(verdicts.get(method))])
     header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
     notes = [
         "perplexity on the half of the validation text that chose no rate, mean and standard deviation over seeds "
@@ -65,6 +64,12 @@ def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     missing = [f for f in founds if any(choice["held_out"]["missing"] for choice in f["chosen"].values())]
     fill = [f"python {found['command']}" for found in missing]
     return _table("tune", "Each method at its own learning rate", header, rows, notes, fill)
+
+
+def _held_out(choice: dict) -> Spread | None:
+    """The perplexities at the chosen rate, infinite of a seed that has diverged."""
+    out = choice["held_out"]
+    return spread([*map(perplexity, out["losses"].values()), *[None] * len(out["diverged"])])
 
 
 def _verdict(c: dict | None) -> list[Cell]:
@@ -118,18 +123,17 @@ def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
 
 def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
     """The order of the methods, and the effect of DLR, with those of Table 1; where a method is compared once."""
-    chosen = [(method, choice["held_out"]) for found in founds for method, choice in found["chosen"].items()]
-    ours = {method: out["perplexity"] for method, out in chosen if out["perplexity"] and _published(method, SCALES[0])}
+    chosen = [(method, _held_out(choice)) for found in founds for method, choice in found["chosen"].items()]
+    ours = {method: own for method, own in chosen if own and _published(method, SCALES[0])}
     if len(ours) < 2 or len(ours) < sum(method in ours for method, _ in chosen):
         return
-    ranked = sorted(ours, key=lambda method: ours[method]["mean"])
+    ranked = sorted(ours, key=lambda method: ours[method].mean)
     order = {s: sorted(ours, key=lambda method, s=s: _published(method, s) or math.inf) for s in SCALES}
     rows: list[list[Cell]] = []
     for place, method in enumerate(ranked, 1):
-        e = ours[method]
         theirs = [(published(_published(method, scale)), order[scale].index(method) + 1) for scale in SCALES]
-        cells = [(Figure(e["mean"], e["std"], e["n"]), place), *theirs]
-        rows.append([method, *(cell and replace(cell, note=f"[{at}]") for cell, at in cells)])
+        cells = [(figure(ours[method]), place), *theirs]
+        rows.append([method, *(cell and replace(cell, note=f"{cell.note} [{at}]".strip()) for cell, at in cells)])
     header = ["Method", "Ours", *(f"{scale} paper" for scale in SCALES)]
     notes = ["perplexities, and in brackets the place among the methods of this table; other text, other sizes"]
     yield Table("tune_order", "The order of the methods, ours and the paper's", header, rows, notes)
@@ -173,13 +177,21 @@ def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
     settings = _settings(compared)
     curves = [(f, s) for (_, f), s in zip(compared, settings, strict=True) if len(f["design"]["rates"]) > 1]
     found = [_draw_rates(curves, folder)] if curves else []
-    points = [
-        (" ".join(filter(None, (c["method"], s))), c["difference"])
-        for (_, f), s in zip(compared, settings, strict=True)
-        for c in f["comparisons"]
+    points = _points([f for _, f in compared], settings)
+    return [*found, *([_draw_differences(points, folder)] if points else [])]
+
+
+def _points(founds: Sequence[dict], settings: Sequence[str]) -> list[tuple[str, dict]]:
+    """Each difference that has an interval, with a name; with its rate, too, where the name alone is of several."""
+    named = [
+        (" ".join(filter(None, (c["method"], setting))), f"{found['chosen'][c['method']]['lr']:g}", c["difference"])
+        for found, setting in zip(founds, settings, strict=True)
+        for c in found["comparisons"]
         if c["difference"] and c["difference"]["low"] is not None
     ]
-    return [*found, *([_draw_differences(points, folder)] if points else [])]
+    several = Counter(name for name, _, _ in named)
+    points = [(f"{name} at {lr}" if several[name] > 1 else name, d) for name, lr, d in named]
+    return [point for i, point in enumerate(points) if point not in points[:i]]
 
 
 def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:

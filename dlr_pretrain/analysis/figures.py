@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.analysis.costs import Cost
-from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, pairs, spread
+from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, pairs, spread
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run, column
 from dlr_pretrain.analysis.report import finite, smoothed
@@ -201,12 +201,14 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 
 
 def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
-    found = [pair for pair in pairs(groups) if common_seeds(*pair)]
+    told = [(pair, difference(*pair, lambda run: run.final.get(PERPLEXITY))) for pair in pairs(groups)]
+    found = [pair for pair, change in told if change and change.finite]
+    lost = [_name(*pair) for pair, change in told if change and not change.finite]
     if not found:
         return None
     figure, (ax,) = grid(1, width=7.0, height=1.3 + 0.45 * len(found))
     for y, sides in enumerate(found):
-        seeds = common_seeds(*sides)
+        seeds = {run.seed for run in sides[0].finished} & {run.seed for run in sides[1].finished}
         values = [[run.final.get(PERPLEXITY) for run in side.finished if run.seed in seeds] for side in sides]
         means = [spread(v).mean for v in values]
         ax.annotate("", (means[1], y), (means[0], y), arrowprops={"arrowstyle": "->", "color": GREY})
@@ -214,20 +216,20 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
             label = (("without DLR", "with DLR")[side]) if y == 0 else None
             ax.plot(each, [y] * len(each), mark, color=color, markersize=4, alpha=0.5)
             ax.plot(means[side], y, mark, color=color, markersize=8, label=label)
-    ax.set_yticks(range(len(found)), [wrapped(replace(a, variant=b.variant or a.variant).label) for a, b in found])
+    ax.set_yticks(range(len(found)), [wrapped(_name(*pair)) for pair in found])
     ax.set_ylim(len(found) - 0.5, -0.5)
     ax.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     label_axes([ax], "perplexity after the last update, unbiased", "", shown=None)
     caption = (
         f"{scale}: what DLR changes by backbone, all else equal; small marks are the seeds of both, large ones means."
     )
+    if lost:
+        caption += f" Not drawn, since a seed has diverged: {', '.join(lost)}."
     return save(figure, folder, f"pairs_{scale}", caption)
 
 
-def common_seeds(a: Group, b: Group) -> set[int]:
-    """The seeds with a finite perplexity in both."""
-    seeds = [{run.seed for run in side.finished if run.final.get(PERPLEXITY) is not None} for side in (a, b)]
-    return seeds[0] & seeds[1]
+def _name(plain: Group, other: Group) -> str:
+    return replace(plain, variant=other.variant or plain.variant).label
 
 
 def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.config import MISSING
 from dlr_pretrain.config.identity import ORIGIN
@@ -76,17 +77,25 @@ class Group:
 
     def final(self, name: str) -> Spread | None:
         """A figure of the evaluation after the last update, over the finished seeds; None where there is none."""
-        return spread(run.final.get(name) for run in self.finished)
+        return _told([run.final for run in self.finished], name)
 
     def at(self, step: int, name: str) -> Spread | None:
         """A figure of the evaluation at ``step``, over the seeds that have one; infinite for one that had diverged."""
         lost: list[dict] = [{} for run in self.runs if run.diverged and run.step < step]
         found = [e for run in self.runs for e in run.evaluations if e["step"] == step]
-        return spread(e.get(name) for e in (found + lost if found else []))
+        return _told(found + lost if found else [], name)
 
     def without(self, *prefixes: str) -> str:
         """The shared identity without some keys, to be compared with another group's."""
         return _text({key: value for key, value in self.shared.items() if not key.startswith(prefixes)})
+
+
+def _told(evaluations: Sequence[dict], name: str) -> Spread | None:
+    """A figure over evaluations; None where it is the convention's, and one of them is too small for it."""
+    ended = [e for e in evaluations if e.get("eval/loss") is not None]
+    if name == CONVENTION and not all(map(convention, ended)):
+        return None
+    return spread(e.get(name) for e in evaluations)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:

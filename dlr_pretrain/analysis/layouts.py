@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dlr_pretrain.analysis.costs import Cost
-from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, difference, pairs
+from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, Spread, difference, pairs
 from dlr_pretrain.analysis.paper import MILESTONES, OWN_RATES, SCALES, SEEDS, fact, facts, marks
 from dlr_pretrain.analysis.records import Run
-from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published, rounded
+from dlr_pretrain.analysis.tables import MISSING, Cell, Table, figure, published, rounded
 from dlr_pretrain.config.tree import CONFIG_DIR
 
 BESIDE = (
     "ours by the paper's convention, which divides the summed loss of n batches by n + 1: mean ± standard deviation "
-    "(seeds)"
+    "(seeds); an evaluation of less than half as much text as the paper's has none"
 )
 
 
@@ -30,10 +30,12 @@ class Footnotes:
         found = "; ".join(marks(group, studied))
         return f"[{self.letters.setdefault(found, _letter(len(self.letters)))}]" if found else ""
 
-    def __call__(self, group: Group | None, studied: str | None = None) -> Figure | None:
+    def __call__(self, group: Group | None, studied: str | None = None) -> Cell:
         """The perplexity of the group's last evaluation by the paper's convention, marked."""
-        cell = figure(group.final(CONVENTION)) if group else None
-        return cell and replace(cell, note=f"{cell.note} {self.of(group, studied)}".strip())
+        if not (group and group.finished):
+            return None
+        cell, letter = figure(group.final(CONVENTION)), self.of(group, studied)
+        return replace(cell, note=f"{cell.note} {letter}".strip()) if cell else f"too little text {letter}".strip()
 
     def notes(self) -> list[str]:
         return [f"[{letter}] not the paper's setting: {what}" for what, letter in self.letters.items()]
@@ -98,7 +100,7 @@ def pairs_table(groups: Sequence[Group]) -> Table:
             continue
         theirs = [fact("table1", "ppl", method=method, scale=group.scale) for method in (base, f"{base}+dlr")]
         cells = [figure(side.final(PERPLEXITY)) if side else None for side in (a, b)]
-        both = [figure(difference(a, b, _last(name)), signed=True) if a and b else None for name in METRICS]
+        both = [figure(_changed(a, b, name), signed=True) if a and b else None for name in METRICS]
         gap = published(theirs[1] - theirs[0], signed=True) if None not in theirs else ""
         variant = (b.variant if b else "") or (a.variant if a else "")
         rows.append([group.scale, f"{base} ({variant})" if variant else base, *cells, *both, gap])
@@ -113,8 +115,9 @@ def pairs_table(groups: Sequence[Group]) -> Table:
 METRICS = (PERPLEXITY, CONVENTION)
 
 
-def _last(name: str):
-    return lambda run: run.final.get(name)
+def _changed(a: Group, b: Group, name: str) -> Spread | None:
+    """What a figure of the last evaluation is more in ``b``, by seed; None where one of them does not tell it."""
+    return difference(a, b, lambda run: run.final.get(name)) if a.final(name) and b.final(name) else None
 
 
 def without_partner(group: Group) -> str:
@@ -267,7 +270,8 @@ def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table
     header = ["Scale", "Method", "Seeds", "PPL", "PPL, convention", "M tokens", "M parameters", "PFLOPs"]
     notes = [
         "PPL: perplexity after the last update, unbiased, mean ± standard deviation (seeds); convention: as published "
-        "numbers of the GaLore family. Tokens are positions, padding included; parameters are the trained ones"
+        f"numbers of the GaLore family, and {MISSING} of an evaluation too small for it. Tokens are positions, padding "
+        "included; parameters are the trained ones"
     ]
     return Table("groups", "What was trained", [*header, "Precision", "Packing", "lr"], rows, notes)
 

@@ -106,6 +106,8 @@ def trial(cell: tuple[str, float, int], run: Run, stands: Status) -> Trial:
         raise UserError(f"{run.dir}: finished, and metrics.jsonl has no evaluation of its last step. Move it away")
     elif state == "finished" and "eval/loss_a" not in last:
         raise UserError(f"{run.dir}: from an older version, which did not evaluate by halves. Move it away")
+    elif state == "finished" and run.cfg.probe.enabled and not _probed(run.dir):
+        raise UserError(f"{run.dir}: finished, and without probe=on, which comes too late. Choose another run.root")
     elif state == "finished" and any(loss is None or not math.isfinite(loss) for loss in losses):
         if losses[2] is not None:
             raise UserError(
@@ -115,6 +117,10 @@ def trial(cell: tuple[str, float, int], run: Run, stands: Status) -> Trial:
     if state != "finished":
         losses = [None] * 3
     return Trial(*cell, state, str(run.dir), *losses, remark=stands.reason if state != "finished" else "")
+
+
+def _probed(run_dir: Path) -> bool:
+    return any(name.startswith("probe/") for record in newest_first(run_dir / "metrics.jsonl") for name in record)
 
 
 def _trials(runs: dict[tuple[str, float, int], Run], jobs: dict[str, Queued]) -> dict[tuple, Trial]:

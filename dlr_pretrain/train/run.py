@@ -223,7 +223,9 @@ class Run:
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
-            table["resuming"] = f"after step {snapshot.step:,}"
+            asked = [f"{name}=on" for name in ("probe", "profile") if getattr(cfg, name).enabled]
+            done = ": the last" + (f", with none left for {' and '.join(asked)}" if asked else "")
+            table["resuming"] = f"after step {snapshot.step:,}{done if snapshot.step == t.steps else ''}"
         self.console.summary(table)
 
     # ------------------------------------------------------------------------------------------------

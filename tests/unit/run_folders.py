@@ -43,12 +43,13 @@ def a_run(
     level: float = 4.0,
     step: int | None = None,
     final: float | None = None,
+    judged: int = 10_000_000,
     device: str = "CPU, 4 cores",
     code: str = "abc",
     fingerprints: dict | None = None,
 ) -> Path:
     """A run of ``words`` up to ``step`` (its last), whose loss falls to about ``level``; ``final`` is the last
-    evaluation's loss instead."""
+    evaluation's loss instead, and an evaluation is of ``judged`` tokens."""
     cfg = configured(*words)
     cfg = replace(cfg, seed=seed, run=replace(cfg.run, dir=str(folder)))
     folder.mkdir(parents=True)
@@ -59,11 +60,11 @@ def a_run(
     noise = Random(f"{seed} {level}")
     with MetricsFile(folder / "metrics.jsonl", 0) as file:
         for at in range(1, (step or cfg.train.steps) + 1):
-            file.write(a_record(cfg, at, level, final, noise.gauss))
+            file.write(a_record(cfg, at, level, final, judged, noise.gauss))
     return folder
 
 
-def a_record(cfg: Config, step: int, level: float, final: float | None, noise: Callable) -> dict:
+def a_record(cfg: Config, step: int, level: float, final: float | None, judged: int, noise: Callable) -> dict:
     positions = cfg.train.global_batch * cfg.train.seq_len
     loss = level + 5 * math.exp(-12 * step / cfg.train.steps) + noise(0, 0.03)
     record = {
@@ -75,7 +76,7 @@ def a_record(cfg: Config, step: int, level: float, final: float | None, noise: C
     if step % cfg.eval.every and step != cfg.train.steps:
         return record
     evaluated = final if final is not None and step == cfg.train.steps else loss + noise(0.1, 0.02)
-    galore = math.exp(galore_loss(evaluated, cfg.eval.tokens))
+    galore = math.exp(galore_loss(evaluated, judged))
     return record | {
         "eval/loss": evaluated, "eval/loss_a": evaluated, "eval/loss_b": evaluated,
         "eval/perplexity": math.exp(evaluated), "eval/perplexity_galore": galore,

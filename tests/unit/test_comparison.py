@@ -6,16 +6,21 @@ import csv
 import json
 import math
 import random
+import re
 import statistics
 import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.comparison import Design, Trial, compare
+from dlr_pretrain.analysis.comparison import Design, Trial, compare, held_out
+from dlr_pretrain.analysis.comparison_tables import comparison_tables
 from dlr_pretrain.analysis.comparison_view import console, report, write
 from dlr_pretrain.analysis.paper import fact
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.student import estimate, quantile
+from dlr_pretrain.analysis.tables import text
 
 RATES = (0.001, 0.003, 0.01)
 
@@ -168,8 +173,32 @@ def test_a_fresh_seed_that_diverges_is_not_left_out_of_a_mean():
     design = Design(("one", "two"), RATES, (1,), fresh=(7, 8))
     fresh = [Trial("one", 0.003, s, "finished", "", 1.0, 1.0, 1.0) for s in (7, 8)]
     fresh += [Trial("two", 0.003, 7, "finished", "", 0.5, 0.5, 0.5), Trial("two", 0.003, 8, "diverged")]
-    (found,) = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0)) + fresh)["comparisons"]
-    assert found["better"] is None and found["reason"] == "two diverges at its chosen rate with seed 8"
+    found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0)) + fresh))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and comparison["reason"] == "two diverges at its chosen rate with seed 8"
+    table = next(comparison_tables([(Path("tune"), found)]))
+    assert [text(row[2]) for row in table.rows] == ["2.72 ± 0.00 (2)", "1 of 2 diverged"]
+    assert "two  " in console(found) and "1 of 2, 1 diverged" in console(found) and "1.65" not in console(found)
+
+
+def test_a_method_that_diverges_is_the_last_of_the_order():
+    design = Design(("cola", "cola+dlr"), (0.01,), (1, 2))
+    lost = trials(design, lambda method, lr, seed: None if (method, seed) == ("cola+dlr", 2) else (3.0, 3.0))
+    lost[2] = replace(lost[2], loss_a=1.0, loss_b=1.0)
+    found = dressed(compare(design, lost))
+    found["chosen"]["cola+dlr"] |= {"lr": 0.01, "held_out": held_out(design, lost, "cola+dlr", 0.01)}
+    order = next(table for table in comparison_tables([(Path("tune"), found)]) if table.name == "tune_order")
+    assert [text(row[1]) for row in order.rows] == ["20.09 ± 0.00 (2) [1]", "1 of 2 diverged [2]"]
+
+
+def test_a_difference_is_named_by_its_rate_where_its_method_is_compared_at_two(tmp_path):
+    for rate in (0.003, 0.01, 0.01):
+        design = Design(("one", "two", "three")[: 2 + (rate == 0.003)], (rate,), (1, 2, 3))
+        made = trials(design, lambda m, lr, s: (3.0, 3.0 + s * lr * (m == "two")))
+        write(dressed(compare(design, made)), tmp_path / f"tune/{len(list(tmp_path.glob('tune/*')))}")
+    write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
+    names = re.findall(r"<!-- ((?:two|three).*?) -->", (tmp_path / "report/figures/tune_differences.svg").read_text())
+    assert names == ["two at 0.003", "three", "two at 0.01"]
 
 
 def test_one_seed_gives_a_difference_and_no_verdict():

@@ -137,6 +137,18 @@ def test_a_seed_that_diverged_counts_at_every_later_step(tmp_path):
     assert group.at(41, CONVENTION) is None
 
 
+def test_the_convention_is_of_no_evaluation_that_is_too_small_for_it(tmp_path):
+    pairs_of_runs(tmp_path / "enough", "cola")
+    for dlr in ("off", "on"):
+        a_run(tmp_path / f"few/{dlr}", *SHORT, "backbone=cola", f"dlr={dlr}", judged=150_000)
+    few, enough = (groups_in(tmp_path / name) for name in ("few", "enough"))
+    assert all(group.final(CONVENTION) for group in enough) and not any(group.final(CONVENTION) for group in few)
+    assert all(group.final(PERPLEXITY) for group in few)
+    rows = [layouts.pairs_table(groups).rows[0] for groups in (few, enough)]
+    assert [(row[4] is None, row[5] is None) for row in rows] == [(False, True), (False, False)]
+    assert [layouts.groups_table(g, [None] * 2).rows[0][4] is None for g in (few, enough)] == [True, False]
+
+
 def test_the_order_of_one_family_says_nothing_of_anothers(tmp_path):
     for backbone, order in (("cola", None), ("lowrank", 42)):
         for seed in (41, 42, 43):

@@ -307,14 +307,14 @@ def test_paper_and_ours_stand_side_by_side(tmp_path):
 
 def test_a_setting_that_is_not_the_papers_is_marked(tmp_path):
     words = (*PAPER[:-1], "train.steps=5500", "precision=bf16_mixed", "data.packing=packed", "eval.tokens=1000000")
-    a_run(tmp_path / "a", *words, "train.lr=0.001", seed=41)
+    a_run(tmp_path / "a", *words, "train.lr=0.001", seed=41, judged=1_000_000)
     (group,), _ = grouped(find_runs([tmp_path])[0])
     found = "; ".join(marks(group))
     for words in ("bf16_mixed, not bf16", "packed, not pad", "0.721B tokens, not 1.4B", "1,000,000, not 10,000,000"):
         assert words in found
     assert "lr 0.001, not 0.01" in found
     table = layouts.table_1([group])
-    assert next(row for row in table.rows if row[0] == "cola+dlr")[2].text.endswith("(1) [a]")
+    assert next(row for row in table.rows if row[0] == "cola+dlr")[2] == "too little text [a]"
     assert any(
         note.startswith("[a] not the paper's setting: ") and "precision bf16_mixed" in note for note in table.notes
     )

@@ -247,6 +247,17 @@ def test_a_directory_that_holds_another_run_or_one_of_another_text_is_no_result(
     assert said in capsys.readouterr().err and len(trained) == 2
 
 
+def test_a_probe_that_comes_after_the_end_is_refused(command, trained, capsys):
+    grid = ["pair=cola+dlr,lowrank+dlr", "lr=0.003", "seeds=41"]
+    command(*grid)
+    command(*grid, "probe=on", code=EXIT_FAILED)
+    assert "finished, and without probe=on, which comes too late" in capsys.readouterr().err
+    for run in trained:
+        metrics = run.dir / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace('"time"', '"probe/0.attn.q/rho": 1.0, "time"'))
+    command(*grid, "probe=on")
+
+
 def test_runs_without_halves_are_refused(command, trained, capsys, tmp_path):
     command("pair=cola", "lr=0.003,0.01", "seeds=41")
     metrics = trained[0].dir / "metrics.jsonl"
