@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -63,10 +64,11 @@ def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
     if queued:
         waits = queued.state in WAITING
         return "pending" if waits else "running", queued.reason if waits and queued.reason not in USUAL else ""
-    if _held(run.dir):
+    last = _last_start(Path(job["log"])) if job else None
+    if (beat := _beat(run.dir)) > time.time() - LEASE and not (last and last.ended and beat <= last.written):
         return "running", ""
     if job:
-        return _ending(Path(job["log"]))
+        return _ending(last)
     return ("stopped", "") if step else ("not started", "")
 
 
@@ -77,12 +79,12 @@ def _folded(run_dir: Path) -> bool:
     return exported and (run_dir / "report.md").exists()
 
 
-def _held(run_dir: Path) -> bool:
-    """Whether a process, perhaps on another machine, renews the lease of the run directory."""
+def _beat(run_dir: Path) -> float:
+    """When a process, perhaps on another machine, has last renewed the lease of the run directory; 0 for never."""
     try:
-        return time.time() - float(json.loads((run_dir / ".lock").read_text())["beat"]) < LEASE
+        return float(json.loads((run_dir / ".lock").read_text())["beat"])
     except (OSError, ValueError, TypeError, KeyError):
-        return False
+        return 0.0
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -99,16 +101,33 @@ PYTHONS = re.compile(
 )
 
 
-def _ending(log: Path) -> tuple[str, str]:
-    """("failed" or "stopped", the last word on it)."""
+@dataclass(frozen=True)
+class Start:
+    """What a log has of the last start of its job, and when that was written (in seconds since the epoch)."""
+
+    text: str
+    written: float
+
+    @property
+    def ended(self) -> re.Match | None:
+        return END.search(self.text)
+
+
+def _last_start(log: Path) -> Start | None:
     try:
         with open(log, "rb") as file:
-            file.seek(-min(LOG_TAIL, log.stat().st_size), 2)
-            text = file.read().decode(errors="replace")
+            facts = os.fstat(file.fileno())
+            file.seek(-min(LOG_TAIL, facts.st_size), 2)
+            return Start(START.split(file.read().decode(errors="replace"))[-1], facts.st_mtime)
     except FileNotFoundError:
+        return None
+
+
+def _ending(last: Start | None) -> tuple[str, str]:
+    """("failed" or "stopped", the last word on it)."""
+    if last is None:
         return "stopped", "cancelled before it started"
-    text = START.split(text)[-1]
-    end, cancelled = END.search(text), CANCELLED.search(text)
+    text, end, cancelled = last.text, last.ended, CANCELLED.search(last.text)
     if cancelled:
         return "stopped", (cancelled[1] or "cancelled").lower()
     said = OURS.findall(text) or PYTHONS.findall(text)

@@ -389,6 +389,16 @@ def test_a_run_whose_lease_is_fresh_is_running_and_one_that_is_whole_has_finishe
     assert look(run, {}).state == "stopped"
 
 
+def test_a_run_that_was_killed_is_not_running_though_its_lease_is_fresh(table_of):
+    run = loaded(table_of)[0]
+    lease = run.dir / ".lock"
+    write_job(run, "job 0_1, start 1: seed=1\njob 0_1: ended with exit code -9\n")
+    lease.write_text(json.dumps({"host": "here", "pid": 1, "beat": time.time() - 3}))
+    assert look(run, {}) == Status("failed", "killed by signal 9")
+    lease.write_text(json.dumps({"host": "here", "pid": 2, "beat": time.time() + 1}))  # since then, without a job
+    assert look(run, {}).state == "running"
+
+
 def test_metrics_are_read_from_their_end_without_what_a_kill_cut_off(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert list(newest_first(path)) == []

@@ -254,7 +254,7 @@ def test_a_probe_that_comes_after_the_end_is_refused(command, trained, capsys):
     assert "finished, and without probe=on, which comes too late" in capsys.readouterr().err
     for run in trained:
         metrics = run.dir / "metrics.jsonl"
-        metrics.write_text(metrics.read_text().replace('"time"', '"probe/0.attn.q/rho": 1.0, "time"'))
+        metrics.write_text(metrics.read_text().replace('"step"', '"probe/0/rho": 1.0, "step"'))
     command(*grid, "probe=on")
 
 
