@@ -132,7 +132,7 @@ def without_partner(group: Group) -> str:
         if key == "experiment" and recipe != value and (CONFIG_DIR / "experiment" / f"{recipe}.yaml").exists():
             kept.append(f"experiment={recipe}")
             toggled = []
-        elif key not in ("dlr", "seed", "run.dir"):
+        elif key not in ("dlr", "seed", "run.dir") and not (residual == "off" and key.startswith(("dlr.", "probe"))):
             kept.append(word)
     seeds = ",".join(str(run.seed) for run in group.runs)
     return shlex.join(["python", "train.py", *(["-m"] if "," in seeds else []), *kept, *toggled, f"seed={seeds}"])

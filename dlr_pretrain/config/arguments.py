@@ -18,7 +18,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import KNOWN, is_fixed
-from dlr_pretrain.config.problems import MISSING, Problem, nearest
+from dlr_pretrain.config.problems import MISSING, Problem, nearest, no_home
 from dlr_pretrain.config.tree import GROUPS
 
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
@@ -175,6 +175,8 @@ def _grammar_problem(word: str, multirun: bool) -> Problem | None:
     try:
         override = parse_word(word)
     except HydraException:
+        if value == "~" or value.startswith("~/"):
+            return no_home(key, value)
         text = value.replace("'", "\\'")
         return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
     if override.is_sweep_override() and not multirun:

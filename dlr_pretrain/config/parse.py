@@ -127,7 +127,8 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
     converted = _convert(value, hint)
     if converted is MISSING:
         others = [*spec.rules.get("words", ()), *(["null"] if optional else [])]
-        problems.append(Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others])))
+        mend = f"Quote a number that is meant as text: \"{name}='...'\"" if hint is str and value is not None else ""
+        problems.append(Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), mend))
     elif rule := _broken_rule(converted, spec.rules):
         mend = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
         problems.append(Problem(name, value, rule, mend))
@@ -143,8 +144,8 @@ def _convert(value: object, hint: object) -> object:
         return int(value) if number and math.isfinite(value) and value == int(value) else MISSING
     if hint is float:
         return float(value) if number and math.isfinite(value) else MISSING
-    if hint is str:
-        return str(value) if (isinstance(value, str) and value.strip()) or number else MISSING
+    if hint is str:  # of 2026_11_22 Hydra has made 20261122, and of 1e3 1000.0
+        return value if isinstance(value, str) and value.strip() else MISSING
     return value
 
 

@@ -28,6 +28,12 @@ class Problem:
         return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
 
 
+def no_home(key: str, value: str) -> Problem:
+    """A ``~`` that the shell has not replaced."""
+    mend = f"Write {key}=$HOME{value.removeprefix('~')}"
+    return Problem(key, value, "a shell knows ~ only where a word begins, and a run does not", mend)
+
+
 class ConfigError(UserError):
     """All problems of a configuration at once; its text has one line for each."""
 

@@ -14,7 +14,7 @@ from dlr_pretrain.config.memory_rules import memory_problems
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.probing import probe_problems
-from dlr_pretrain.config.problems import Problem
+from dlr_pretrain.config.problems import Problem, no_home
 from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
 
@@ -32,7 +32,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     found = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
     found += [] if world_size is None else _batch(cfg, world_size)
     found += [*_schedule(cfg), *optimizer_problems(cfg)]
-    found += [*_secrets(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
+    found += [*_strings(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
     if not machine:
         return found
     for rules in (unnamed, _packages, _data, _files):
@@ -165,7 +165,10 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _schedule(cfg: Config) -> Iterator[Problem]:
-    t = cfg.train
+    t, every, kept = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
+    if kept is not None and kept % every:
+        mend = f"Try {max(1, round(kept / every)) * every}"
+        yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", mend)
     if t.warmup_steps is not None and t.warmup_steps >= t.steps:
         yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
     elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:
@@ -194,9 +197,13 @@ def _profile(cfg: Config) -> Iterator[Problem]:
         yield Problem("profile.start", cfg.profile.start, rule, f"Try {latest}" if latest > 0 else "Use profile=off")
 
 
-def _secrets(cfg: Config) -> Iterator[Problem]:
-    for name, value in flatten(to_dict(cfg)).items():
-        if isinstance(value, str) and redact(value) != value:
+def _strings(cfg: Config) -> Iterator[Problem]:
+    found = {name: value for name, value in flatten(to_dict(cfg)).items() if isinstance(value, str)}
+    for name, value in found.items():
+        derived = name == "run.dir" and value.startswith(cfg.run.root)
+        if value.split("/")[0] == "~" and not derived:
+            yield no_home(name, value)
+        if redact(value) != value:
             rule = "holds a password or a token, and a run writes its configuration down"
             yield Problem(name, value, rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
 

@@ -81,8 +81,10 @@ def read_rows(source: str | Path) -> list[dict[str, str]]:
 
 def _from_file(path: Path) -> list:
     try:
-        text = path.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else list(json.loads(text))
+        with path.open(encoding="utf-8") as file:
+            if path.suffix == ".jsonl":
+                return [json.loads(line) for line in file if line.strip()]
+            return list(json.load(file))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: cannot be read as rows of JSON: {error}") from error
 

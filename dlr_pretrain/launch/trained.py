@@ -21,9 +21,10 @@ def trained(run_dir: Path) -> dict[str, object]:
 
 
 def last_saved(run_dir: Path) -> int:
-    """The step of the last checkpoint of the run in ``run_dir``; 0 where nothing was saved."""
-    step = _record(run_dir).get("saved")
-    return step if isinstance(step, int) else 0
+    """The step of the last checkpoint that the run in ``run_dir`` has made; 0 where there is none of its own."""
+    record = _record(run_dir)
+    saved = record.get("saved", 0)
+    return 0 if saved == record.get("forked", {}).get("step") else saved
 
 
 def diverged(run_dir: Path) -> bool:

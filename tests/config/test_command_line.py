@@ -137,6 +137,9 @@ def test_mistakes_in_a_recipe(own):
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 
+HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. Write {0}=$HOME{1}"
+
+
 @pytest.mark.parametrize(
     ("word", "problem"),
     [
@@ -167,7 +170,14 @@ def test_mistakes_in_a_recipe(own):
         ("--lr", "--lr: not a flag of this command. Write train.lr=<value>"),
         ("--config-path=x", "--config-path: the configuration tree cannot be replaced. "
          "Use --config-dir to add a folder of options and recipes"),
-        ("data.root=~/c4", "data.root=~/c4: not a plain value to Hydra. Quote it: \"data.root='~/c4'\""),
+        ("data.root=(c4", "data.root=(c4: not a plain value to Hydra. Quote it: \"data.root='(c4'\""),
+        ("data.root=~/c4", HOME.format("data.root", "/c4")),
+        ("run.root='~/runs'", HOME.format("run.root", "/runs")),
+        ("run.dir=~", HOME.format("run.dir", "")),
+        ("run.root=2026_11_22", "run.root=20261122: must be text. "
+         "Quote a number that is meant as text: \"run.root='...'\""),
+        ("checkpoint.keep_every=2500", "checkpoint.keep_every=2500: must be a multiple of checkpoint.every=1000. "
+         "Try 2000"),
         ("train.lr=1,2",
          "train.lr=1,2: several values for one run. train.py -m runs each. Or quote: \"train.lr='1,2'\""),
         ("~train.lr", "~train.lr: a run needs every group and key. Set it instead: train.lr=<value>"),

@@ -121,6 +121,12 @@ def test_rows_that_are_none_are_refused_by_name(tmp_path, name, content, message
         read_rows(tmp_path / name)
 
 
+def test_a_line_of_rows_ends_where_json_lines_say(tmp_path):
+    row = {"instruction": "a\u2028b\x85c", "output": "d"}
+    (tmp_path / "rows.jsonl").write_text(2 * (json.dumps(row, ensure_ascii=False) + "\n") + "\n")
+    assert read_rows(tmp_path / "rows.jsonl") == [row, row]
+
+
 def test_a_dataset_that_does_not_come_from_the_hub_says_what_to_do(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -16,6 +16,7 @@ from dlr_pretrain.analysis.measured import system
 from dlr_pretrain.analysis.paper import marks
 from dlr_pretrain.analysis.records import find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.cli import load
 from dlr_pretrain.train.record import update_record
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
@@ -135,6 +136,14 @@ def test_a_seed_that_diverged_counts_at_every_later_step(tmp_path):
     assert (group.at(20, CONVENTION).n, group.at(20, CONVENTION).finite) == (3, True)
     assert (group.at(40, CONVENTION).n, group.at(40, CONVENTION).mean) == (3, math.inf)
     assert group.at(41, CONVENTION) is None
+
+
+def test_the_command_of_a_missing_partner_is_one_that_trains(tmp_path):
+    words = (*SHORT, "backbone=cola", "dlr=on", "dlr.alpha=0.25", "probe=on", "probe.every=10")
+    a_run(tmp_path / "a", *words)
+    command = layouts.without_partner(groups_in(tmp_path)[0])
+    assert "dlr=off" in command and "backbone=cola" in command
+    assert not load(shlex.split(command)[2:], machine=False).dlr.enabled
 
 
 def test_the_convention_is_of_no_evaluation_that_is_too_small_for_it(tmp_path):

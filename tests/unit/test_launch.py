@@ -292,6 +292,8 @@ def test_the_step_last_saved_is_told_by_the_words_of_a_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     update_record(tmp_path / "run", {"identity": {}, "saved": 300})
     assert saved.main(words) == 0 and capsys.readouterr().out == "300\n"
+    update_record(tmp_path / "run", {"forked": {"step": 300}})  # so that one was another run's
+    assert saved.main(words) == 0 and capsys.readouterr().out == "0\n"
     assert saved.main([*words, "train.lrr=1"]) == 2 and capsys.readouterr().out == ""
 
 
