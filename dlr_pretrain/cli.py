@@ -18,7 +18,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import CommandLine, read
 from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.errors import EXIT_INTERRUPTED, Stopped, UserError, record
+from dlr_pretrain.errors import EXIT_INTERRUPTED, Stopped, UserError, record, say
 
 
 def main(run: Callable[[Config], None]) -> int:
@@ -100,4 +100,4 @@ def _report(error: UserError) -> int:
 
 def _say(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr, flush=True)
+        say(text, sys.stderr)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
 EXIT_FAILED = 3  # data, files, the hub or another run stood in the way
@@ -44,10 +45,27 @@ def record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
+def say(text: str, stream: TextIO, end: str = "\n") -> None:
+    """Write to a stream that may be gone, as a closed terminal is: what follows then goes nowhere, and ends no run."""
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except OSError:
+        with suppress(OSError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())  # what is still in the buffer would fail again at the end of the process
+            os.close(null)
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr at once, also in a signal handler, and also where stderr is gone."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
 def leave(error: UserError, say: bool = True) -> NoReturn:
     """End the process from any thread, at once and without another write to the run."""
     if say:
-        os.write(2, f"\nerror: {error}\n".encode())
+        tell(f"\nerror: {error}")
     try:
         raise error  # torchrun's handler looks at what is being handled
     except UserError:

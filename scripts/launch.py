@@ -31,11 +31,12 @@ ABOUT = (
 
 def main() -> int:
     asked: set[int] = set()
+    begun = threading.Event()  # there are workers, or have been
 
     def pass_on(number: int, _frame) -> None:
         asked.add(number)
         running = workers()
-        if not running:
+        if not running and not begun.is_set():
             deafen()
             sys.exit(EXIT_STOPPED)
         for pid in running:
@@ -44,7 +45,7 @@ def main() -> int:
 
     for number in stop_signals():
         signal.signal(number, pass_on)
-    threading.Thread(target=end_with_workers, args=(asked,), daemon=True).start()
+    threading.Thread(target=end_with_workers, args=(asked, begun), daemon=True).start()
     try:
         return launch(asked)
     finally:
@@ -81,8 +82,14 @@ def launch(asked: set[int]) -> int:
     return 0
 
 
-def end_with_workers(asked: set[int]) -> None:
-    """End this process where torchrun does not: it may wait for a node that is gone, where it would report the end."""
+def end_with_workers(asked: set[int], begun: threading.Event) -> None:
+    """End this process where torchrun does not: it may wait for a node that is gone, where it would report the end.
+
+    Sets ``begun`` when there are workers.
+    """
+    while not workers():
+        time.sleep(0.05)
+    begun.set()
     ended: dict[int, int] = {}  # the workers' exit codes, in the order of their ends
     since = time.monotonic()
     while True:

@@ -32,17 +32,22 @@ log = logging.getLogger(__name__)
 _jitter = random.Random()  # its own: a wait must not move a random state that a run is made of
 
 
-def list_files(dataset: str, revision: str | None, patterns: list[str], mend: str) -> tuple[str, list[dict[str, int]]]:
-    """The commit of a dataset, and for each glob the files of that commit which match it: path to size, sorted."""
-    from huggingface_hub import HfApi
+def list_files(
+    dataset: str, revision: str | None, patterns: list[str], mend: str, patient: bool = False
+) -> tuple[str, list[dict[str, int]]]:
+    """The commit of a dataset, and for each glob the files of that commit which match it: path to size, sorted.
+
+    ``patient``: a hub that does not answer is asked again.
+    """
+    from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
-    api = HfApi()
+    api, patient = HfApi(), patient and not constants.HF_HUB_OFFLINE
 
     def commit_of() -> str:
         return api.dataset_info(dataset, revision=revision, expand=["sha"], timeout=FIRST_CONTACT_SECONDS).sha
 
-    commit = first_contact(dataset, commit_of, mend)
+    commit = first_contact(dataset, commit_of, mend, patient=patient)
     folders: dict[str, dict[str, int]] = {}
     for folder in {_folder(pattern) for pattern in patterns}:
 
@@ -81,13 +86,16 @@ def download(repository: str, filename: str, mend: str) -> str:
         raise UserError(f"{repository}: {filename} cannot be fetched: {reason(error)}. {mend}") from error
 
 
-def first_contact(what: str, ask: Callable[[], T], mend: str, seconds: float = FIRST_CONTACT_SECONDS) -> T:
-    """The answer of ``ask``, or a UserError: at once where it is refused, or when no answer has come in ``seconds``.
+def first_contact(
+    what: str, ask: Callable[[], T], mend: str, seconds: float = FIRST_CONTACT_SECONDS, patient: bool = False
+) -> T:
+    """The answer of ``ask``, or a UserError: at once where it is refused, or, unless one is ``patient``, when no answer
+    has come in ``seconds``.
 
     A hub that is merely busy is asked again: many jobs that start together are too many for it.
     """
     try:
-        return _insist(what, ask, seconds, silence_passes=False)
+        return _insist(what, ask, seconds, silence_passes=patient)
     except Exception as error:  # whatever the client raises: it differs between its versions
         raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {mend}") from error
 

@@ -39,11 +39,11 @@ class Listing:
     validation: dict[str, int]
 
 
-def list_shards(cfg: Config, progress: Callable[[str], None]) -> Listing:
+def list_shards(cfg: Config, progress: Callable[[str], None], patient: bool) -> Listing:
     """Ask the hub for the shards of ``data``. One rank does: with all of them, it would refuse for their number."""
     data = cfg.data
     patterns = {"data.train_files": data.train_files, "data.validation_files": data.validation_files}
-    commit, found = hub.list_files(data.dataset, data.revision, list(patterns.values()), OFFLINE)
+    commit, found = hub.list_files(data.dataset, data.revision, list(patterns.values()), OFFLINE, patient)
     for (key, pattern), files in zip(patterns.items(), found, strict=True):
         if not files:
             raise UserError(f"{key}={pattern}: matches no file of {data.dataset} on the hub. Correct the glob")

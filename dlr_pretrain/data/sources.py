@@ -59,13 +59,16 @@ class TextSource(ABC):
         return TextDocuments(self, tokenizer)
 
 
-def ask_hub(cfg: Config, progress: Callable[[str], None] | None = None) -> Listing | None:
-    """The shards of a dataset on the hub, for which one rank asks for all; None where ``data`` names another source."""
+def ask_hub(cfg: Config, progress: Callable[[str], None] | None = None, patient: bool = False) -> Listing | None:
+    """The shards of a dataset on the hub, for which one rank asks for all; None where ``data`` names another source.
+
+    Without an answer it gives up in seconds, or, ``patient``, in minutes.
+    """
     if cfg.data.source != "c4":
         return None
     from dlr_pretrain.data.remote import list_shards
 
-    return list_shards(cfg, progress or logging.getLogger(__name__).info)
+    return list_shards(cfg, progress or logging.getLogger(__name__).info, patient)
 
 
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None, listing: Listing | None = None) -> Source:

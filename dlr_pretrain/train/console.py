@@ -10,6 +10,7 @@ import textwrap
 from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config
+from dlr_pretrain.errors import say
 
 LABEL = 12  # columns of the summary's first column
 WARNING = "warning:"
@@ -31,7 +32,7 @@ class Console:
             self.close_line()
             if self.live and text.startswith(WARNING) and not os.environ.get("NO_COLOR"):
                 text = f"\x1b[1;33m{WARNING}\x1b[0m{text.removeprefix(WARNING)}"
-            print(text, file=self.stream, flush=True)
+            say(text, self.stream)
 
     def summary(self, rows: dict[str, str]) -> None:
         """Label and text, wrapped to the terminal."""
@@ -68,8 +69,7 @@ class Console:
             del parts[2]  # the learning rate first, the remaining time last
         evaluated = "eval/loss" in record
         if self.live and not evaluated:
-            self.stream.write("\r\x1b[K" + line)
-            self.stream.flush()
+            say("\r\x1b[K" + line, self.stream, end="")
             self._line_open = True
         elif evaluated or step == 1 or step % self.cfg.log.every == 0:
             self.say(line)
@@ -81,8 +81,7 @@ class Console:
     def close_line(self) -> None:
         """Take the live line away: what comes next is written by others."""
         if self._line_open:
-            self.stream.write("\r\x1b[K")
-            self.stream.flush()
+            say("\r\x1b[K", self.stream, end="")
             self._line_open = False
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import dlr
 from dlr_pretrain.optim.build import Optimizer
-from dlr_pretrain.train.gradients import clip, clip_factor
+from dlr_pretrain.train.gradients import Gradients, clip, clip_factor
 from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.runtime import Runtime
@@ -32,6 +33,18 @@ class Descent:
 
     def prepare(self) -> None:
         self.gradients = self.weights.gradients(self.cfg.train.accumulate, self.runtime.world_size)
+
+    def rehearse(self, micro_batch: int) -> None:
+        """A pass without a target, before the first step of a start. DDP sorts its buckets anew after a process's first
+        backward pass, and from three ranks on a sum rounds by its place in them: the step after a resume would differ.
+        """
+        if isinstance(self.gradients, Gradients) and self.gradients.bucketed:
+            device, train = self.runtime.device, self.cfg.train
+            rows = torch.zeros(micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
+            nothing = inputs_and_targets(rows, rows[:, 0], self.cfg.data.mask_documents)
+            with self.weights.published():
+                self.gradients.add(nothing, torch.ones((), device=device), last=True)
+            self.gradients.clear()
 
     def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The update of ``micro``, whose targets on all ranks are ``count``; none where a rank has ``failed``.

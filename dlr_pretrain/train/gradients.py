@@ -43,6 +43,11 @@ class Gradients:
             self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
             self.forward.register_comm_hook(None, _summed)
 
+    @property
+    def bucketed(self) -> bool:
+        """Whether DDP reduces the gradients, in buckets."""
+        return isinstance(self.forward, DistributedDataParallel)
+
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss.
 
@@ -50,8 +55,7 @@ class Gradients:
 
         With the ``last`` micro-batch the sums are reduced over ranks.
         """
-        overlapped = isinstance(self.forward, DistributedDataParallel)
-        with nullcontext() if last or not overlapped else self.forward.no_sync():
+        with nullcontext() if last or not self.bucketed else self.forward.no_sync():
             with record_function("forward"):
                 loss = self.forward(*inputs) / count
             with record_function("backward"):
@@ -80,7 +84,7 @@ class Gradients:
         return global_norm(gradients)
 
     def clear(self) -> None:
-        if isinstance(self.forward, DistributedDataParallel):  # the gradients are views of the buckets: keep them so
+        if self.bucketed:  # the gradients are views of the buckets: keep them so
             torch._foreach_zero_([p.grad for p in self.weights.working.values()])
         else:
             self.forward.zero_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import torch
 
 from dlr_pretrain.analysis.room import Way, ways_to_save
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, tell
 from dlr_pretrain.train.runtime import Runtime
 
 
@@ -36,7 +35,7 @@ def explained(cfg: Config, runtime: Runtime, vocab_size: int) -> Iterator[None]:
         snapshot = dump(Path(cfg.run.dir) / "profile", runtime)
         text = explain(str(error), cfg, runtime, *ways_to_save(cfg, vocab_size, runtime.world_size), snapshot)
         if not runtime.is_main:
-            os.write(2, f"error: {text}\n".encode())
+            tell(f"error: {text}")
         raise UserError(text) from error
 
 

@@ -99,7 +99,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> str | None:
-    """Commit of the code that runs, with "+" where it has local changes; None outside a checkout."""
+    """Commit of the code that runs, with "+" where it has local changes; None outside a checkout, or without git."""
     root = Path(dlr_pretrain.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -107,8 +107,11 @@ def git_state() -> str | None:
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False).stdout.strip()
 
-    commit = git("rev-parse", "HEAD")
-    return (commit + "+" if git("status", "--porcelain", "-uno") else commit) or None
+    try:
+        commit = git("rev-parse", "HEAD")
+        return (commit + "+" if git("status", "--porcelain", "-uno") else commit) or None
+    except OSError:  # there is no git here
+        return None
 
 
 def describe_device(device: torch.device) -> str:
@@ -122,7 +125,8 @@ def describe_code(start: dict) -> str:
     git, packages = start["git"], start["packages"]
     changed = ", with local changes" if git and git.endswith("+") else ""
     commit = f"commit {git[:12]}{changed}" if git else f"dlr_pretrain {packages.get('dlr_pretrain', 'not installed')}"
-    return f"{commit}; Python {start['python']}, torch {packages['torch']}, transformers {packages['transformers']}"
+    transformers = packages.get("transformers", "not installed")
+    return f"{commit}; Python {start['python']}, torch {packages['torch']}, transformers {transformers}"
 
 
 def _installed(package: str) -> bool:

@@ -97,7 +97,9 @@ class Run:
         trained = snapshot is not None and snapshot.step == self.cfg.train.steps
         if trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md")):
             self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
-            self.console.say(f"{self.dir} is complete.")
+            asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
+            late = f": no step is left for {' and '.join(asked)}" if asked else ""
+            self.console.say(f"{self.dir} is complete{late}.")
             return self.console.say(farewell(self.cfg, self.dir))
 
         start = self.open_start() if snapshot is None else None
@@ -109,6 +111,7 @@ class Run:
         with explained(self.cfg, self.runtime, self.vocab_size):
             weights = self.place(snapshot, start)
             self.train(weights, snapshot)
+        self.runtime.finishing()
         tensors = weights.folded(keep=self.runtime.is_main)
         inputs = weights, tensors, self.tokenizer, self.validation
         folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, *inputs))
@@ -121,7 +124,8 @@ class Run:
     def open_data(self) -> None:
         """Source, tokenizer and validation set; refuses a tokenizer that the model or the export cannot hold."""
         cfg, main_first = self.cfg, self.runtime.main_first
-        listing = self.runtime.on_main(lambda: ask_hub(cfg, self.console.say))
+        resumes = self.runtime.on_main(lambda: "saved" in read_record(self.dir))  # perhaps at night, by itself
+        listing = self.runtime.on_main(lambda: ask_hub(cfg, self.console.say, patient=resumes))
         source = self.source = main_first(lambda: open_source(cfg, self.console.say, listing))
         tokenizer = self.tokenizer = main_first(lambda: open_tokenizer(cfg, source))
         if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
@@ -223,9 +227,7 @@ class Run:
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
-            asked = [f"{name}=on" for name in ("probe", "profile") if getattr(cfg, name).enabled]
-            done = ": the last" + (f", with none left for {' and '.join(asked)}" if asked else "")
-            table["resuming"] = f"after step {snapshot.step:,}{done if snapshot.step == t.steps else ''}"
+            table["resuming"] = f"after step {snapshot.step:,}"
         self.console.summary(table)
 
     # ------------------------------------------------------------------------------------------------

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from dlr_pretrain import process
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Stopped, UserError, tell
 from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 
 T = TypeVar("T")
 MEETING = timedelta(minutes=10)  # in which all ranks must have come
 FOR_EVER = timedelta(days=1000)
-BEFORE = "stopped before the first step of this start (asked to stop). The same command continues"
+GRACE = 20.0  # seconds for the folded checkpoint, where a job is about to be killed; that of a small model takes less
+BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
 
 class Runtime:
@@ -45,8 +46,9 @@ class Runtime:
         process.die_with_agent()
         if self.world_size > 1:
             self._meet(cfg)
-        self.stop_requested = False
+        self.stop_requested = self.trained = False
         self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
+        self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
         self.stop_requested = process.stop_requested()
         torch.manual_seed(cfg.seed)
 
@@ -72,10 +74,24 @@ class Runtime:
         again, self.stop_requested = self.stop_requested, True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not again and not self.watch.started:
-            raise Stopped(BEFORE)
-        if not again and self.is_main:
-            os.write(2, b"\nasked to stop: saving after this step; Ctrl-C once more leaves at once\n")
+        if again or self.trained:
+            return self._hurry()
+        if not self.watch.started:
+            raise _stopped(BEFORE)
+        if self.is_main:
+            tell("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
+
+    def finishing(self) -> None:
+        """All steps are saved. What is left has ``GRACE`` seconds from a request to stop on, then Stopped ends it."""
+        self.trained = True
+        self._hurry()
+
+    def _hurry(self) -> None:
+        if self.trained and self.stop_requested and signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, GRACE)
+
+    def _end(self, _number: int, _frame) -> None:
+        raise _stopped(AFTER)
 
     def stepped(self, step: int) -> None:
         """Step ``step`` is complete as far as the host is concerned. From the first on, ranks wait less for others."""
@@ -130,7 +146,7 @@ class Runtime:
     def stop_if_asked(self, when: str) -> None:
         """Between the stages of a run: raise ``Stopped`` on every rank where any was asked to stop."""
         if any(self.gather(self.stop_requested)):
-            raise Stopped(f"stopped {when} (asked to stop). The same command continues")
+            raise _stopped(when)
 
     def require_equal(self, values: dict[str, object]) -> None:
         """Refuse ranks that would train different things: other commands, or other files at the same path."""
@@ -211,6 +227,7 @@ class Runtime:
         """
         instead = self._reason(error)
         self.watch.stop()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         together = error is None or error is self._agreed or (isinstance(error, Stopped) and self.watch.started)
@@ -224,13 +241,17 @@ class Runtime:
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return None
         if self.stop_requested and not self.watch.started:  # a compiler wraps what a signal raised
-            return Stopped(BEFORE)
+            return _stopped(BEFORE)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             lost, speaker = self.watch.report(error)
             if self.rank == speaker and not self.is_main:  # which is mute: the front door lets rank 0 speak
-                os.write(2, f"error: {lost}\n".encode())
+                tell(f"error: {lost}")
             return lost
         return None
+
+
+def _stopped(when: str) -> Stopped:
+    return Stopped(f"stopped {when} (asked to stop). The same command continues")
 
 
 def decided(decide: Callable[[], T]) -> T:

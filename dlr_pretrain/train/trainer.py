@@ -115,6 +115,8 @@ class Trainer:
         if self.owed is not None:
             self.report([self.owed | self.evaluate()])
             self.owed = None
+        if self.step < steps:
+            self.descent.rehearse(self.micro_batch)
         while self.step < steps:
             if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
                 why = f"train.stop_after={stop_after}"

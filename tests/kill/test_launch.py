@@ -21,7 +21,8 @@ import os, signal, sys, time
 def save(number, frame):
     time.sleep(float(sys.argv[2]))
     open(f"{sys.argv[1]}/saved{os.environ['RANK']}", "w").close()
-    sys.exit(75)
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(int(sys.argv[4]))
 if sys.argv[3] == "hears":
     signal.signal(signal.SIGTERM, save), signal.signal(signal.SIGUSR1, save), signal.signal(signal.SIGHUP, save)
 open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w").close()
@@ -41,10 +42,10 @@ def launch(*words: str) -> subprocess.Popen:
     )
 
 
-def launch_stub(folder, seconds: float = 0, hears: str = "hears") -> subprocess.Popen:
-    """Two workers that save for ``seconds``, once they are ready."""
+def launch_stub(folder, seconds: float = 0, hears: str = "hears", code: int = 75) -> subprocess.Popen:
+    """Two workers that save for ``seconds``, once they are ready, and end with ``code``."""
     (folder / "worker.py").write_text(WORKER)
-    process = launch(str(folder / "worker.py"), str(folder), str(seconds), hears)
+    process = launch(str(folder / "worker.py"), str(folder), str(seconds), hears, str(code))
     deadline = time.monotonic() + 60
     while len(list(folder.glob("ready*"))) < 2 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
@@ -61,12 +62,13 @@ def test_a_signal_goes_on_to_all_workers_and_their_code_comes_out(tmp_path, numb
     assert "Traceback" not in err
 
 
-def test_a_signal_that_is_repeated_to_the_very_end_changes_no_exit_code(tmp_path):
-    process = launch_stub(tmp_path)
+@pytest.mark.parametrize("code", [EXIT_STOPPED, EXIT_FAILED])
+def test_a_signal_that_is_repeated_to_the_very_end_changes_no_exit_code(tmp_path, code):
+    process = launch_stub(tmp_path, code=code)
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.001)
-    assert process.returncode == EXIT_STOPPED, process.communicate()[1]
+    assert process.returncode == code, process.communicate()[1]
 
 
 def test_workers_that_have_no_ear_yet_are_stopped_all_the_same(tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 
 import pytest
 import torch
@@ -175,6 +178,32 @@ def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/run: Not a directory\. Look at run\.dir"):
         train(tmp_path / "file" / "run")
+
+
+def test_a_stop_leaves_a_fold_that_takes_long_to_the_next_start(train, tmp_path, monkeypatch):
+    whole = final(train(tmp_path / "whole", "train.steps=4", "dlr=on"))
+
+    def long(*_) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dlr_pretrain.train.run.finish", long)
+        patched.setattr("dlr_pretrain.train.runtime.GRACE", 0.2)
+        with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
+            train(tmp_path / "run", "train.steps=4", "dlr=on")
+    assert not (tmp_path / "run" / "folded").exists()
+    assert_same(final(train(tmp_path / "run", "train.steps=4", "dlr=on")), whole)
+
+
+@pytest.mark.slow
+def test_a_resume_on_four_ranks_adds_up_in_the_same_order(words, tmp_path):
+    """DDP's first pass of a process has other buckets than all after it."""
+    common = ("backbone=cola", "dlr=on", "train.lr=1e-2", "train.steps=6", "checkpoint.every=3", "train.micro_batch=2")
+    assert torchrun(words(f"run.dir={tmp_path}/whole", *common), ranks=4).returncode == 0
+    assert torchrun(words(f"run.dir={tmp_path}/parts", *common, "train.stop_after=3"), ranks=4).returncode != 0
+    assert torchrun(words(f"run.dir={tmp_path}/parts", *common), ranks=4).returncode == 0
+    assert_same(final(tmp_path / "parts"), final(tmp_path / "whole"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ JOB = {"SLURM_JOB_ID": "5", "SLURMD_NODENAME": "localhost", "SLURM_NNODES": "1",
 def batch(tmp_path):
     """Runs a batch script where each command of SLURM does what it is given here, and waiting takes no time."""
 
-    def run(script: str, *words: str, commands: dict[str, str] | None = None, **variables: str):
+    def run(
+        script: str, *words: str, commands: dict[str, str] | None = None, log: Path | None = None, **variables: str
+    ):
         for name, does in ({"sleep": ":", "scancel": ":"} | (commands or {})).items():
             stub = tmp_path / name
             stub.write_text(f'#!/bin/bash\necho {name} "$@" >> {tmp_path}/asked\n{does}\n')
@@ -25,9 +28,16 @@ def batch(tmp_path):
         path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         outside = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
         command = ["bash", f"slurm/{script}", *words]
-        done = subprocess.run(
-            command, cwd=ROOT, env=outside | path | variables, capture_output=True, text=True, timeout=60
-        )
+        with open(log, "a") if log else nullcontext(subprocess.PIPE) as out:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=outside | path | variables,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=60,
+            )
         asked = tmp_path / "asked"
         return done, asked.read_text().splitlines() if asked.exists() else []
 
@@ -54,19 +64,30 @@ def test_a_crash_returns_to_the_queue_where_its_start_has_saved(batch, tmp_path,
     assert (f"exit code {code}, after a checkpoint at step {steps.split()[1]}; back to" in done.stdout) is again
 
 
+@pytest.mark.parametrize(("before", "again"), [(0, True), (1, True), (2, False)])
+def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice(batch, tmp_path, before, again):
+    log = tmp_path / "log"
+    log.write_text(before * "job 5: stopped without a checkpoint; back to the queue\n")
+    done, asked = crashed(batch, tmp_path, 75, "500 500", log=log)
+    assert done.returncode == 75 and (asked[-1] == "scontrol requeue 5") is again
+    assert log.read_text().count("stopped without a checkpoint") == before + 1
+    done, asked = crashed(batch, tmp_path, 75, "500 600", log=log)
+    assert asked[-1] == "scontrol requeue 5" and "job 5: saved; back to the queue" in log.read_text()
+
+
 @pytest.mark.parametrize("code", [0, 2, 3, 130])
 def test_what_has_finished_or_said_why_it_ended_is_not_requeued(batch, tmp_path, code):
     done, asked = crashed(batch, tmp_path, code, "0 500")
     assert done.returncode == code and not any(line.startswith("scontrol") for line in asked)
 
 
-def crashed(batch, tmp_path: Path, code: int, steps: str):
+def crashed(batch, tmp_path: Path, code: int, steps: str, log: Path | None = None):
     """A job that ends with ``code``; its run is asked for the step last saved before it starts and after its end."""
     answers = tmp_path / "answers"
     answers.write_text(steps.replace(" ", "\n") + "\n")
     python = f"head -n 1 {answers}; sed -i 1d {answers}"
     commands = {"srun": f"exit {code}", "squeue": "echo RUNNING", "scontrol": ":", "my_python": python}
-    return batch("train.sbatch", "scale=tiny", commands=commands, PYTHON="my_python", **JOB)
+    return batch("train.sbatch", "scale=tiny", commands=commands, log=log, PYTHON="my_python", **JOB)
 
 
 @pytest.mark.parametrize("squeue", ["exit 1", "echo CANCELLED", ":"])

@@ -75,6 +75,19 @@ def test_first_contact_does_not_wait_beyond_its_time():
     assert time.monotonic() - begin < 2
 
 
+def test_a_run_that_resumes_waits_for_a_hub_that_is_away(monkeypatch):
+    monkeypatch.setattr(hub, "FIRST_WAIT_SECONDS", 0.01)
+    tries = []
+
+    def ask() -> str:
+        tries.append(1)
+        if len(tries) < 4:
+            raise ConnectionError("no route")
+        return "there"
+
+    assert hub.first_contact("a/b", ask, "Go offline", patient=True) == "there" and len(tries) == 4
+
+
 def test_the_hub_gives_the_batches_of_the_same_shards_on_disk(tmp_path, served):
     loopback, address = served
     paths = write_shards(tmp_path / "en", [TEXTS[:100], TEXTS[100:]])

@@ -15,7 +15,16 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import record
-from dlr_pretrain.train.record import describe_device, git_state, hold, open_record, record_start, update_record
+from dlr_pretrain.train.record import (
+    describe_code,
+    describe_device,
+    git_state,
+    hold,
+    open_record,
+    record_start,
+    update_record,
+    versions,
+)
 
 
 def config(*overrides: str):
@@ -26,6 +35,14 @@ def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1
     open_record(folder, config(*overrides), {"data.shards": fingerprint})
     record_start(folder, world_size, torch.device("cpu"))
     return json.loads((folder / "manifest.json").read_text())
+
+
+def test_without_git_and_without_transformers_there_is_a_record(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert git_state() is None
+    found = versions()
+    found.pop("transformers", None)
+    assert describe_code({"git": None, "python": "3.11", "packages": found}).endswith("transformers not installed")
 
 
 def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
