@@ -65,7 +65,7 @@ def test_a_configuration_survives_being_written_and_read(loaded, tree):
         ("train.clip", None, None),
         ("compile", "off", False),
         ("compile", 1, True),
-        ("logger.project", 7, "7"),
+        ("logger.project", "007", "007"),
     ],
 )
 def test_values_take_the_type_of_their_key(tree, key, value, parsed):
@@ -89,11 +89,13 @@ def test_values_take_the_type_of_their_key(tree, key, value, parsed):
         ("lr", float("nan"), "train.lr=nan: must be a number"),
         ("lr", 0, "train.lr=0: must be greater than 0"),
         ("clip", [1], "train.clip=[1]: must be a number or null"),
+        ("init_from", 1000.0, "train.init_from=1000.0: must be text or null. "
+         "Quote a number that is meant as text: \"train.init_from='...'\""),
         ("min_lr_ratio", 2, "train.min_lr_ratio=2: must be at most 1"),
         ("accumulate", "fp23", "train.accumulate=fp23: must be one of native, fp32. Did you mean fp32?"),
         ("lrr", 1, "train.lrr=1: no such key. Did you mean train.lr?"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_refused(tree, key, value, problem):
     tree["train"][key] = value
     assert rebuilt(tree) == (None, [problem])
