@@ -175,10 +175,8 @@ def _grammar_problem(word: str, multirun: bool) -> Problem | None:
     try:
         override = parse_word(word)
     except HydraException:
-        if value == "~" or value.startswith("~/"):
-            return no_home(key, value)
         text = value.replace("'", "\\'")
-        return Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
+        return no_home(key, value) or Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
     if override.is_sweep_override() and not multirun:
         mend = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
         return Problem(key, value, "several values for one run", mend)

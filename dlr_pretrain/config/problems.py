@@ -28,8 +28,10 @@ class Problem:
         return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
 
 
-def no_home(key: str, value: str) -> Problem:
-    """A ``~`` that the shell has not replaced."""
+def no_home(key: str, value: str) -> Problem | None:
+    """A ``~`` at the start of a path that the shell has not replaced, if there is one."""
+    if value.partition("/")[0] != "~":
+        return None
     mend = f"Write {key}=$HOME{value.removeprefix('~')}"
     return Problem(key, value, "a shell knows ~ only where a word begins, and a run does not", mend)
 

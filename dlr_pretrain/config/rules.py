@@ -201,8 +201,8 @@ def _strings(cfg: Config) -> Iterator[Problem]:
     found = {name: value for name, value in flatten(to_dict(cfg)).items() if isinstance(value, str)}
     for name, value in found.items():
         derived = name == "run.dir" and value.startswith(cfg.run.root)
-        if value.split("/")[0] == "~" and not derived:
-            yield no_home(name, value)
+        if (problem := no_home(name, value)) and not derived:
+            yield problem
         if redact(value) != value:
             rule = "holds a password or a token, and a run writes its configuration down"
             yield Problem(name, value, rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
