@@ -71,9 +71,10 @@ def test_a_run_ends_in_good_order_when_the_hub_does_not_come_back_and_goes_on_wh
     assert all((a[name] == b[name]).all() for name in b)
 
 
-def test_a_run_that_waits_for_the_hub_follows_a_signal_at_once(streamed, train, tmp_path):
+def test_a_run_that_waits_for_the_hub_follows_a_signal_at_once(streamed, train, tmp_path, monkeypatch):
     served, run_of = streamed
     whole = train(tmp_path / "local", "dlr=on")
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 300.0)  # from when it is read ahead, some steps before it is missed
     given = run_of("dlr=on", f"run.dir={tmp_path}/run")
     served.trouble = lambda path, first: "503" if "train" in path and first >= 2100 else None
     told: list[float] = []
