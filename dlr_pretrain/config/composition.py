@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from dlr_pretrain.config import resolvers
 from dlr_pretrain.config.arguments import CommandLine, is_hydra, key_of, parse_word, value_of
-from dlr_pretrain.config.identity import identity, run_name
+from dlr_pretrain.config.identity import identity, run_name, to_dict
 from dlr_pretrain.config.parse import flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, nearest
 from dlr_pretrain.config.rules import unused, validate
@@ -130,6 +130,23 @@ def build(config_name: str, words: Sequence[str]) -> tuple[Config | None, list[P
         return configure(composed, hydra)
     except ConfigError as error:
         return None, error.problems
+
+
+def recorded(tree: dict) -> Config:
+    """The configuration that a run has written, as today's code has it: keys that are younger have their options'
+    defaults, for what they ask for was not there. Raises ConfigError where today's code has no place for a key."""
+    cfg, problems = parse(tree, {group: tree[group] for group in OPEN_GROUPS})
+    if cfg is None:
+        with session():
+            plain, problems = build("train", [f"{group}={tree[group]['name']}" for group in ("scale", *OPEN_GROUPS)])
+    if cfg is None and plain is not None:
+        whole = to_dict(plain)
+        for name, value in tree.items():
+            whole[name] = whole.get(name, {}) | value if isinstance(value, dict) else value
+        cfg, problems = parse(whole, {group: whole[group] for group in OPEN_GROUPS})
+    if cfg is None:
+        raise ConfigError(problems)
+    return cfg
 
 
 def _compose(config_name: str, words: Sequence[str]) -> DictConfig:

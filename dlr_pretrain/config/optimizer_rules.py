@@ -57,8 +57,8 @@ def _loro(cfg: Config) -> Iterator[Problem]:
         yield Problem("optimizer.restart_warmup", restart, f"must be below optimizer.exact_every={every}")
     span = steps - cfg.warmup_steps
     whole = isinstance(shift, int) and not isinstance(shift, bool)
-    if shift is not None and not (whole and 0 <= shift <= span):
-        rule = f"must be null or a whole number from 0 to {span}, the steps after the warm-up"
+    if shift is not None and not (whole and 0 <= shift <= span and shift % every == 0):
+        rule = f"must be null or a multiple of optimizer.exact_every={every} up to {span}, the steps after the warm-up"
         yield Problem("optimizer.shift", shift, rule)
 
 

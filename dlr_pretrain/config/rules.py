@@ -81,7 +81,7 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= dict.fromkeys(["backbone.init", "backbone.b_gain"], "the factors start from train.init_from")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
         idle |= dict.fromkeys(["backbone.b_gain", "optimizer.b_lr"], "dlr.train_b=false freezes B at zero")
-    elif not cfg.backbone.knobs.get("factorized"):
+    elif "rank" not in cfg.backbone.knobs:
         idle["optimizer.b_lr"] = f"backbone={cfg.backbone.name} has no up-projection B"
     if cfg.run.fork_from is not None:
         idle["train.init_from"] = "the run starts from run.fork_from"
@@ -262,6 +262,9 @@ def _start(cfg: Config) -> Iterator[Problem]:
     if cfg.dlr.enabled and cfg.dlr.mode == "offset":
         rule = f"gives B its start, so that the offset of dlr={cfg.dlr.name} would be lost"
         yield Problem("train.init_from", folder, rule, "Use dlr=on, dlr=off, or leave it out")
+    elif cfg.dlr.enabled and cfg.precision.name in ("bf16", "bf16_sr"):
+        rule = f"takes the residual of dlr={cfg.dlr.name} off B, whose own values bf16 would then round away"
+        yield Problem("train.init_from", folder, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
         rule = f"a B that dlr={cfg.dlr.name} holds at zero takes no start"
         yield Problem("train.init_from", folder, rule, "Use dlr.train_b=true, or leave it out")

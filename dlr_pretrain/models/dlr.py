@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlr_pretrain import shards
-from dlr_pretrain.models.residual import GROUPINGS, Residual, Shared, by_memory, columns_of, plus, with_branch
+from dlr_pretrain.models.residual import GROUPINGS, Residual, Shared, by_memory, columns_of, joined, plus, with_branch
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
 
@@ -64,7 +64,8 @@ def attach_dlr(
     of each layer, whose gradient is there after ``active``; without ``train_b`` B is frozen at zero.
 
     With ``keep_output`` beta R^T is taken off B first, so that the module starts from what it computes now: for weights
-    that are trained already, such as the truncated SVD of dense ones.
+    that are trained already, such as the truncated SVD of dense ones. These are fp32 or wider: beside -beta, bf16 would
+    round B's own values away, and most updates of them.
 
     Raises ValueError where nothing matches, where a residual is there already or the module was folded, where a weight
     has another user that the residual would reach, and for arguments that contradict each other.
@@ -78,7 +79,7 @@ def attach_dlr(
     if not train_b and (learn_alpha or keep_output):
         raise ValueError("train_b=False: B stays zero, and neither learn_alpha nor keep_output can act through it")
     targets = dict(_up_projections(module, match))
-    _require_fit(module, targets, learn_alpha)
+    _require_fit(module, targets, learn_alpha, keep_output)
     for name, linear in targets.items():
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
@@ -182,17 +183,28 @@ def _publish_own(carrying: list[tuple[str, nn.Linear]]) -> None:
 def _publish(carrying: list[tuple[str, nn.Linear]], states: list[Tensor], alphas: list[Tensor | None]) -> None:
     """Write the entries of ``states`` plus beta into the weights; where a weight is its state, keep what was there."""
     layers = [(up, *of) for (_, up), *of in zip(carrying, states, alphas, strict=True) if up.residual.impl == "weight"]
-    for group in by_memory([(up.weight, state) for up, state, _ in layers]):
-        ups, states, alphas = zip(*(layers[i] for i in group), strict=True)
-        own, weights = [up.residual for up in ups], [up.weight for up in ups]
-        entries = Shared(own, states).read()
-        parts = entries.split([len(shards.here(weight)) for weight in weights])
-        betas = [r.betas(part, alpha) for r, part, alpha in zip(own, parts, alphas, strict=True)]
-        for residual, weight, state, part in zip(own, weights, states, parts, strict=True):
-            residual.saved = (weight, part) if weight is state else None
-        Shared(own, weights).write(plus(entries, torch.cat(betas), weights[0].dtype))
-        for residual, weight in zip(own, weights, strict=True):
-            residual.version = shards.here(weight)._version
+    groups = [[layers[i] for i in group] for group in by_memory([(up.weight, state) for up, state, _ in layers])]
+    for alike in _by_dtype(groups):
+        read = [Shared([up.residual for up, *_ in g], [state for _, state, _ in g]).read() for g in alike]
+        entries, of_all = joined(read), [layer for group in alike for layer in group]
+        parts = entries.split([len(shards.here(up.weight)) for up, *_ in of_all])
+        betas = [up.residual.betas(part, alpha) for (up, _, alpha), part in zip(of_all, parts, strict=True)]
+        values = plus(entries, joined(betas), of_all[0][0].weight.dtype).split([len(some) for some in read])
+        for (up, state, _), part in zip(of_all, parts, strict=True):
+            up.residual.saved = (up.weight, part) if up.weight is state else None
+        for group, own in zip(alike, values, strict=True):
+            Shared([up.residual for up, *_ in group], [up.weight for up, *_ in group]).write(own)
+        for up, *_ in of_all:
+            up.residual.version = shards.here(up.weight)._version
+
+
+def _by_dtype(groups: list[list[tuple]]) -> list[list[list[tuple]]]:
+    """The groups whose entries one sum can take: of the same dtypes, on one device."""
+    alike: dict[tuple, list] = {}
+    for group in groups:
+        up, state, _ = group[0]
+        alike.setdefault((up.weight.dtype, state.dtype, state.device), []).append(group)
+    return list(alike.values())
 
 
 @torch.no_grad()
@@ -203,7 +215,7 @@ def _restore(carrying: list[tuple[str, nn.Linear]]) -> list[str]:
     weights = [r.saved[0] for _, r in published]  # not what now stands in their place, as when FSDP was interrupted
     for group in by_memory([(weight,) for weight in weights]):
         own = [published[i][1] for i in group]
-        Shared(own, [weights[i] for i in group]).write(torch.cat([r.saved[1] for r in own]))
+        Shared(own, [weights[i] for i in group]).write(joined([r.saved[1] for r in own]))
         for residual in own:
             residual.saved = None
     return changed
@@ -296,7 +308,7 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
                 yield name, linear
 
 
-def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool) -> None:
+def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool, keep_output: bool) -> None:
     """Raise ValueError where a residual would do other than what ``attach_dlr`` says."""
     if not targets:
         raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
@@ -314,6 +326,8 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
         if len(shared := users[id(linear.weight)]) > 1:
             raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
+        if keep_output and linear.weight.dtype.itemsize < 4:
+            raise ValueError(f"{here}: keep_output=True is for fp32 weights, and this is {linear.weight.dtype}")
         if learn_alpha and not linear.weight.requires_grad:
             raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
 

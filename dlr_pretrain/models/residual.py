@@ -73,9 +73,10 @@ class Residual:
 
     def places(self, weight: Tensor) -> Tensor:
         """Where in the memory of ``weight`` the entries are, counted in values from its beginning."""
-        own, (rows, columns) = self._entries_of(weight)
-        layout = own.storage_offset(), *own.stride(), len(rows), rows.device
+        own = shards.here(weight)
+        layout = own.storage_offset(), *own.stride(), own.shape[0], own.device, getattr(weight, "device_mesh", None)
         if layout not in self._places:
+            rows, columns = self._entries_of(weight)[1]
             self._places[layout] = layout[0] + rows * layout[1] + columns * layout[2]
         return self._places[layout]
 
@@ -165,7 +166,11 @@ class Shared:
 
     @property
     def _places(self) -> Tensor:
-        return torch.cat([r.places(t) for r, t in zip(self.residuals, self.tensors, strict=True)])
+        return joined([r.places(t) for r, t in zip(self.residuals, self.tensors, strict=True)])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:

@@ -28,8 +28,8 @@ class SltrainProjection(nn.Module):
 class Sltrain(Group):
     """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
 
-    The dense matrix exists while it is multiplied by, in forward and again in backward; neither keeps it. Deployed as
-    that matrix.
+    The dense matrix exists while it is multiplied by, in forward and again in backward; neither keeps it, but for the
+    single projections of ``parallel=fsdp``, whose forward does. Deployed as that matrix.
     """
 
     deployed_dense = True

@@ -69,25 +69,26 @@ class Optimizer:
         self.part_of = {name: owner[id(shards.here(p))] for name, p in self.parameters.items()}
         self.masked_on_device = all(map(_reads_found_inf, parts))
 
-    def update(self, lr: float, skip: Tensor) -> None:
-        """One update at rate ``lr``; where ``skip`` (a device scalar) is 1, parameters and state stay as they are.
+    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
+        """One update at rate ``lr`` by the gradients times ``factor``, which it may spoil; where ``skip`` is 1,
+        parameters and state stay as they are. Both are fp32 scalars on the device.
 
-        Fused kernels read ``skip`` on the device through the hook that gradient scalers use, and the host does not
-        wait. Where a part has no such hook (any but adamw and adamw_8bit), the host waits for ``skip`` once, and calls
-        nothing if it is 1.
+        Fused kernels read both on the device through the hooks that gradient scalers use: the host does not wait, and
+        gradients are scaled in fp32 as they are read. Where a part has no such hooks (any but adamw and adamw_8bit),
+        the host waits for ``skip`` once, and calls nothing if it is 1.
         """
         if not self.masked_on_device and bool(skip):
             return
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
-            _step(part, lr, skip)
+            _step(part, lr, skip, factor)
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None
 
-    def update_one(self, name: str, lr: float, skip: Tensor) -> None:
+    def update_one(self, name: str, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
         """``update`` of one parameter, which is whole; the optimizer was built ``apart`` and masks on the device."""
-        _step(self.part_of[name], lr, skip)
+        _step(self.part_of[name], lr, skip, factor)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``).
@@ -154,7 +155,7 @@ class Optimizer:
                 yield name, entry, value
 
 
-def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
+def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor, factor: Tensor | None) -> None:
     for group in part.param_groups:
         own = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
@@ -162,7 +163,10 @@ def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor) -> None:
         else:
             group["lr"] = own
     if _reads_found_inf(part):
-        part.grad_scale, part.found_inf = None, skip
+        part.grad_scale, part.found_inf = None if factor is None else factor.reciprocal(), skip
+    elif factor is not None:
+        gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(gradients, factor)
     part.step()
 
 

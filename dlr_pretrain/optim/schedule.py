@@ -12,11 +12,20 @@ def rate(cfg: Config, update: int) -> float:
     t, knobs, merge_every = cfg.train, cfg.optimizer.knobs, cfg.backbone.knobs.get("merge_every")
     span = {"steps": t.steps, "warmup": cfg.warmup_steps, "peak": t.lr, "min_ratio": t.min_lr_ratio}
     if knobs.get("schedule") == "loro":
-        shift = span["warmup"] if knobs["shift"] is None else knobs["shift"]
-        return loro(update, **span, every=knobs["exact_every"], restart=knobs["restart_warmup"], shift=shift)
+        every, shift = knobs["exact_every"], knobs["shift"]
+        shift = span["warmup"] // every * every if shift is None else shift  # restarts then follow the exact steps
+        return loro(update, **span, every=every, restart=knobs["restart_warmup"], shift=shift)
     if merge_every is not None:
         return cosine(update, **span) * restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
     return cosine(update, **span)
+
+
+def restarts(cfg: Config) -> tuple[int, int] | None:
+    """Every how many updates the rate of the run ``cfg`` starts anew, and over how many it then rises; None: never."""
+    knobs, backbone = cfg.optimizer.knobs, cfg.backbone.knobs
+    if knobs.get("schedule") == "loro":
+        return knobs["exact_every"], knobs["restart_warmup"]
+    return (backbone["merge_every"], backbone["restart_warmup"]) if "merge_every" in backbone else None
 
 
 def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:

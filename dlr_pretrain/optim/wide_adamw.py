@@ -30,7 +30,7 @@ class WideAdamW(torch.optim.Optimizer):
     ``new_moment(p, signed)`` makes a moment of zeros; the default is a tensor like p.
     """
 
-    _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device
+    _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class WideAdamW(torch.optim.Optimizer):
         self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
         self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -67,7 +68,7 @@ class WideAdamW(torch.optim.Optimizer):
         moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, of_piece in self.pieces(p.detach(), p.grad, *moments, keys):
-            self.advance(w, g, m, v, state["step"], group["lr"], skip, of_piece, *numbers)
+            self.advance(w, g, m, v, state["step"], group["lr"], skip, self.grad_scale, of_piece, *numbers)
         state["step"].add_(skip == 0)
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
@@ -126,6 +127,7 @@ def _advance(
     step: Tensor,
     lr: Tensor,
     skip: Tensor,
+    grad_scale: Tensor | None,
     keys: Tensor | None,
     weight_decay: float,
     beta1: float,
@@ -136,6 +138,8 @@ def _advance(
     kept, dtype = skip != 0, wide(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
+    if grad_scale is not None:
+        g = g / grad_scale
     m = torch.lerp(_read(exp_avg, dtype), g, 1 - beta1)
     v = torch.lerp(_read(exp_avg_sq, dtype), g.square(), 1 - beta2)
     size = (v / (1 - beta2**k)).sqrt() + eps

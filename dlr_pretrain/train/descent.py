@@ -11,7 +11,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import dlr
 from dlr_pretrain.optim.build import Optimizer
-from dlr_pretrain.train.gradients import Gradients, clip, clip_factor
+from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.runtime import Runtime
@@ -59,12 +59,11 @@ class Descent:
 
     @part("optimizer")
     def apply(self, loss: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
-        """Clip the summed gradients and take the step; returns their norm, and whether the step was masked."""
-        gradients = self.gradients.collect()
-        norm = self.gradients.norm(gradients)
-        clip(gradients, self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm, self.cfg.train.clip)
+        """Take the step by the summed gradients, clipped; returns their norm before, and whether it was masked."""
+        norm = self.gradients.norm(self.gradients.collect())
+        factor = self.clip_factor(self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm)
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
-        self.optimizer.update(lr, skip=masked)
+        self.optimizer.update(lr, masked, factor)
         if self.cfg.dlr.mode == "decayed_offset":
             knobs = self.cfg.optimizer.knobs
             share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
@@ -72,6 +71,11 @@ class Descent:
         self.gradients.clear()
         self.remember(norm, masked)
         return norm, masked
+
+    def clip_factor(self, norm: Tensor) -> Tensor | None:
+        """What brings a gradient of ``norm`` down to the bound; 1 where it is below, None where there is no bound."""
+        bound = self.cfg.train.clip
+        return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
 
     def mask(self, finite: Tensor, failed: Tensor) -> Tensor:
         """1 where this update is left out. It halts the run where ``train.on_nonfinite`` says so, or a rank failed."""
@@ -97,13 +101,11 @@ class PassingDescent(Descent):
 
     def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (inputs,) = self.runtime.advancing(micro)
-        bound = self.cfg.train.clip
         with Entering("publish", self.weights.published()):
             own = self.weights.model(*inputs) / count
             loss = self.runtime.sum(own.detach().clone())
             masked = self.mask(torch.isfinite(loss), failed)
-            factor = None if bound is None else clip_factor(self.norm_before, bound)
-            norm = self.gradients.backward(own, lr, masked, factor)
+            norm = self.gradients.backward(own, lr, masked, self.clip_factor(self.norm_before))
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
         self.remember(norm, masked)
         return loss, norm, masked

@@ -1,4 +1,4 @@
-"""Gradients of one update: summed over micro-batches and ranks, then clipped."""
+"""Gradients of one update: summed over micro-batches and ranks, and their norm."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Gradients:
         working = self.weights.working
         sources = self.sums if self.sums is not None else [p.grad for p in working.values()]
         gradients = dict(zip(working, sources, strict=True))
-        gradients |= dlr.strength_gradients(self.weights.model, gradients)
+        if self.weights.strengths:
+            gradients |= dlr.strength_gradients(self.weights.model, gradients)
         optimized = self.weights.optimized
         for name, value in optimized.items():
             value.grad = gradients[name].to(value.dtype)
@@ -111,17 +112,6 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _flat(tensor: Tensor) -> Tensor:
     """Its values in the order of the memory: no copy, also where it is a transposed one."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
-
-
-def clip(gradients: list[Tensor], norm: Tensor, bound: float | None) -> None:
-    """Scale the gradients so that their global norm is at most ``bound``."""
-    if bound is not None:
-        torch._foreach_mul_(gradients, clip_factor(norm, bound))
-
-
-def clip_factor(norm: Tensor, bound: float) -> Tensor:
-    """What brings a gradient of ``norm`` down to ``bound``; 1 where it is below."""
-    return (bound / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings

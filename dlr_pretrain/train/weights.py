@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class Weights:
         parameters = dict(self.model.named_parameters()) if self.masters is None else self.masters
         return parameters | dict(self.model.named_buffers())
 
-    @property
+    @cached_property
     def optimized(self) -> dict[str, Tensor]:
         """The part of the state that the optimizer updates."""
         state = self.state

@@ -1,10 +1,14 @@
 """What a command line means, and what it is told when it means nothing."""
 
+import sys
+
 import pytest
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, Config, ConfigError
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import check
+from dlr_pretrain.errors import UserError
 
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
 FOLDERS = "7b/..., ablation/..., long_26b/..., "
@@ -261,3 +265,12 @@ def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
         "train.lr=interval(0,1): an interval has no list of values. Write train.lr=<value>,<value>"
     ]
     assert [cfg.scale.name for cfg in configs("-m", "scale=glob(1*)")] == ["130m", "1b"]
+
+
+def test_a_script_of_another_checkout_than_the_package_is_refused(tmp_path, monkeypatch):
+    """It would check what the package of another trains."""
+    (tmp_path / "dlr_pretrain").mkdir()
+    (tmp_path / "dlr_pretrain" / "cli.py").touch()
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "plan.py")])
+    with pytest.raises(UserError, match=r"plan\.py is not of the package that python imports, .*Call pip install -e "):
+        load(["scale=tiny", "data=sample"])

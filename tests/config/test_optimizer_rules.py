@@ -28,9 +28,10 @@ def refusal(*words: str) -> list[str]:
     "words",
     [
         *(("optimizer=adamw", f"backbone={backbone}", "dlr=on") for backbone in ("lowrank", "cola")),
+        ("optimizer=adamw", "backbone=lora", "optimizer.b_lr=16"),
         ("optimizer=galore", "backbone=full"),
         ("optimizer=fira", "backbone=full", "scale.rank=128"),
-        ("optimizer=loro", "backbone=lowrank", "optimizer.exact_every=300", "optimizer.shift=270"),
+        ("optimizer=loro", "backbone=lowrank", "optimizer.exact_every=90", "optimizer.shift=270"),
         ("optimizer=muon", "backbone=cola", "dlr=on", "optimizer.nesterov=false", "precision=bf16_mixed"),
         ("optimizer=adamw_8bit", "backbone=cola", "dlr=learnable_alpha", "precision=bf16_sr", "parallel=fsdp"),
     ],
@@ -69,12 +70,19 @@ PRODUCT = "moves the product B A^T"
             [
                 "optimizer.exact_every=301: must not exceed train.steps=300: no step would be exact",
                 "optimizer.restart_warmup=301: must be below optimizer.exact_every=301",
-                "optimizer.shift=-1: must be null or a whole number from 0 to 270, the steps after the warm-up",
+                "optimizer.shift=-1: must be null or a multiple of optimizer.exact_every=301 up to 270, the steps "
+                "after the warm-up",
             ],
         ),
-        (
-            ("optimizer=loro", "optimizer.shift=soon"),
-            ["optimizer.shift=soon: must be null or a whole number from 0 to 270, the steps after the warm-up"],
+        *(
+            (
+                ("optimizer=loro", f"optimizer.shift={shift}"),
+                [
+                    f"optimizer.shift={shift}: must be null or a multiple of optimizer.exact_every=50 up to 270, the "
+                    "steps after the warm-up"
+                ],
+            )
+            for shift in ("soon", 30, 300)
         ),
         (
             ("optimizer=loro", "optimizer.schedule=cosine", "optimizer.shift=3", "optimizer.restart_warmup=2"),

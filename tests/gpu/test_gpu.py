@@ -151,7 +151,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     if "optimizer=adamw_8bit" in words:
         pytest.importorskip("torchao")
     # a stream holds about a thousand launches: with more, the host would wait for the queue itself
-    a = trainer("scale.num_layers=1", "train.micro_batch=8", *words, f"compile={compiled}")
+    a = trainer("scale.num_layers=1", *{"train.micro_batch=8", *words}, f"compile={compiled}")
     warm, measured = steps(4)[:3], steps(4)[3]
     for step, batch in enumerate(warm, 1):
         a.pending.push(step, a.update(batch, 1e-3))

@@ -66,7 +66,7 @@ def test_a_method_trains_resumes_folds_exports_and_reloads(train, words, tmp_pat
     common = (*METHODS[method], "train.lr=1e-3", "train.steps=20")
     tensors, records = results(train(tmp_path / "whole", *common))
     assert len(records) == 20 and records[-1]["train/loss"] < records[0]["train/loss"]
-    assert "loaded by transformers, its logits agree" in capsys.readouterr().out
+    assert "transformers loads it, its logits agree" in capsys.readouterr().out
 
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *common, "train.stop_after=7")

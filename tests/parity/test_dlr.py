@@ -199,6 +199,21 @@ def test_publishing_takes_as_many_kernels_for_any_depth(precision):
     assert kernels(2) == kernels(5) <= 12
 
 
+def test_publishing_into_memories_of_their_own_reads_writes_and_restores_each_and_sums_once():
+    """As under FSDP, where every parameter has one."""
+
+    def kernels(layers: int) -> int:
+        model = nn.Sequential(*(Layer() for _ in range(layers)))
+        attach_dlr(model)
+        with active(model):
+            pass
+        with Kernels() as kernels, active(model):
+            pass
+        return kernels.count
+
+    assert kernels(5) - kernels(2) == 3 * (5 - 2)
+
+
 @pytest.mark.parametrize("fails", [0, 1])
 def test_b_comes_back_when_publishing_fails_half_way(monkeypatch, fails):
     """Two memories: the second is not reached, or not written."""

@@ -232,6 +232,14 @@ def test_contradictory_arguments_are_refused_and_nothing_is_attached(arguments, 
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_an_output_is_kept_in_fp32_alone():
+    """Beside -beta, bf16 would round the entries' own values away, and most of their updates."""
+    model = layer().to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"keep_output=True is for fp32 weights, and this is torch\.bfloat16"):
+        attach_dlr(model, keep_output=True)
+    assert attach_dlr(model.float(), keep_output=True)
+
+
 def test_a_learned_alpha_needs_a_weight_that_is_trained():
     model = layer().requires_grad_(False)
     with pytest.raises(ValueError, match="which is frozen"):

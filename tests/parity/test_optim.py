@@ -152,6 +152,37 @@ def test_a_masked_update_changes_nothing(choice, dtype):
     assert_same_bits(everything(optimizer), before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype, apart):
+    """A power of two, by which no value is rounded."""
+    apart, ways = apart and choice.name in ("adamw", "adamw_8bit"), []  # the others take no parameter by itself
+    for factor in (torch.tensor(0.125), None):
+        optimizer = optim.build(choice, draw(dtype), apart=apart)
+        for seed in range(2):
+            give_gradients(optimizer.parameters, seed)
+            if factor is None:
+                torch._foreach_mul_([p.grad for p in optimizer.parameters.values()], 0.125)
+            if apart:
+                for name in optimizer.parameters:
+                    optimizer.update_one(name, 0.01, GO, factor)
+            else:
+                optimizer.update(0.01, GO, factor)
+        ways.append(copied(everything(optimizer)))
+    assert_same_bits(*ways)
+
+
+@pytest.mark.parametrize("rounding_seed", [None, 0])
+def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
+    """Moments are a tenth of the gradient times the factor; 1.0039 is 1 in bf16."""
+    p = torch.zeros(4096, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = optim.build(Choice("adamw", ADAM), {"w": p}, rounding_seed=rounding_seed)
+    p.grad = torch.linspace(0.5, 1, 4096).to(p.dtype)
+    expected = (p.grad.float() * 1.0039 * 0.1).to(p.dtype)
+    optimizer.update(0.01, GO, torch.tensor(1.0039))
+    assert (optimizer.state_tensors()["w/exp_avg"] != expected).float().mean() < 0.01
+
+
 def test_after_a_masked_first_update_the_run_is_as_if_it_had_not_been(choice):
     masked, other = optim.build(choice, draw()), optim.build(choice, draw())
     give_gradients(masked.parameters, seed=99)
