@@ -1,8 +1,10 @@
 """Fold a saved checkpoint: ``python scripts/fold.py runs/<run>/checkpoints/step_00001000``."""
 
 import argparse
+import os
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from dlr_pretrain.analysis.history import newest_first
@@ -36,6 +38,11 @@ def fold(given: argparse.Namespace) -> None:
         raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
     if given.tokens < 0:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
+    forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
+    output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
+    if Path.cwd().is_relative_to(output):
+        rule = "is the folder that this command runs in, or above it, and would be replaced"
+        raise ConfigError([Problem("--output", str(given.output), rule, "Name a new folder")])
     import torch
 
     from dlr_pretrain.deploy.fold import fold_checkpoint
@@ -43,8 +50,6 @@ def fold(given: argparse.Namespace) -> None:
 
     if damage := fault(checkpoint):
         raise UserError(f"{checkpoint}: {damage}. Name another checkpoint")
-    forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
-    output = given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])
     found = load(checkpoint)
     tensors = {name: stored.whole() for name, stored in found.model.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,11 +59,11 @@ def fold(given: argparse.Namespace) -> None:
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:
-    """What the folder's README tells of the checkpoint: where it stands, and the newest evaluation until then."""
+    """What the folder's README tells of the checkpoint: where it stands, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
-    past = (line for line in newest_first(run / "metrics.jsonl") if line["step"] <= record["step"])
-    newest = next((line for line in past if "eval/loss" in line), {})
-    return record | {name: value for name, value in newest.items() if name.startswith("eval/")}
+    since = takewhile(lambda line: line["step"] >= record["step"], newest_first(run / "metrics.jsonl"))
+    own = next((line for line in since if line["step"] == record["step"]), {})
+    return record | {name: value for name, value in own.items() if name.startswith("eval/")}
 
 
 if __name__ == "__main__":

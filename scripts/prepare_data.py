@@ -21,6 +21,7 @@ from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
+LONGEST_LINE = 4192  # bytes: sentencepiece's max_sentence_length
 FEWEST_PIECES = 300  # letters, digits, signs, and some of their bytes
 USED = {
     f"data.{name}" for name in ("dataset", "revision", "cache", "root", "train_files", "validation_files", "text_key")
@@ -49,7 +50,7 @@ def main() -> int:
             if (value := getattr(given, name)) is not None and value < least:
                 raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
         refuse_unused(words)
-        cfg = load(words)
+        cfg = load([*words, "logger=jsonl"])  # the default one needs a package that this command does not
         if cfg.data.source == "tokens":
             raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
         source = open_source(cfg, say)
@@ -74,13 +75,19 @@ def main() -> int:
 def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
     """The sentencepiece model beside ``output``, trained on the first texts of ``source`` where it is not there."""
     path = output.with_name(f"{output.name}.{pieces}.model")
-    if not path.exists():
+    if path.exists():
+        say(f"taking the tokenizer that was trained before: {path}")
+    else:
         say(f"training a tokenizer of {pieces:,} pieces: {path}")
         texts, size = [], 0
         for text in (text for shard in source.train_shards for text in source.read(shard)):
             texts.append(text)
             if (size := size + len(text)) > TOKENIZER_BYTES:
                 break
+        too_long = sum(len(line) for text in texts for line in text.split("\n") if len(line.encode()) > LONGEST_LINE)
+        if too_long:
+            share = f"{100 * too_long / size:.2g} % of these texts"
+            say(f"sentencepiece leaves lines of over {LONGEST_LINE:,} bytes out: {share}")
         draft = path.with_name(path.name + ".draft")
         draft.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -97,7 +97,7 @@ def words(corpus):
 @pytest.fixture
 def no_export(monkeypatch):
     """Leave out what a run does after folding (seconds: a process with transformers, a plot); other tests cover it."""
-    monkeypatch.setattr("dlr_pretrain.train.finish.verify", lambda *_: 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
     monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
 
 

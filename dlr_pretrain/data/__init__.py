@@ -3,7 +3,7 @@
 from dlr_pretrain.data.loader import Batch, TrainLoader
 from dlr_pretrain.data.packing import IGNORE, inputs_and_targets
 from dlr_pretrain.data.sources import Source, ask_hub, open_source
-from dlr_pretrain.data.streams import ORDER_VERSION, DocumentStream, Place
+from dlr_pretrain.data.streams import ORDER_VERSION, DocumentStream, Place, uneven
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.validation import ValidationSet, validation_set
 
@@ -21,5 +21,6 @@ __all__ = [
     "inputs_and_targets",
     "open_source",
     "open_tokenizer",
+    "uneven",
     "validation_set",
 ]

@@ -85,10 +85,11 @@ def prepare(
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
     }
     shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
+    journal = head | {"text_key": source.contents.text_key, "sizes": _sizes(source)}
     try:
         with _alone(output):
-            noted = _noted(output, head)
-            write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+            noted = _noted(output, journal)
+            write_durably(output / JOURNAL, json.dumps(journal | {"noted": noted}))
             write_durably(output / MODEL, tokenizer.path.read_bytes())
             jobs = {split: list(_jobs(split, names, noted)) for split, names in shards.items()}
             everything, shared = [job for own in jobs.values() for job in own], (source, tokenizer, output)
@@ -97,7 +98,7 @@ def prepare(
             else:
                 events = (event for job in everything for event in _complete(*shared, job))
             for _ in _finished(events, len(everything), noted, report):
-                write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+                write_durably(output / JOURNAL, json.dumps(journal | {"noted": noted}))
             totals = {name: sum(noted[job.name][name] for job in everything) for name in ("documents", "tokens")}
             entries = {split: [noted[job.name] for job in own] for split, own in jobs.items()}
             write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": entries}, indent=1))
@@ -153,7 +154,22 @@ def _sweep(output: Path) -> None:
         aside.unlink()
 
 
-def _noted(output: Path, head: dict) -> dict[str, dict]:
+def _sizes(source: TextSource) -> dict[str, int]:
+    """The size of each shard's file."""
+    sizes = (*source.contents.train.values(), *source.contents.validation.values())
+    return dict(zip((*source.train_shards, *source.validation_shards), sizes, strict=True))
+
+
+def _unchanged(noted: dict[str, dict], found: dict, journal: dict) -> dict[str, dict] | None:
+    """Those entries whose shard is as it was, where others were fetched again; None where the source is another one."""
+    before, now = found.get("sizes", {}), journal["sizes"]
+    if (found.get("text_key"), before.keys()) != (journal["text_key"], now.keys()):
+        return None
+    kept = {name: e for name, e in noted.items() if before.get(e["source"], -1) == now.get(e["source"])}
+    return kept if kept or not noted else None
+
+
+def _noted(output: Path, journal: dict) -> dict[str, dict]:
     """The entries of the shards that are there already; refuses a folder that holds anything else."""
     for path in (output / JOURNAL, output / MANIFEST):
         if not path.exists():
@@ -161,16 +177,17 @@ def _noted(output: Path, head: dict) -> dict[str, dict]:
         try:
             found = json.loads(path.read_bytes())
             description = found["source"].pop("description")
-            same = all(found[key] == head[key] for key in ("format", "tokenizer"))
-            same = same and found["source"]["fingerprint"] == head["source"]["fingerprint"]
+            same = all(found[key] == journal[key] for key in ("format", "tokenizer"))
             if path.name == JOURNAL:
                 noted = found["noted"]
             else:
                 noted = {file_name(split, i, len(own)): entry
                          for split, own in found["shards"].items() for i, entry in enumerate(own)}  # fmt: skip
+            if found["source"]["fingerprint"] != journal["source"]["fingerprint"]:
+                noted = _unchanged(noted, found, journal)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error!r}). Delete it, and all shards are made again") from error
-        if not same:
+        if not same or noted is None:
             rule = f"holds the tokens of another source, tokenizer or format ({description})"
             raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
         return noted

@@ -6,7 +6,6 @@ most, shared out between its ranks.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.data.cache import ShardCache, Stored
 from dlr_pretrain.data.ranges import AGAIN, Range
 from dlr_pretrain.data.shards import lines, parse_text
-from dlr_pretrain.data.sources import TextSource, fingerprint_of, require_disjoint
+from dlr_pretrain.data.sources import Contents, TextSource, require_disjoint
 from dlr_pretrain.errors import UserError
 
 OFFLINE = "Offline, use data=sample, or data=c4_local data.root=<folder of the shards>"
@@ -72,13 +71,7 @@ class HubSource(TextSource):
         if cache is not None:
             self._folder = Path(cache, f"{listing.dataset}@{listing.commit}")
             self._cache = ShardCache(self._folder, self._sizes)
-        # As of the same shards on disk below the folder that they share: a run may go on from a copy.
-        root = os.path.commonpath([os.path.dirname(path) for path in self._sizes])
-        splits = [
-            {os.path.relpath(path, root or "."): size for path, size in files.items()}
-            for files in (listing.train, listing.validation)
-        ]
-        self.fingerprint = fingerprint_of(text_key, splits)
+        self.contents = Contents.of(text_key, listing.train, listing.validation)
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
         listing = self._listing

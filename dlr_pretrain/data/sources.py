@@ -12,7 +12,8 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -48,8 +49,48 @@ class Source(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a source of texts consists of: the sizes of its files, by their names below the folder that all share.
+
+    ``fingerprint`` is that of the same files elsewhere, too: a run may go on from a copy.
+    """
+
+    text_key: str
+    train: dict[str, int]
+    validation: dict[str, int]
+
+    @classmethod
+    def of(cls, text_key: str, train: Mapping[str, int], validation: Mapping[str, int]) -> Contents:
+        """From sizes by path, the paths all relative to one folder or all absolute."""
+        root = os.path.commonpath([os.path.dirname(path) for path in (*train, *validation)]) or "."
+        splits = ({os.path.relpath(path, root): size for path, size in files.items()} for files in (train, validation))
+        return cls(text_key, *splits)
+
+    @property
+    def fingerprint(self) -> str:
+        content = json.dumps([self.text_key, [self.train, self.validation]], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def regrown(self, before: Contents) -> list[str]:
+        """The training shards that are longer than ``before``, as one that had been cut off is when it was fetched
+        again; nothing where anything else is different."""
+        if replace(self, train=before.train) != before or list(self.train) != list(before.train):
+            return []
+        changed = [name for name, size in self.train.items() if size != before.train[name]]
+        return changed if all(self.train[name] > before.train[name] for name in changed) else []
+
+
 class TextSource(ABC):
     """A source of texts."""
+
+    train_shards: tuple[str, ...]
+    validation_shards: tuple[str, ...]
+    contents: Contents  # of these shards, in this order
+
+    @property
+    def fingerprint(self) -> str:
+        return self.contents.fingerprint
 
     @abstractmethod
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str]:
@@ -113,10 +154,10 @@ class LocalSource(TextSource):
         self._kept: dict[str, tuple[list[bytes], int]] = {}  # lines, and the size of the file
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
-        splits = (self.train_shards, self.validation_shards)
-        require_disjoint(*({self.paths[name] for name in names} for names in splits))
-        sizes = [{name: self.paths[name].stat().st_size for name in names} for names in splits]
-        self.fingerprint = fingerprint_of(text_key, sizes)
+        splits = [[self.paths[name] for name in names] for names in (self.train_shards, self.validation_shards)]
+        require_disjoint(*map(set, splits))
+        sizes = ({os.path.abspath(path): path.stat().st_size for path in paths} for paths in splits)
+        self.contents = Contents.of(text_key, *sizes)
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
@@ -157,7 +198,3 @@ def require_disjoint(train: Set[object], validation: Set[object]) -> None:
     if both := train & validation:
         rule = f"data.train_files and data.validation_files both match {min(map(str, both))}"
         raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
-
-
-def fingerprint_of(text_key: str, shards: object) -> str:
-    return hashlib.sha256(json.dumps([text_key, shards], sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,7 @@ seeded order of its own. Where a stream stands is five integers, so it is resume
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,33 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
+def read_through(source: Source, seed: int, places: Mapping[str, list[int]]) -> set[int]:
+    """The positions of the training shards of which streams at ``places``, by their numbers, have read the end."""
+    found = set()
+    for stream, place in places.items():
+        own, (epoch, shard, *_) = _dealt(len(source.train_shards), int(stream), len(places))[0], place
+        order = permutation(len(own), seed, int(stream), epoch)
+        found |= set(own if epoch else (own[i] for i in order[:shard]))
+    return found
+
+
+def uneven(source: Source, num_streams: int) -> str:
+    """Words for the console where streams, of which a batch takes as many rows each, have not as many shards each."""
+    few, more = divmod(len(source.train_shards), num_streams)
+    if not few or not more:
+        return ""
+    return f", {few} to {few + 1} for each of {num_streams} streams: those with {few} repeat theirs first"
+
+
+def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
+    """The positions of a stream's shards; the first document that it takes of each, and how far apart they are."""
+    if shards >= num_streams:
+        return list(range(stream, shards, num_streams)), 0, 1
+    shard = stream * shards // num_streams
+    meeting = [v for v in range(num_streams) if v * shards // num_streams == shard]
+    return [shard], meeting.index(stream), len(meeting)
+
+
 class DocumentStream:
     """The endless sequence of documents of one of the V streams.
 
@@ -62,14 +89,7 @@ class DocumentStream:
         self._names, self._documents = source.train_shards, source.documents(tokenizer)
         self._key, self._longest = (seed, stream), longest
         self._stream = stream
-        total = len(source.train_shards)
-        if total >= num_streams:
-            self._shards = list(range(stream, total, num_streams))
-            self._residue, self._step = 0, 1
-        else:
-            shard = stream * total // num_streams
-            meeting = [v for v in range(num_streams) if v * total // num_streams == shard]
-            self._shards, self._residue, self._step = [shard], meeting.index(stream), len(meeting)
+        self._shards, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
 
     def shard_name(self, place: Place) -> str:
         """The shard that ``place`` lies in."""

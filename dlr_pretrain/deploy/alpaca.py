@@ -15,6 +15,7 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
 from dlr_pretrain.errors import UserError
 
+FIELDS = {"instruction": str, "output": str, "input": str | None}
 PROMPT = """Below is an instruction that describes a task. Write a response that appropriately completes the request.
 
 ### Instruction:
@@ -71,8 +72,8 @@ def read_rows(source: str | Path) -> list[dict[str, str]]:
     else:
         rows = _from_hub(str(source))
     for i, row in enumerate(rows):
-        for field in ("instruction", "output"):
-            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+        for field, kind in FIELDS.items():
+            if not isinstance(row, dict) or not isinstance(row.get(field), kind):
                 raise UserError(f"{source}: row {i} has no text in {field!r}. Rows are instruction, input and output")
     if not rows:
         raise UserError(f"{source}: has no rows")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,12 +23,16 @@ from dlr_pretrain.deploy.card import card
 from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
 from dlr_pretrain.durable import sync, sync_all
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, tell
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 
 POSITIONS = 1024  # at least: a run of longer sequences says its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
+WRITTEN = re.compile(  # names in an export; fold.py adds fold.json
+    r"README\.md|(config|generation_config|fold|tokenizer|tokenizer_config|special_tokens_map)\.json|spiece\.model|"
+    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|{re.escape(MODELING.name)}"
+)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -46,15 +52,14 @@ def export(
     ``tensors`` are the parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all bf16,
     folded; ``tokenizer_path`` is the sentencepiece model; ``record`` the final numbers of the run, by name, for the
     folder's README; ``trained`` its configuration where that is not ``cfg`` (see ``deployed``). ``check`` looks at the
-    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``. With ``layout``
-    "cola" a CoLA model is written for its authors' code.
+    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``. An earlier
+    export there is replaced; anything else is kept, as ``<folder>_kept1``. With ``layout`` "cola" a CoLA model is
+    written for its authors' code.
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
     if pieces > vocab_size:
         raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
-    if folder.exists() and not _is_export(folder):
-        raise UserError(f"{folder} is in the way: it is no earlier export. Move it away, or name another folder")
     settings = model_config(cfg, vocab_size, dtype) | {"spiece_sha256": Tokenizer(tokenizer_path).fingerprint}
     if layout == "cola":
         tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
@@ -73,17 +78,47 @@ def export(
     shutil.rmtree(old, ignore_errors=True)
     sync_all(aside)
     if folder.exists():
-        folder.rename(old)
+        _out_of_the_way(folder, old)
     aside.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
+def require_export(folder: Path) -> None:
+    """UserError where ``folder`` is there, and neither empty nor an earlier export, whatever was put into it since."""
+    if (names := _names(folder)) and not _is_export(folder):
+        rule = f"it is no earlier export ({', '.join(names[:3])})"
+        raise UserError(f"{folder} is in the way: {rule}. Move it away, or name another folder")
+
+
 def _is_export(folder: Path) -> bool:
-    """Whether an export has written ``folder``, and nobody has tuned it since; or nobody anything into it."""
-    if not folder.is_dir() or (folder / "sft.json").exists():
-        return False
-    return not any(folder.iterdir()) or ((folder / "spiece.model").exists() and any(folder.glob("model*.safetensors")))
+    weights = (folder / "spiece.model").exists() and any(folder.glob("model*.safetensors"))
+    return weights and '"spiece_sha256"' in _settings(folder)
+
+
+def _names(folder: Path) -> list[str]:
+    if folder.is_dir():
+        return sorted(path.name for path in folder.iterdir())
+    return [folder.name] if folder.exists() else []
+
+
+def _settings(folder: Path) -> str:
+    """The text of ``config.json``; where there is none, as of a backbone that transformers cannot load, that of one."""
+    path = folder / "config.json"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else '"spiece_sha256"'
+
+
+def _out_of_the_way(folder: Path, old: Path) -> None:
+    """Rename an earlier export to ``old``, which will be deleted; what holds more than that, to a name that stays.
+
+    A user's files so stay with the weights that they are about, and never stop the end of a run.
+    """
+    ours = _is_export(folder) and '"transformers_version"' not in _settings(folder)  # its save_pretrained writes this
+    if foreign := [name for name in _names(folder) if not (ours and WRITTEN.fullmatch(name))]:
+        taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
+        old = next(path for path in taken if not path.exists())
+        tell(f"note: {folder} held what no export writes ({', '.join(foreign[:3])}): it is {old} now")
+    folder.rename(old)
 
 
 def positions(cfg: Config) -> int:

@@ -11,15 +11,14 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from dlr_pretrain.config import Config, ConfigError, parse, to_dict
-from dlr_pretrain.config.composition import build as build_config
-from dlr_pretrain.config.composition import session
-from dlr_pretrain.config.tree import OPEN_GROUPS, SECTIONS
-from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.data import Source, Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.deploy.consistency import consistency
-from dlr_pretrain.deploy.export import export, loadable
+from dlr_pretrain.deploy.export import export, require_export
 from dlr_pretrain.deploy.merge import deployed
-from dlr_pretrain.deploy.verify import BOUNDS, plain_logits, verify
+from dlr_pretrain.deploy.verify import agreement
+from dlr_pretrain.durable import is_there
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import folded_state, residuals
@@ -45,9 +44,11 @@ def fold_checkpoint(
     "cola" writes CoLA's layers for their authors' code. ``record`` is what the folder's README tells of the checkpoint.
 
     With ``tokens`` of the run's validation text, ``consistency`` is measured on ``device`` and stands in ``fold.json``.
-    The folder is held against our own model through transformers; what differs raises UserError, and stays aside.
+    The folder is held against our own model through transformers; what differs raises UserError, and stays aside. So
+    does an ``output`` that is there and no earlier export, before anything is measured.
     """
     cfg, device = read_config(run / "config.yaml"), device or torch.device("cpu")
+    require_export(output)
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)
@@ -65,14 +66,8 @@ def fold_checkpoint(
 
     def check(folder: Path) -> None:
         (folder / "fold.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if layout == "own" and loadable(own):
-            bound = BOUNDS[weights["lm_head.weight"].dtype if own is not cfg else torch.float32]  # a merge rounds again
-            reference = plain_logits(cfg, rows, weights if own is cfg else folded, device)
-            difference = verify(folder, reference, ids, torch.float32, bound)
-            checked = "not asked: 4.57 or newer is not installed"
-            if difference is not None:
-                checked = f"loads it, its logits agree to {difference:.0e} of their standard deviation"
-            report.append(f"transformers  {checked}")
+        if layout == "own":
+            report.append(f"checked       {agreement(folder, cfg, own, weights, folded, ids, device)}")
 
     export(output, weights, own, rows, run / "spiece.model", record, check, trained=cfg, layout=layout)
     return report
@@ -82,22 +77,29 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens)))
     try:
-        return validation_set(few, open_source(few), Tokenizer(run / "spiece.model"))
+        source = open_source(few)
+        _require_same_text(run, source)
+        return validation_set(few, source, Tokenizer(run / "spiece.model"))
     except (UserError, OSError) as error:
         raise UserError(f"the validation text of {run} cannot be read: {error}\n--tokens 0 folds without it") from error
 
 
+def _require_same_text(run: Path, source: Source) -> None:
+    """UserError where the source is another than the run's record names: its perplexity is not the run's."""
+    manifest = run / "manifest.json"
+    if not is_there(manifest):
+        return
+    try:
+        trained = json.loads(manifest.read_text()).get("identity", {}).get("data.shards", source.fingerprint)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{manifest} is damaged ({error!r})") from error
+    if source.fingerprint != trained:
+        rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({manifest.name})"
+        raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back")
+
+
 def read_config(path: Path) -> Config:
-    """The configuration that a run has written. Keys that are younger than the run have their defaults: what they ask
-    for was not there."""
+    """The configuration that a run has written."""
     if not path.exists():
         raise UserError(f"{path} is missing: name a checkpoint inside its run directory")
-    tree = OmegaConf.to_container(OmegaConf.load(path))
-    with session():
-        defaults = to_dict(build_config("train", [])[0])
-    for section in SECTIONS.keys() - set(OPEN_GROUPS):
-        tree[section] = defaults[section] | tree.get(section, {})
-    cfg, problems = parse(tree, {group: tree[group] for group in ("backbone", "optimizer")})
-    if cfg is None:
-        raise ConfigError(problems)
-    return cfg
+    return recorded(OmegaConf.to_container(OmegaConf.load(path)))

@@ -72,9 +72,12 @@ def tune(
         if missing:
             tokenizer = Tokenizer(folder / "spiece.model")
             learned, held = (encode(part, tokenizer, recipe.length) for part in (rows, held_out))
-            if not learned.kept:
-                raise UserError(f"--length {recipe.length}: no row fits, prompts alone are longer. Raise it")
+            for part, none_fits in (("row", not learned.kept), ("held-out row", held_out and not held.kept)):
+                if none_fits:
+                    raise UserError(f"--length {recipe.length}: no {part} fits, prompts alone are longer. Raise it")
             say(f"{name}: {learned.describe()}; {recipe.updates(len(learned.kept)):,} updates")
+            if held_out:
+                say(f"{name}: held out: {held.describe()}")
         for seed in missing:
             facts = {"name": name, "seed": seed, "setting": settings[name]}
             done[name, seed] = fine_tune(folder, plan[name, seed], learned, held, recipe, facts, device, say)
@@ -141,13 +144,16 @@ def fine_tune(
         at_once = trainer.args.per_device_train_batch_size
         raise UserError(f"out of GPU memory at --micro-batch {at_once}: give a smaller one") from error
     losses = [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log]
-    decided(lambda: _refuse_broken(output, losses, after, recipe))
+    decided(lambda: _refuse_broken(output, model, losses, after, recipe))
     record = facts | {
         "source": str(folder),
         "updates": trainer.state.global_step,
         "rows": len(learned.kept),
         "rows_cut": learned.cut,
         "rows_dropped": learned.dropped,
+        "held_out_rows": len(held_out.kept),
+        "held_out_rows_cut": held_out.cut,
+        "held_out_rows_dropped": held_out.dropped,
         "response_tokens": recipe.epochs * sum(example.targets for example in learned.kept),
         "response_loss_before": before,
         "response_loss": after,
@@ -177,11 +183,21 @@ def in_order(examples: list[Example], recipe: Recipe, seed: int) -> list[Example
     return order
 
 
-def _refuse_broken(output: Path, losses: list[tuple[int, float]], held_out: float | None, recipe: Recipe) -> None:
+def _refuse_broken(
+    output: Path, model, losses: list[tuple[int, float]], held_out: float | None, recipe: Recipe
+) -> None:
+    """UserError where numbers are not finite. The weights are looked at too: most updates log no loss."""
     broken = [step for step, loss in losses if not math.isfinite(loss)]
-    if broken or not math.isfinite(held_out or 0.0):
-        where = f"from update {broken[0]} on" if broken else "on the held-out rows"
-        raise UserError(f"{output}: the loss is not finite {where}. Nothing was written. Lower --lr {recipe.lr:g}")
+    spoiled = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    if broken:
+        wrong = f"the loss is not finite from update {broken[0]} on"
+    elif spoiled:
+        wrong = f"{spoiled[0]} is not finite after the last update"
+    elif not math.isfinite(held_out or 0.0):
+        wrong = "the loss is not finite on the held-out rows"
+    else:
+        return
+    raise UserError(f"{output}: {wrong}. Nothing was written. Lower --lr {recipe.lr:g}")
 
 
 def trainer_of(

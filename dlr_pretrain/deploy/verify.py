@@ -17,6 +17,7 @@ import torch
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.deploy.export import loadable
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama
 
@@ -28,6 +29,32 @@ BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 READER = Path(__file__).with_name("foreign_reader.py")
 CANNOT_IMPORT = 4  # exit code of the reader
+
+
+def agreement(
+    folder: Path,
+    cfg: Config,
+    own: Config,
+    weights: dict[str, torch.Tensor],
+    folded: dict[str, torch.Tensor],
+    ids: torch.Tensor,
+    device: torch.device,
+) -> str:
+    """Hold ``folder`` against what was trained, on token ``ids`` [B, T] in fp32; says how that went.
+
+    ``folded`` are the tensors of ``cfg``, ``own`` and ``weights`` what the folder has of them (``deployed``). Our own
+    model computes on ``device``. Raises UserError as ``verify`` does.
+    """
+    if not loadable(own):
+        return f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
+    merged = own is not cfg
+    bound = BOUNDS[weights["lm_head.weight"].dtype if merged else torch.float32]  # a merge rounds once more
+    rows = len(folded["lm_head.weight"])
+    kept = folded if merged else weights
+    difference = verify(folder, plain_logits(cfg, rows, kept, device), ids, torch.float32, bound)
+    if difference is None:
+        return "not verified: transformers 4.57 or newer is not installed"
+    return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 
 
 def plain_logits(

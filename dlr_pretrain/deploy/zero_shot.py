@@ -105,6 +105,11 @@ class Scorer(LM):
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         texts = [request.args for request in requests]
         pairs = self.encode(texts)
+        choices = [(len(after), request.task_name) for (_, after), request in zip(pairs, requests, strict=True)]
+        choice, task = max(choices)
+        if choice > self.positions:
+            rule = f"a choice of {choice:,} tokens does not fit into a context of {self.positions:,}"
+            raise UserError(f"{task}: {rule}. Give --context {choice} or more")
         lengths = [len(before) + len(after) for before, after in pairs]
         self.cut = {text for text, length in zip(texts, lengths, strict=True) if length > self.positions + 1}
         return [(score, False) for score in self.score(pairs)]  # no metric here asks whether a choice is greedy

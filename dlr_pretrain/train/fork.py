@@ -67,12 +67,14 @@ def departures(found: Checkpoint, identity: dict) -> dict[str, tuple[object, obj
     return changed
 
 
-def adapt(found: Checkpoint, identity: dict, forked: dict | None, say: Callable[[str], None]) -> None:
-    """Drop from the checkpoint that a run was ``forked`` from what says nothing under this run's settings.
+def adapt(found: Checkpoint, record: dict, say: Callable[[str], None]) -> None:
+    """Drop from the checkpoint that a run of ``record`` was forked from what says nothing under this run's settings.
 
     Raises UserError where the checkpoint is of another run, and this one was not forked from it.
     """
-    changed = departures(found, identity)
+    changed, forked = departures(found, record["identity"]), record.get("forked")
+    if changed.get("data.shards", ("",))[0] in record.get("regrown", []):
+        del changed["data.shards"]
     if changed and (forked is None or found.step != forked["step"]):
         name, (there, here) = next(iter(changed.items()))
         what = f"it is of another run ({len(changed)} keys differ: {name} was {there} there, and is {here} here)"

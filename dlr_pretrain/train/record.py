@@ -33,7 +33,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     directory holds a run of other mathematics.
     """
     if "saved" not in read_record(run_dir):
-        update_record(run_dir, {"identity": {}})
+        update_record(run_dir, {"identity": {}, "diverged": None})
     hold(run_dir, json.loads(json.dumps(identity(cfg))) | fingerprints)
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
@@ -53,14 +53,15 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
     update_record(run_dir, {"identity": before | entries})
 
 
-def record_start(run_dir: Path, world_size: int, device: torch.device) -> None:
-    """Add this start, its machine and its software to ``manifest.json``."""
+def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:
+    """Add this start, its machine, its software and where its ``text`` lies to ``manifest.json``."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [redact_word(word) for word in sys.argv],
         "host": socket.gethostname(),
         "world_size": world_size,
         "device": describe_device(device),
+        "text": text,
         "git": git_state(),
         "python": platform.python_version(),
         "packages": versions(),
@@ -76,7 +77,7 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def read_record(run_dir: Path) -> dict:
-    """``manifest.json``: identity, starts, the step last saved, forked, diverged. Empty where there is none."""
+    """``manifest.json``: identity, starts, the step last saved, forked, diverged, regrown. Empty if not there."""
     path = run_dir / MANIFEST
     if not is_there(path):
         return {}

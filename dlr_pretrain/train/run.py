@@ -21,6 +21,7 @@ from dlr_pretrain.data import (
     ask_hub,
     open_source,
     open_tokenizer,
+    uneven,
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import read_spiece
@@ -31,6 +32,7 @@ from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
+from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, duration, plural
@@ -53,6 +55,7 @@ from dlr_pretrain.train.record import (
 )
 from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import Weights, place
@@ -106,7 +109,8 @@ class Run:
         self.runtime.use_device()
         if (self.runtime.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. device=cpu says that it is meant")
-        self.runtime.on_main(lambda: record_start(self.dir, self.runtime.world_size, self.runtime.device))
+        here = self.runtime.world_size, self.runtime.device, self.source.describe()
+        self.runtime.on_main(lambda: record_start(self.dir, *here))
         self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
         with explained(self.cfg, self.runtime, self.vocab_size):
             weights = self.place(snapshot, start)
@@ -144,7 +148,9 @@ class Run:
         self.runtime.require_equal(identity(self.cfg) | fingerprints)
 
         def find() -> Path | None:
+            take_over_regrown(self.dir, self.cfg, self.source, self.console.say)
             open_record(self.dir, self.cfg, fingerprints)
+            note_shards(self.dir, self.source)
             pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
             write_durably(self.dir / "spiece.model", pieces)
             found, skipped = checkpoint.newest(self.dir / "checkpoints")
@@ -164,7 +170,7 @@ class Run:
         if path is None:
             return None
         found, record = checkpoint.load(path), read_record(self.dir)
-        adapt(found, record["identity"], record.get("forked"), self.console.say)
+        adapt(found, record, self.console.say)
         return found
 
     def empty_state(self) -> dict[str, torch.Tensor]:
@@ -211,12 +217,14 @@ class Run:
             f"{describe_dlr(cfg, len(residuals(weights.model)))}",
             "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
             f"vocabulary {vocabulary:,}",
-            "data": f"{self.source.describe()}; tokenizer of {self.tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
+            "data": f"{self.source.describe()}{uneven(self.source, cfg.num_streams)}; "
+            f"tokenizer of {self.tokenizer.vocab_size:,} pieces; {cfg.data.packing}",
             "validation": f"{rows:,} sequences, {self.validation.real_tokens:,} tokens, {cfg.eval.packing}",
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {amount(t.steps * positions)} tokens; lr {t.lr:g} after "
-            f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}",
+            f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}"
+            + (f", anew every {restarts(cfg)[0]:,} steps" if restarts(cfg) else ""),
             "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
             "code": describe_code(read_record(self.dir)["starts"][-1]),

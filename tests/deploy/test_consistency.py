@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.data import Tokenizer, open_source, validation_set
+from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.fold import fold_checkpoint, read_config
 from dlr_pretrain.errors import UserError
@@ -25,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_export")
 
 @pytest.fixture(autouse=True)
 def without_transformers(monkeypatch):
-    monkeypatch.setattr(fold_module, "verify", lambda *_: None)
+    monkeypatch.setattr(fold_module, "agreement", lambda *_: "not looked at")
 
 
 def checkpoint_of(train, folder: Path, *given: str) -> tuple[Path, dict]:
@@ -39,7 +43,7 @@ def test_a_run_that_is_older_than_a_key_is_read_with_its_default(train, tmp_path
     run = train(tmp_path / "run", "dlr=on", "train.steps=1")
     whole = read_config(run / "config.yaml")
     tree = OmegaConf.load(run / "config.yaml")
-    del tree["probe"], tree["train"]["clip_by"]
+    del tree["probe"], tree["train"]["clip_by"], tree["backbone"]["b_gain"]
     OmegaConf.save(tree, run / "config.yaml")
     assert read_config(run / "config.yaml") == whole
 
@@ -150,3 +154,27 @@ def test_text_that_is_away_is_named_and_can_be_left_out(train, tmp_path):
         fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=200)
     fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=0)
     assert (tmp_path / "folded" / "model.safetensors").exists()
+
+
+def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, corpus):
+    text = tmp_path / "text"
+    shutil.copytree(corpus, text)
+    run, state = checkpoint_of(train, tmp_path / "run", f"data.root={text}")
+    (shard,) = text.glob("c4-validation*")
+    with gzip.open(shard, "at") as file:
+        file.write(json.dumps({"text": "another day"}) + "\n")
+    with pytest.raises(UserError, match=r"text: .* is another text by now, data\.shards=\w+, .*\n--tokens 0 folds"):
+        fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=200)
+    assert not (tmp_path / "folded").exists()
+    fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=0)
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["identity"]["data.shards"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    assert len(fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=200)) > 1  # it says nothing of its text
+
+
+def test_tokens_made_of_the_runs_text_are_the_same_text(train, tmp_path, corpus):
+    text = open_source(load(["scale=tiny", "data=c4_local", f"data.root={corpus}"]))
+    prepare(text, Tokenizer(corpus / "spiece.model"), tmp_path / "tokens", 1, lambda _: None)
+    run, state = checkpoint_of(train, tmp_path / "run", "data=tokens", f"data.root={tmp_path}/tokens")
+    assert len(fold_checkpoint(run, state, {}, tmp_path / "folded", tokens=200)) > 1

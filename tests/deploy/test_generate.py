@@ -127,9 +127,9 @@ def test_the_command_prints_text_and_speed(command, folder, tmp_path):
 
 
 def test_the_command_names_what_is_wrong(command, folder, tmp_path):
-    code, _, said = command(folder, "--tokens", 0, "--temperature", -1, "--top-p", 0)
+    code, _, said = command(folder, "--tokens", 0, "--temperature", -1, "--top-p", 0, "--seed", 2**64)
     assert code == 2
-    assert all(f"--{name}" in said for name in ("prompt", "tokens", "temperature", "top-p"))
+    assert all(f"--{name}" in said for name in ("prompt", "tokens", "temperature", "top-p", "seed"))
     code, _, said = command(tmp_path, "--prompt", "a")
     assert code == 3 and said.startswith(f"error: {tmp_path}: has no config.json")
     code, _, said = command(folder, "--prompt", PROMPTS[1], "--tokens", 1022)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import sys
 
@@ -108,6 +109,7 @@ def test_only_the_response_has_labels():
     [
         ("rows.json", '[{"instruction": "a", "output": "b"}, {"instruction": "a"}]', "row 1 has no text in 'output'"),
         ("rows.jsonl", '{"output": "b"}\n', "row 0 has no text in 'instruction'"),
+        ("rows.jsonl", '{"instruction": "a", "input": 7, "output": "b"}\n', "row 0 has no text in 'input'"),
         ("rows.jsonl", '{"instruction": "a"', "cannot be read as rows of JSON"),
         ("rows.json", "3", "cannot be read as rows of JSON"),
         ("rows.json", "[]", "has no rows"),
@@ -291,7 +293,7 @@ def texts(tmp_path):
 
 
 def test_two_models_and_two_seeds_give_folders_and_a_table(command, folders, texts, tmp_path, monkeypatch):
-    given = [folders["full"], f"ours={folders['cola']}", *texts, "--output", tmp_path / "sft", "--seeds", 1, 2]
+    given = [folders["full"], f"ours={folders['cola']}", *texts, "--output", tmp_path / "sft", "--seeds", 1, 2, 1]
     given += ["--epochs", 2, "--batch", 8, "--lr", 3e-3, "--length", 300]
     code, said, _ = command(*given)
     assert code == 0
@@ -324,6 +326,37 @@ def test_two_models_and_two_seeds_give_folders_and_a_table(command, folders, tex
     assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
 
 
+def test_weights_that_are_not_finite_are_not_written_whatever_the_logged_losses_are(
+    command, folders, texts, tmp_path, monkeypatch
+):
+    """Of three updates the first one's loss is logged, before anything was wrong."""
+    monkeypatch.setattr(Recipe, "__post_init__", lambda _: None)  # it refuses such a rate
+    given = (*texts[:2], "--output", tmp_path / "sft", "--seeds", 1, "--epochs", 1, "--batch", 8, "--lr", "inf")
+    code, said, error = command(f"a={folders['cola']}", *given)
+    assert code == 3 and "update 1/3  loss" in said and "nan" not in said
+    assert re.search(r"a/s1: model\S+weight is not finite after the last update\. Nothing was written\. Lower", error)
+    assert list((tmp_path / "sft" / "a").iterdir()) == []
+
+
+def test_held_out_rows_that_do_not_fit_are_counted_and_some_must(command, folders, tmp_path):
+    tokenizer = Tokenizer(folders["cola"] / "spiece.model")
+    held_out = [*rows(2, seed=9), {"instruction": "lion " * 100, "output": "no"}]
+    lengths = [len(example.ids) for example in encode(rows(16) + held_out[:2], tokenizer, 10_000).kept]
+    (tmp_path / "train.json").write_text(json.dumps(rows(16)))
+    (tmp_path / "held_out.json").write_text(json.dumps(held_out))
+    given = [f"a={folders['cola']}", "--data", tmp_path / "train.json", "--validation", tmp_path / "held_out.json"]
+    given += ["--output", tmp_path / "sft", "--seeds", 1, "--epochs", 1, "--batch", 8, "--length", max(lengths)]
+    code, said, _ = command(*given)
+    assert code == 0 and "a: held out: 2 rows, 0 cut to the length, 1 dropped: longer prompts\n" in said
+    record = json.loads((tmp_path / "sft/a/s1/sft.json").read_text())
+    counts = [record[f"held_out_rows{which}"] for which in ("", "_cut", "_dropped")]
+    assert counts == [2, 0, 1] and record["response_loss"] > 0
+    (tmp_path / "held_out.json").write_text(json.dumps(held_out[2:]))
+    code, _, said = command(*given, "--output", tmp_path / "other")
+    assert code == 3 and f"--length {max(lengths)}: no held-out row fits" in said and "Raise it" in said
+    assert not (tmp_path / "other" / "a").exists()
+
+
 def test_what_is_wrong_is_said_before_anything_is_read(command, folders, texts, tmp_path, capsys):
     code, _, said = command(tmp_path, "--epochs", 0, "--batch", 0, "--length", 1, "--lr", 3, "--micro-batch", 0)
     assert code == 2 and all(f"--{name}" in said for name in ("epochs", "batch", "length", "lr", "micro-batch"))
@@ -333,6 +366,8 @@ def test_what_is_wrong_is_said_before_anything_is_read(command, folders, texts, 
         with pytest.raises(SystemExit):
             command(folders["cola"], "--tasks", word)
         assert message in capsys.readouterr().err
+    code, _, said = command(folders["cola"], *texts, "--output", tmp_path / "sft", "--seeds", 1, -1, 2**32)
+    assert code == 2 and "--seeds=[-1, 4294967296]: must be at least 0 and below 2^32" in said
     code, _, said = command(f"a={folders['cola']}", f"a={folders['full']}")
     assert code == 3 and "every folder needs a name of its own" in said
     code, _, said = command(f"a={folders['cola']}", f"b={tmp_path}", *texts, "--output", tmp_path / "sft")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import runpy
 import statistics
 import subprocess
@@ -205,7 +206,7 @@ def test_two_ranks_write_what_one_writes(monkeypatch, tmp_path, folders, data, r
         (("{folder}", "--data", "{folder}/wrong"), "its files of piqa have not the splits and fields that"),
         (("{folder}", "--data", "{folder}/broken"), "validation.jsonl: not JSON lines"),
         (("{folder}", "{data}", "--data", "{data}/no"), "has no config.json. Name a folder that an export wrote"),
-        (("{folder}", "--data", "{data}", "--context", "3"), "tokens is not scored: it must have 1 to 3"),
+        (("{folder}", "--data", "{data}", "--context", "3"), "fit into a context of 3. Give --context "),
     ],
 )
 def test_mistakes_are_told_in_a_line(monkeypatch, capsys, folders, data, rows, words, message):
@@ -215,6 +216,34 @@ def test_mistakes_are_told_in_a_line(monkeypatch, capsys, folders, data, rows, w
     given = [word.format(folder=folders[0], data=data) for word in words]
     assert command(monkeypatch, *given, *(() if "--tasks" in words else ("--tasks", "piqa"))) in (2, 3)
     assert message in capsys.readouterr().err
+
+
+def test_a_choice_that_does_not_fit_is_told_with_its_task_and_what_fits(monkeypatch, capsys, folders, data, rows):
+    words = (folders[0], "--data", data, "--tasks", "piqa,winogrande", "--limit", 4)
+    assert command(monkeypatch, *words, "--context", 2) == 3
+    said = capsys.readouterr().err
+    task, longest = re.search(r"error: (\w+): a choice of (\d+) tokens does not fit", said).groups()
+    assert task in ("piqa", "winogrande")
+    assert command(monkeypatch, *words, "--context", int(longest) - 1) == 3
+    assert command(monkeypatch, *words, "--context", longest) == 0
+
+
+def test_an_error_at_the_last_folder_loses_no_other(monkeypatch, capsys, tmp_path, folders, data, rows):
+    measured, evaluate = [], zero_shot.evaluate
+
+    def until_memory_ends(*given):
+        if len(measured) == 2:
+            raise torch.OutOfMemoryError
+        measured.append(evaluate(*given))
+        return measured[-1]
+
+    monkeypatch.setattr(zero_shot, "evaluate", until_memory_ends)
+    output = tmp_path / "seeds.json"
+    assert command(monkeypatch, *folders, "--data", data, "--tasks", "piqa", "--output", output) == 3
+    assert f"error: {folders[2]}: out of GPU memory at --batch-size 64" in capsys.readouterr().err
+    report = json.loads(output.read_text())
+    assert [each["tasks"] for each in report["checkpoints"]] == measured and len(measured) == 2
+    assert report["tasks"]["piqa"]["acc"] == pytest.approx(statistics.fmean(each["piqa"]["acc"] for each in measured))
 
 
 def test_folders_that_are_read_differently_are_not_averaged(monkeypatch, capsys, tmp_path, folders, data, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -217,3 +218,46 @@ def test_other_rank_counts_continue_the_run(train, words, tmp_path):
     assert [r["train/real_tokens"] for r in parts[1]] == [r["train/real_tokens"] for r in whole[1]]
     for a, b in zip(parts[1], whole[1], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
+
+
+def cut_off(root):
+    """A copy of the texts in the folder below, and its second training shard, of which a tenth is missing."""
+    texts = shutil.copytree(root.parent / "whole_text", root)
+    path = sorted(texts.glob("c4-train*"))[1]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 9 // 10])
+    return texts, path
+
+
+@pytest.fixture
+def texts(corpus, tmp_path, monkeypatch):
+    """Texts of several blocks a shard, and in ``broken`` the same with a shard that was cut off."""
+    monkeypatch.setattr("dlr_pretrain.data.documents.BLOCK_DOCUMENTS", 4)
+    shutil.copytree(corpus, tmp_path / "whole_text")
+    return *cut_off(tmp_path / "broken"), tmp_path / "whole_text"
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_a_shard_that_was_cut_off_is_fetched_again_in_the_middle_of_a_run(train, tmp_path, texts, capsys, streams):
+    broken, path, sound = texts
+    words = ["train.global_batch=8"] if streams == 8 else ["train.global_batch=1", "train.micro_batch=1"]
+    words += ["train.steps=60" if streams == 8 else "train.steps=200", "eval.every=1000", "checkpoint.every=1"]
+    whole = final(train(tmp_path / "whole", *words, f"data.root={sound}"))
+    with pytest.raises(UserError, match=r"step \d+ was not taken.*cut off after document .*Fetch this shard"):
+        train(tmp_path / "run", *words, f"data.root={broken}")
+    shutil.copy(sound / path.name, path)
+    capsys.readouterr()
+    assert_same(final(train(tmp_path / "run", *words, f"data.root={broken}")), whole)
+    assert f"fetched again, and read on in: {path.name} (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["a shard that was read to its end", "a shorter one", "the validation text"])
+def test_other_text_is_another_run(train, tmp_path, texts, change):
+    _, path, sound = texts
+    words = ["train.global_batch=1", "train.micro_batch=1", "eval.every=1000", "train.steps=900", f"data.root={sound}"]
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", *words, "train.stop_after=600" if "end" in change else "train.stop_after=3")
+    changed = sound / ("c4-validation.00000-of-00001.json.gz" if "validation" in change else path.name)
+    content = changed.read_bytes()
+    changed.write_bytes(content[:-50] if "shorter" in change else content + gzip.compress(b'{"text": "more"}\n'))
+    with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: "):
+        train(tmp_path / "run", *words)

@@ -54,7 +54,7 @@ def a_run(
     cfg = replace(cfg, seed=seed, run=replace(cfg.run, dir=str(folder)))
     folder.mkdir(parents=True)
     open_record(folder, cfg, fingerprints or FINGERPRINTS)
-    record_start(folder, 1, torch.device("cpu"))
+    record_start(folder, 1, torch.device("cpu"), "text")
     start = {"time": moment(0), "command": ["train.py", *words, f"seed={seed}"], "world_size": 1}
     update_record(folder, {"starts": [start | {"device": device, "git": code, "packages": {"torch": "2.13.0"}}]})
     noise = Random(f"{seed} {level}")

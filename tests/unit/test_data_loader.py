@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Place
+from dlr_pretrain.data.streams import DocumentStream, Place, read_through, uneven
 from dlr_pretrain.errors import Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
@@ -142,6 +142,25 @@ def test_a_position_of_another_global_batch_is_refused():
     state = global_batches(config(global_batch=8), source, TOKENIZER, 1, 1)[0][3]
     with pytest.raises(UserError, match=r"8 streams, and this run has 4\. .*train\.global_batch"):
         TrainLoader(cfg, source, TOKENIZER, 0, 1, state)
+
+
+@pytest.mark.parametrize(("shards", "streams"), [(5, 2), (4, 4), (1, 2)])
+def test_shards_that_were_read_to_their_end_are_those_before_each_streams_place(shards, streams):
+    cfg, source = config(global_batch=streams), MemorySource(corpus(shards, 30))
+    read = {v: [] for v in range(streams)}
+    for _, _, _, state in global_batches(cfg, source, TOKENIZER, 1, 80):
+        for v in range(streams):
+            name = DocumentStream(source, TOKENIZER, cfg.data.seed, v, streams).shard_name(Place(*state[str(v)]))
+            read[v] += [name] if read[v][-1:] != [name] else []
+        ended = {name for v in read for name in (read[v] if state[str(v)][0] else read[v][:-1])}
+        assert {source.train_shards[i] for i in read_through(source, cfg.data.seed, state)} == ended
+    assert ended == set(source.train_shards)
+
+
+def test_streams_with_more_shards_than_others_are_told():
+    source = MemorySource(corpus(5, 1))
+    assert uneven(source, 2) == ", 2 to 3 for each of 2 streams: those with 2 repeat theirs first"
+    assert uneven(source, 5) == uneven(source, 1) == uneven(source, 8) == ""
 
 
 def cut_off(tmp_path):

@@ -1,6 +1,7 @@
 """Preparing tokens: killed at any point it goes on, and what stands in its way is named."""
 
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -240,6 +241,30 @@ def test_unreadable_input_is_named_and_the_rest_kept(root, model, tmp_path, work
     TokenSource(tmp_path / "tokens").check(print)
 
 
+def test_a_shard_that_was_cut_off_is_fetched_again_and_the_finished_ones_are_kept(root, model, tmp_path):
+    train = sorted(root.glob("c4-train*"))
+    sound = train[4].read_bytes()
+    train[4].write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(UserError, match=r"c4-train\.00004-of-00006\.json\.gz: damaged or cut off"):
+        make(root, model, tmp_path / "tokens")
+    train[4].write_bytes(sound)
+    train[0].write_bytes(train[0].read_bytes() + gzip.compress(b'{"text": "more"}\n'))  # another was cut off as well
+    assert make(root, model, tmp_path / "tokens")[-1].kept == 3
+    make(root, model, tmp_path / "whole")
+    assert content(tmp_path / "tokens") == content(tmp_path / "whole")
+
+
+def test_shards_that_are_all_others_are_another_source(root, model, tmp_path):
+    train = sorted(root.glob("c4-train*"))
+    train[1].write_bytes(train[1].read_bytes()[:-9])
+    with pytest.raises(UserError, match="damaged or cut off"):
+        make(root, model, tmp_path / "tokens")
+    for path in train:
+        path.write_bytes(gzip.compress(b'{"text": "words of another source"}\n'))
+    with pytest.raises(UserError, match="holds the tokens of another source"):
+        make(root, model, tmp_path / "tokens")
+
+
 def test_another_source_or_tokenizer_may_not_be_mixed_in(root, model, tmp_path):
     make(root, model, tmp_path / "tokens")
     before = content(tmp_path / "tokens")
@@ -309,13 +334,33 @@ def test_a_tokenizer_of_its_own_is_trained_once(tmp_path, monkeypatch, capsys, c
         assert script.main() == 0
         made.append((tmp_path / "tokens.300.model").stat())
     assert made[0].st_mtime_ns == made[1].st_mtime_ns
-    assert capsys.readouterr().out.count("training a tokenizer of 300 pieces") == 1
+    said = capsys.readouterr().out
+    assert said.count("training a tokenizer of 300 pieces") == 1
+    assert said.count("taking the tokenizer that was trained before") == 1
     assert 0 < Tokenizer(tmp_path / "tokens.300.model").vocab_size <= 300
     assert (tmp_path / "tokens" / "spiece.model").read_bytes() == (tmp_path / "tokens.300.model").read_bytes()
     monkeypatch.setattr(sys, "argv", [*sys.argv, f"tokenizer.path={tmp_path}/tokens.300.model"])
     assert script.main() == EXIT_CONFIG and "Leave one of them out" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "310"])
     assert script.main() == 0 and "training a tokenizer of 310 pieces" in capsys.readouterr().out
+
+
+def test_lines_that_no_tokenizer_learns_from_are_told(tmp_path, monkeypatch, capsys):
+    short = ["Sense and sound, of letters that make words of many kinds.", "Another line of words to learn from."] * 40
+    write_shards(tmp_path, [[*short, "long " * 900]])
+    write_shards(tmp_path, [["validation"]], split="validation")
+    words = ["prepare_data.py", "data=c4_local", f"data.root={tmp_path}", "--output", str(tmp_path / "tokens")]
+    monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "300", "--workers", "1"])
+    assert script.main() == 0
+    assert "sentencepiece leaves lines of over 4,192 bytes out: 54 % of these texts" in capsys.readouterr().out
+
+
+def test_a_preparation_needs_no_logger(tmp_path, monkeypatch, root, model):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "wandb" else real(name, *of))
+    words = ["data=c4_local", f"data.root={root}", f"tokenizer.path={model}", "--output", str(tmp_path / "tokens")]
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words, "--workers", "1"])
+    assert script.main() == 0
 
 
 @pytest.mark.parametrize(

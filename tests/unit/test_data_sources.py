@@ -123,6 +123,14 @@ def test_absolute_globs_need_no_root(root):
     assert [list(source.read(shard)) for shard in source.train_shards] == [TEXTS[:100], TEXTS[100:]]
 
 
+def test_the_same_files_are_the_same_text_however_they_are_named(root, tmp_path):
+    known = open_root(root).fingerprint
+    inside = {"data__train_files": f"{root.name}/c4-train*", "data__validation_files": f"{root.name}/c4-val*"}
+    absolute = {"data__train_files": root / "c4-train*", "data__validation_files": root / "c4-val*"}
+    assert open_source(make_config(data__root=root.parent, **inside)).fingerprint == known
+    assert open_source(make_config(**absolute)).fingerprint == known
+
+
 def test_a_glob_without_a_match_is_named(root):
     with pytest.raises(UserError, match=r"data\.train_files=none-\*\.gz below .*: matches no file"):
         open_root(root, data__train_files="none-*.gz")

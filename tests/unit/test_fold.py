@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.merge import deployed
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from dlr_pretrain.models import build, fold_
 from dlr_pretrain.models.dlr import active, residuals
 from dlr_pretrain.models.llama import Llama
@@ -56,15 +59,25 @@ def test_the_last_checkpoint_folds_to_the_runs_own_folder(train, tmp_path, fold,
         assert all(torch.equal(cast[n], own[n].to(torch.bfloat16)) for n in own)
 
 
+def test_a_checkpoint_tells_its_own_evaluation_or_none(train, tmp_path, fold):
+    run = train(tmp_path / "run", "train.steps=8", "eval.every=4", "checkpoint.every=7")
+    told = {}
+    for step in (7, 8):
+        assert fold(run / "checkpoints" / f"step_{step:08d}", "--output", tmp_path / f"{step}").returncode == 0
+        told[step] = json.loads((tmp_path / f"{step}" / "fold.json").read_text())
+    assert told[7].keys() == {"step", "tokens", "real_tokens"}
+    assert told[8]["eval/perplexity"] == read_metrics(run / "metrics.jsonl")[-1]["eval/perplexity"]
+
+
 def test_the_script_runs_by_itself(train, tmp_path):
     run = train(tmp_path / "run", "dlr=on", "train.steps=1")
     script = [sys.executable, ROOT / "scripts" / "fold.py", run / "checkpoints" / "step_00000001", "--tokens", "200"]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
     said = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
     assert said.keys() == {
-        *("layers", "parameters", "training", "perplexity", "logits", "latency", "transformers", "written")
+        *("layers", "parameters", "training", "perplexity", "logits", "latency", "checked", "written")
     }
-    assert said["transformers"].startswith("loads it, its logits agree to")
+    assert said["checked"].startswith("transformers loads it, its logits agree to")
 
 
 def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, tmp_path, fold):
@@ -72,10 +85,13 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
     checkpoint, precious = run / "checkpoints" / "step_00000002", tmp_path / "thesis"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years")
+    shutil.copytree(run / "folded", tmp_path / "alike")
+    (tmp_path / "alike" / "config.json").write_text('{"model_type": "llama"}')
     for words, reason in (
         ([run], "name one as"),
         ([checkpoint.with_name("step_00000009")], "is not there; "),
-        ([checkpoint, "--output", precious], "is in the way"),
+        ([checkpoint, "--output", precious], "is in the way: it is no earlier export (thesis.txt). Move it away"),
+        ([checkpoint, "--output", tmp_path / "alike"], "is in the way"),
         ([checkpoint, "--output", run], "is in the way"),
     ):
         refused = fold(*words)
@@ -86,6 +102,50 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
     weights[-50] ^= 1
     part.write_bytes(weights)
     assert "fails its checksum" in fold(checkpoint).stderr
+
+
+def test_the_folder_that_the_command_runs_in_is_not_replaced(train, tmp_path, fold, monkeypatch):
+    checkpoint = train(tmp_path / "run", "train.steps=1") / "checkpoints" / "step_00000001"
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for word in (".", "..", tmp_path / "here"):
+        refused = fold(checkpoint, "--output", word)
+        assert refused.returncode == EXIT_CONFIG and f"--output={word}: is the folder that this" in refused.stderr
+    assert fold(checkpoint, "--output", "new").returncode == 0 and (tmp_path / "here" / "new" / FILE).exists()
+
+
+def test_what_was_put_into_an_earlier_export_stays_with_its_weights(train, tmp_path, fold, monkeypatch):
+    notes, output = [], tmp_path / "output"
+    monkeypatch.setattr(export_module, "tell", notes.append)
+    run = train(tmp_path / "run", "train.steps=1")
+    checkpoint = run / "checkpoints" / "step_00000001"
+    for _ in range(2):
+        assert fold(checkpoint, "--output", output).returncode == 0
+    assert notes == [] and sorted(path.name for path in tmp_path.iterdir()) == ["output", "run"]
+    (output / "zero_shot.json").write_text("measured")
+    (output / FILE).write_bytes(b"weights")
+    assert fold(checkpoint, "--output", output).returncode == 0
+    kept = tmp_path / "output_kept1"
+    assert (kept / "zero_shot.json").read_text() == "measured" and (kept / FILE).read_bytes() == b"weights"
+    assert not (output / "zero_shot.json").exists() and (output / FILE).stat().st_size > 7
+    assert len(notes) == 1 and f"{output} held what no export writes (zero_shot.json): it is {kept} now" in notes[0]
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | {"transformers_version": "5.0"}))  # by save_pretrained
+    assert fold(checkpoint, "--output", output).returncode == 0 and (tmp_path / "output_kept2" / FILE).exists()
+
+
+def test_the_end_of_a_run_keeps_what_is_in_its_way(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "tell", lambda _: None)
+    run = train(tmp_path / "run", "train.steps=1")
+    (run / "folded" / "notes.txt").write_text("mine")
+    (run / "folded" / "README.md").unlink()  # by which a run knows that it is complete
+    train(run, "train.steps=1")
+    shutil.rmtree(run / "folded")
+    (run / "folded").mkdir()
+    (run / "folded" / "notes.txt").write_text("alone")
+    train(run, "train.steps=1")
+    assert [(run / f"folded_kept{n}" / "notes.txt").read_text() for n in (1, 2)] == ["mine", "alone"]
+    assert (run / "folded_kept1" / FILE).exists() and (run / "folded" / FILE).exists()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -160,7 +220,7 @@ def test_a_low_rank_run_is_merged_on_request_and_then_cast(train, tmp_path, fold
     run = train(tmp_path / "run", "dlr=on", "precision=bf16_mixed", "train.steps=2")
     checkpoint = run / "checkpoints" / "step_00000002"
     done = fold(checkpoint, "--dense", "--dtype", "bfloat16", "--output", tmp_path / "merged")
-    assert "14 folded" in done.stdout and "transformers  loads it" in done.stdout
+    assert "14 folded" in done.stdout and "checked       transformers loads it" in done.stdout
     factors, merged = load_file(run / "folded" / FILE), load_file(tmp_path / "merged" / FILE)
     at = "model.layers.0.self_attn.o_proj"
     product = factors[f"{at}.b.weight"] @ factors[f"{at}.a.weight"]

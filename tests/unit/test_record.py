@@ -33,7 +33,7 @@ def config(*overrides: str):
 
 def open_in(folder, *overrides: str, fingerprint: str = "f", world_size: int = 1) -> dict:
     open_record(folder, config(*overrides), {"data.shards": fingerprint})
-    record_start(folder, world_size, torch.device("cpu"))
+    record_start(folder, world_size, torch.device("cpu"), "some text")
     return json.loads((folder / "manifest.json").read_text())
 
 
@@ -52,10 +52,11 @@ def test_the_record_of_a_start_is_complete(tmp_path, monkeypatch):
     assert manifest["identity"] == json.loads(json.dumps(identity(cfg))) | {"data.shards": "f"}
     (start,) = manifest["starts"]
     assert start["command"] == ["train.py", "scale=tiny"]
-    assert (start["world_size"], start["device"], start["git"]) == (
+    assert (start["world_size"], start["device"], start["git"], start["text"]) == (
         4,
         describe_device(torch.device("cpu")),
         git_state(),
+        "some text",
     )
     assert start["python"] == ".".join(map(str, sys.version_info[:3]))
     assert start["packages"]["torch"] == torch.__version__ and "hydra-core" in start["packages"]

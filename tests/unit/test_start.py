@@ -149,6 +149,8 @@ def test_damaged_files_are_named(folder, file):
     (("backbone=lora", "train.init_from=EMPTY"), r"train\.init_from=.*: holds neither model\.safetensors nor"),
     (("backbone=sltrain", "train.init_from=FOLDER"), r"backbone=sltrain starts with B = 0 and a random support"),
     (("dlr=no_b", "train.init_from=FOLDER"), r"a B that dlr=no_b holds at zero takes no start"),
+    (("dlr=on", "train.init_from=FOLDER"), r"takes the residual of dlr=on off B, whose own values bf16 would"),
+    (("dlr=on", "precision=bf16_sr", "train.init_from=FOLDER"), r"Use precision=bf16_mixed or fp32, or dlr=off"),
     (("backbone.init=xavier", "train.init_from=FOLDER"), r"backbone\.init=xavier: would be ignored"),
 ])  # fmt: skip
 def test_the_command_line_refuses_what_cannot_start(folder, tmp_path_factory, words, problem):
