@@ -146,10 +146,16 @@ def verdict(design: Design, first: dict, other: dict, names: tuple[str, str]) ->
 
 
 def at_equal_rate(trials: Iterable[Trial], names: tuple[str, str], lr: float, seeds: Sequence[int]) -> dict:
-    """The paired differences on half B at one rate, over the seeds of the grid with which both have finished."""
-    losses = {(t.method, t.seed): t.loss_b for t in trials if t.lr == lr and t.state == "finished"}
+    """The paired differences on half B at one rate, over the seeds of the grid with which both have finished.
+
+    Their mean has no estimate where a seed has diverged with either: it is never left out of a mean.
+    """
+    at_rate = [t for t in trials if t.lr == lr and t.method in names and t.seed in seeds]
+    losses = {(t.method, t.seed): t.loss_b for t in at_rate if t.state == "finished"}
     both = [seed for seed in seeds if all((name, seed) in losses for name in names)]
-    return differences({seed: losses[names[1], seed] - losses[names[0], seed] for seed in both}, LEVEL)
+    found = differences({seed: losses[names[1], seed] - losses[names[0], seed] for seed in both}, LEVEL)
+    diverged = sorted({t.seed for t in at_rate if t.state == "diverged"})
+    return found | {"diverged": diverged} | ({"difference": None} if diverged else {})
 
 
 def differences(by_seed: dict[int, float], level: float) -> dict:

@@ -60,10 +60,28 @@ def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     ]
     if levels := sorted({c["difference"]["level"] for f in founds for c in f["comparisons"] if c["difference"]}):
         notes.append(f"intervals are Student's t over seeds, at {', '.join(f'{100 * x:.4g} %' for x in levels)}")
-    notes += dict.fromkeys(line for found in founds for line in remarks(found))
+    notes += [*_by_chance(founds), *dict.fromkeys(line for found in founds for line in remarks(found))]
     missing = [f for f in founds if any(choice["held_out"]["missing"] for choice in f["chosen"].values())]
     fill = [f"python {found['command']}" for found in missing]
     return _table("tune", "Each method at its own learning rate", header, rows, notes, fill)
+
+
+def _by_chance(founds: Sequence[dict]) -> list[str]:
+    """How likely a method is called better where none is: the intervals of one comparison hold together, those of
+    several do not. The same runs in two of them are one chance."""
+    levels: dict[tuple, float] = {}
+    several = set()
+    for i, found in enumerate(founds):
+        for c in found["comparisons"]:
+            if c["difference"] and c["difference"]["low"] is not None:
+                several.add(i)
+                levels[c["method"], *c["by_seed"].items()] = c["difference"]["level"]
+    if len(several) < 2 or len(levels) < 2:
+        return []
+    return [
+        f"{len(levels)} comparisons stand here, the interval of each by itself: if nothing differed, one or more of "
+        f"them would leave out zero with a chance of {100 * (1 - math.prod(levels.values())):.0f} %"
+    ]
 
 
 def _held_out(choice: dict) -> Spread | None:
@@ -106,12 +124,14 @@ def _at_rate(found: dict, method: str, lr: float) -> Figure | None:
 
 
 def _has_intervals(found: dict) -> bool:
-    return len(found["design"]["rates"]) > 1 and any(len(c["by_seed"]) > 1 for c in found["at_equal_rates"])
+    return len(found["design"]["rates"]) > 1 and any(
+        len(c["by_seed"]) + len(c["diverged"]) > 1 for c in found["at_equal_rates"]
+    )
 
 
 def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     rows: list[list[Cell]] = [
-        [setting, c["method"], c["against"], f"{c['lr']:g}", *_difference(c["difference"])]
+        [setting, c["method"], c["against"], f"{c['lr']:g}", *_at_equal_rate(c)]
         for found, setting in zip(founds, settings, strict=True)
         if _has_intervals(found)
         for c in found["at_equal_rates"]
@@ -119,6 +139,12 @@ def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     header = ["Setting", "Method", "Against", "Learning rate", "Difference of the loss", "Interval"]
     notes = ["nats a token on held-out text, seed by seed; Student's t, 95 % of each row by itself"]
     return _table("tune_equal", "At equal learning rates", header, rows, notes)
+
+
+def _at_equal_rate(c: dict) -> list[Cell]:
+    if c["diverged"]:
+        return [figure(spread([*c["by_seed"].values(), *[None] * len(c["diverged"])])), None]
+    return _difference(c["difference"])
 
 
 def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
@@ -178,7 +204,7 @@ def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
     curves = [(f, s) for (_, f), s in zip(compared, settings, strict=True) if len(f["design"]["rates"]) > 1]
     found = [_draw_rates(curves, folder)] if curves else []
     points = _points([f for _, f in compared], settings)
-    return [*found, *([_draw_differences(points, folder)] if points else [])]
+    return [*found, *([_draw_differences(points, _by_chance([f for _, f in compared]), folder)] if points else [])]
 
 
 def _points(founds: Sequence[dict], settings: Sequence[str]) -> list[tuple[str, dict]]:
@@ -212,7 +238,7 @@ def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
     return figures.save(drawn, folder, "tune_rates", caption)
 
 
-def _draw_differences(points: Sequence[tuple[str, dict]], folder: Path) -> Picture:
+def _draw_differences(points: Sequence[tuple[str, dict]], chance: Sequence[str], folder: Path) -> Picture:
     drawn, (ax,) = figures.grid(1, width=7.0, height=1.0 + 0.32 * len(points))
     for y, (_, d) in enumerate(points):
         colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
@@ -226,4 +252,5 @@ def _draw_differences(points: Sequence[tuple[str, dict]], folder: Path) -> Pictu
         "Each method at its own rate against the first of its comparison, on held-out text, seed by seed, with the "
         "interval of the mean: blue is better, red is worse, grey leaves it open."
     )
+    caption += "".join(f" {said}." for said in chance)
     return figures.save(drawn, folder, "tune_differences", caption)

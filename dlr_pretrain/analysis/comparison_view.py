@@ -11,7 +11,7 @@ from statistics import fmean
 
 from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
-from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.analysis.show import diverged_of, fill
 from dlr_pretrain.analysis.style import MARKS, SERIES
 
 COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")
@@ -158,9 +158,11 @@ def _rate_table(found: dict) -> str:
         for method in design["methods"]:
             own = [t for t in _grid(found, method) if t["lr"] == lr]
             values = [_perplexity(t["loss_b"]) for t in own if t["loss_b"] is not None]
-            lost = [t["state"] for t in own if t["loss_b"] is None]
-            shown = [_mean_and_std(values), *(f"{lost.count(state)} {state}" for state in dict.fromkeys(lost))]
-            cell = ", ".join(filter(None, shown))
+            states = [t["state"] for t in own if t["loss_b"] is None]
+            diverged = states.count("diverged")
+            mean = diverged_of(diverged, len(values) + diverged) if diverged else _mean_and_std(values)
+            others = [f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "diverged"]
+            cell = ", ".join(filter(None, [mean, *others]))
             row.append(f"**{cell}**" if lr == found["chosen"][method]["lr"] else cell)
         rows.append(row)
     return _table(["rate", *design["methods"]], rows)
@@ -168,10 +170,15 @@ def _rate_table(found: dict) -> str:
 
 def _equal_table(found: dict) -> str:
     rows = [
-        [c["method"], c["against"], f"{c['lr']:g}", _difference(c["difference"]), str(len(c["by_seed"]))]
+        [c["method"], c["against"], f"{c['lr']:g}", _at_equal_rate(c), str(len(c["by_seed"]))]
         for c in found["at_equal_rates"]
     ]
     return _table(["method", "against", "rate", f"difference, {100 * LEVEL:g} % of each by itself", "seeds"], rows)
+
+
+def _at_equal_rate(c: dict) -> str:
+    diverged = len(c["diverged"])
+    return diverged_of(diverged, len(c["by_seed"]) + diverged) if diverged else _difference(c["difference"])
 
 
 def _difference(d: dict | None) -> str:

@@ -12,8 +12,7 @@ from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.records import VOCABULARY, Run
 from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
-from dlr_pretrain.config import OPEN_GROUPS, Config, parse, to_dict
-from dlr_pretrain.config.composition import build, session
+from dlr_pretrain.config.composition import recorded
 from dlr_pretrain.errors import UserError
 
 IRRELEVANT = (
@@ -61,7 +60,7 @@ def model_key(group: Group) -> str:
 def _cost(run: Run, vocabulary: int | None) -> Cost:
     if vocabulary is None:
         raise UserError("the size of its vocabulary is known when it has finished")
-    cfg = configuration(run)
+    cfg = recorded(run.config)
     ranks = run.starts[-1]["world_size"] if run.starts else 1
     auto = run.manifest.get("micro_batch", {}).get(str(ranks)) if cfg.train.micro_batch == "auto" else None
     if auto:
@@ -90,22 +89,3 @@ def exported_vocabulary(run_dir: Path) -> int | None:
         return json.loads((run_dir / "folded" / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError):
         return None
-
-
-def configuration(run: Run) -> Config:
-    """The run's configuration as today's code has it: keys that it did not know have their defaults."""
-    cfg, problems = parse(run.config, {group: run.config[group] for group in OPEN_GROUPS})
-    if cfg is not None:
-        return cfg
-    words = [f"{group}={run.config[group]['name']}" for group in ("scale", "backbone", "optimizer")]
-    with session():
-        plain, problems = build("train", words)
-    if plain is None:
-        raise UserError("; ".join(map(str, problems)))
-    tree = to_dict(plain)
-    for name, value in run.config.items():
-        tree[name] = tree.get(name, {}) | value if isinstance(value, dict) else value
-    cfg, problems = parse(tree, {group: tree[group] for group in OPEN_GROUPS})
-    if cfg is None:
-        raise UserError("; ".join(map(str, problems)))
-    return cfg

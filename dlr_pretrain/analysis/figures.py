@@ -13,7 +13,7 @@ import numpy as np
 from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, pairs, spread
 from dlr_pretrain.analysis.measured import measured
-from dlr_pretrain.analysis.records import Run, column
+from dlr_pretrain.analysis.records import THINNED, Run, column
 from dlr_pretrain.analysis.report import finite, smoothed
 from dlr_pretrain.analysis.style import BLACK, BLUE, GREEN, GREY, MARKS, ORANGE, PINK, SKY, VERMILLION
 
@@ -161,7 +161,9 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
         ax.set_title(name)
         _legend(ax, beside=len(ax.get_legend_handles_labels()[1]) > CROWDED)
     label_axes(axes, TOKENS.label, "gradient norm (l2, before clipping)")
-    caption = f"{scale}: global gradient norm before clipping, each step (faint) and its running median, by seed."
+    thinned = any(THINNED in run.manifest for group in groups for run in group.runs)
+    steps = "the steps that were kept" if thinned else "each step"
+    caption = f"{scale}: global gradient norm before clipping, {steps} (faint) and its running median, by seed."
     return save(figure, folder, f"gradient_norm_{scale}", caption)
 
 
@@ -174,14 +176,18 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     spare = iter(OTHERS * len(groups))
     colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(map(base, evaluated))}
     for group in evaluated:
-        steps = sorted({e["step"] for run in group.runs for e in run.evaluations})
-        found = [group.at(step, PERPLEXITY) for step in steps]
-        y = finite(np.array([s.mean for s in found]))
-        error = np.array([np.nan if s.std is None else s.std for s in found])
         dash = "--" if group.label == base(group) else "-" if group.label.endswith("+dlr") else ":"
-        x = np.array(steps) * group.runs[0].positions
-        ax.errorbar(x, y, error, color=colors[base(group)], linestyle=dash, marker=".", linewidth=1.3, capsize=2,
-                    elinewidth=0.7, label=wrapped(group.label, 36))  # fmt: skip
+        style = {"color": colors[base(group)], "linestyle": dash, "marker": "."}
+        steps, means = mean_curve(group)
+        if steps:
+            error = np.array([np.nan if s.std is None else s.std for s in means])
+            x, y = np.array(steps) * group.runs[0].positions, finite(np.array([s.mean for s in means]))
+            label = wrapped(f"{group.label} ({means[0].n})", 36)
+            ax.errorbar(x, y, error, **style, linewidth=1.3, capsize=2, elinewidth=0.7, label=label)
+        for i, run in enumerate(run for run in group.runs if not run.final and run.evaluations):
+            x, y = column(run.evaluations, "step") * run.positions, finite(column(run.evaluations, PERPLEXITY))
+            label = None if i or steps else wrapped(f"{group.label} (unfinished)", 36)
+            ax.plot(x, y, **style, linewidth=0.6, markersize=2, alpha=0.6, label=label)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     ax.yaxis.set_minor_formatter(lambda value, _: f"{value:,.6g}")
@@ -190,10 +196,20 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     _legend(ax, beside=True)
     label_axes([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
     caption = (
-        f"{scale}: evaluation perplexity, mean and standard deviation over seeds; solid with DLR, dashed "
-        "without, dotted for other variants."
+        f"{scale}: evaluation perplexity, mean and standard deviation over the finished seeds (their number behind "
+        "each name; a line ends where one has diverged), unfinished ones thin; solid with DLR, dashed without, dotted "
+        "for other variants."
     )
     return save(figure, folder, f"perplexity_{scale}", caption)
+
+
+def mean_curve(group: Group) -> tuple[list[int], list[Spread]]:
+    """The steps that all finished seeds have evaluated, or diverged before, and the perplexities there: always of the
+    same seeds, since a mean over fewer of them would jump where one stops."""
+    ended = replace(group, runs=group.finished)
+    steps = sorted({e["step"] for run in ended.runs for e in run.evaluations})
+    found = [(step, at) for step in steps if (at := ended.at(step, PERPLEXITY)) and at.n == len(ended.runs)]
+    return [step for step, _ in found], [at for _, at in found]
 
 
 # ----------------------------------------------------------------------------------------------------

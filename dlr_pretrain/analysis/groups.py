@@ -31,8 +31,13 @@ class Spread:
         return len(self.values)
 
     @property
+    def diverged(self) -> int:
+        """How many are not finite."""
+        return sum(not math.isfinite(value) for value in self.values)
+
+    @property
     def finite(self) -> bool:
-        return all(map(math.isfinite, self.values))
+        return not self.diverged
 
     @property
     def mean(self) -> float:

@@ -30,11 +30,11 @@ class Footnotes:
         found = "; ".join(marks(group, studied))
         return f"[{self.letters.setdefault(found, _letter(len(self.letters)))}]" if found else ""
 
-    def __call__(self, group: Group | None, studied: str | None = None) -> Cell:
-        """The perplexity of the group's last evaluation by the paper's convention, marked."""
+    def __call__(self, group: Group | None, studied: str | None = None, name: str = CONVENTION) -> Cell:
+        """A perplexity of the group's last evaluation, by the paper's convention if not otherwise asked, marked."""
         if not (group and group.finished):
             return None
-        cell, letter = figure(group.final(CONVENTION)), self.of(group, studied)
+        cell, letter = figure(group.final(name)), self.of(group, studied)
         return replace(cell, note=f"{cell.note} {letter}".strip()) if cell else f"too little text {letter}".strip()
 
     def notes(self) -> list[str]:
@@ -83,8 +83,8 @@ def table_1(groups: Sequence[Group]) -> Table:
 
 
 def pairs_table(groups: Sequence[Group]) -> Table:
-    """Each backbone without and with DLR, all else equal, and the difference by seed."""
-    rows, fill = [], []
+    """Each backbone without and with DLR, all else equal, and the difference by seed; marked where the paper's is."""
+    mark, rows, fill = Footnotes(), [], []
     notes = ["perplexities are unbiased; those of the last two columns are by the paper's convention"]
     found = pairs(groups)
     paired = {id(group) for pair in found for group in pair}
@@ -99,7 +99,10 @@ def pairs_table(groups: Sequence[Group]) -> Table:
         if base not in OWN_RATES:
             continue
         theirs = [fact("table1", "ppl", method=method, scale=group.scale) for method in (base, f"{base}+dlr")]
-        cells = [figure(side.final(PERPLEXITY)) if side else None for side in (a, b)]
+        if None in theirs:
+            cells = [figure(side.final(PERPLEXITY)) if side else None for side in (a, b)]
+        else:
+            cells = [mark(side, name=PERPLEXITY) for side in (a, b)]
         both = [figure(_changed(a, b, name), signed=True) if a and b else None for name in METRICS]
         gap = published(theirs[1] - theirs[0], signed=True) if None not in theirs else ""
         variant = (b.variant if b else "") or (a.variant if a else "")
@@ -109,7 +112,7 @@ def pairs_table(groups: Sequence[Group]) -> Table:
         elif odd := {run.seed for run in a.finished} ^ {run.seed for run in b.finished}:
             notes.append(f"{base} at {group.scale}: without a partner, and not in the difference: seed {_listed(odd)}")
     header = ["Scale", "Backbone", "plain", "with DLR", "Δ by seed", "Δ, convention", "Δ paper"]
-    return Table("pairs", "DLR by backbone: what it changes", header, rows, notes, fill)
+    return Table("pairs", "DLR by backbone: what it changes", header, rows, [*notes, *mark.notes()], fill)
 
 
 METRICS = (PERPLEXITY, CONVENTION)
@@ -251,7 +254,7 @@ def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table
     """A row for each group: what it was, what it cost, and what came out."""
     rows = []
     for group, cost in zip(groups, costs, strict=True):
-        tokens = group.config["train"]["steps"] * group.runs[0].positions
+        tokens = sorted({run.metrics[-1]["train/tokens"] for run in group.runs if run.metrics})
         rows.append(
             [
                 group.scale,
@@ -259,9 +262,9 @@ def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table
                 _listed({run.seed for run in group.finished}),
                 figure(group.final(PERPLEXITY)),
                 figure(group.final(CONVENTION)),
-                rounded(tokens / 1e6),
+                _range([n / 1e6 for n in tokens]),
                 published(cost.parameters / 1e6) if cost else None,
-                rounded(cost.flops * tokens / 1e15) if cost else None,
+                _range([cost.flops * n / 1e15 for n in tokens]) if cost else None,
                 group.config["precision"]["name"],
                 group.config["data"]["packing"],
                 f"{group.config['train']['lr']:g}",
@@ -271,9 +274,17 @@ def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table
     notes = [
         "PPL: perplexity after the last update, unbiased, mean ± standard deviation (seeds); convention: as published "
         f"numbers of the GaLore family, and {MISSING} of an evaluation too small for it. Tokens are positions, padding "
-        "included; parameters are the trained ones"
+        "included, up to the last update, and from the fewest to the most where seeds have not seen the same; "
+        "parameters are the trained ones"
     ]
     return Table("groups", "What was trained", [*header, "Precision", "Packing", "lr"], rows, notes)
+
+
+def _range(ascending: Sequence[float]) -> Cell:
+    """One figure where all are the same, else the first and the last."""
+    if len(ascending) < 2:
+        return rounded(ascending[0]) if ascending else None
+    return " to ".join(dict.fromkeys(rounded(number).text for number in (ascending[0], ascending[-1])))
 
 
 def runs_table(runs: Sequence[Run]) -> Table:

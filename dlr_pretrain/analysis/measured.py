@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from glob import glob, has_magic
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.groups import Group, Spread
 from dlr_pretrain.analysis.paper import TASKS, facts
 from dlr_pretrain.analysis.records import Run, read_run
@@ -74,26 +77,52 @@ class Measured:
 
 
 def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
-    """The places that are runs, and what was read of the others: JSON of ``evaluate.py --output``, folders of
-    ``sft.py --output`` and of ``tune.py``."""
-    runs, zero_shot, tuned, compared = [], [], [], []
+    """The places that are runs, and what was read of the others, each file once: JSON of ``evaluate.py --output``,
+    folders of ``sft.py --output`` and of ``tune.py``, or the JSON in them. A glob may be of both."""
+    runs, files = [], {}
     for place in places:
-        path = Path(place)
-        if path.suffix == ".json":
-            zero_shot.append((path, _read(path, "checkpoints", "scripts/evaluate.py --output")))
-        elif (path / "table.json").exists():
-            tuned.append((path, _read(path / "table.json", "models", "scripts/sft.py")))
-        elif found := [*path.glob("tune.json"), *sorted(path.glob("*/tune.json") if path.name == "tune" else [])]:
-            compared += [(one.parent, _read(one, "comparisons", "scripts/tune.py")) for one in found]
-        else:
+        paths = sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]
+        found = [_files(path) for path in paths]
+        files |= {file.resolve(): file for file in chain(*found)}
+        if not all(found) or not paths:
             runs.append(place)
-    return runs, Measured(tuple(zero_shot), tuple(tuned), tuple(compared))
+    kinds: dict[str, list[tuple[Path, dict]]] = {name: [] for name in ("zero_shot", "tuned", "compared")}
+    for file in files.values():
+        if file.name == COMPARED:
+            kinds["compared"].append((file.parent, _comparison(file)))
+        elif file.name == TUNED:
+            kinds["tuned"].append((file.parent, _read(file, "models", "scripts/sft.py")))
+        else:
+            kinds["zero_shot"].append((file, _read(file, "checkpoints", "scripts/evaluate.py --output")))
+    return runs, Measured(**{name: tuple(found) for name, found in kinds.items()})
+
+
+COMPARED, TUNED = "tune.json", "table.json"  # of tune.py and sft.py; any other JSON is evaluate.py's
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of a place that are no runs'."""
+    if path.suffix == ".json":
+        return [path]
+    beneath = [*path.glob(TUNED), *path.glob(COMPARED)]
+    return beneath or (sorted(path.glob(f"*/{COMPARED}")) if path.name == "tune" else [])
+
+
+def _comparison(path: Path) -> dict:
+    """What tune.py wrote, with the verdicts that its trials bear by today's rules."""
+    found = _read(path, "trials", "scripts/tune.py")
+    try:
+        return found | compare(Design(**found["design"]), [Trial(**trial) for trial in found["trials"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a file of scripts/tune.py: {error}") from None
 
 
 def _read(path: Path, key: str, maker: str) -> dict:
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         report[key]
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Name one of {maker}") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{path} cannot be read as a file of {maker}: it has no {key!r}") from None
     return report

@@ -37,7 +37,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim.build import state_bytes
-from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.optim.schedule import rate, restarts
 
 SHARD_BYTES = 319_000_000  # of one of the 1,024 shards of C4's en, gzipped
 SEEK_RATE = 80e6  # of these bytes a second and core, decompressed but not parsed: scripts/benchmark.py data
@@ -71,6 +71,7 @@ def plan(cfg: Config, ranks: int) -> dict:
             "budget_steps": budget and round(budget / batch["positions"]),
         },
         "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
+        "restart_every": (restarts(cfg) or [None])[0],
         "probe": {"projections": probed(cfg), "every": cfg.probe.every} if cfg.probe.enabled else None,
         "resume": _resume(cfg, ranks),
     }
@@ -117,8 +118,11 @@ def _resume(cfg: Config, ranks: int) -> dict[str, float] | None:
 
 
 def _corners(cfg: Config) -> list[int]:
+    """The updates that show the schedule's shape, none of them in the dip after a restart."""
     steps, warmup = cfg.train.steps, cfg.warmup_steps
-    return sorted({0, warmup // 2, warmup, (warmup + steps) // 2, steps - 1})
+    every, rise = restarts(cfg) or (steps, 0)
+    risen = (t + max(0, rise - t % every) if t >= every else t for t in (0, warmup // 2, warmup, (warmup + steps) // 2))
+    return sorted({*(t for t in risen if t < steps), steps - 1})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -145,7 +149,8 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{p['steps']:,} updates, {tokens['positions'] / 1e9:,.2f}B positions"
     if tokens["paper_budget"]:
         yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
-    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
+    anew = f"; anew every {p['restart_every']:,} updates" if p["restart_every"] else ""
+    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"]) + anew
     if probe := p["probe"]:
         names = ", ".join(probe["projections"][:7]) + (", ..." if len(probe["projections"]) > 7 else "")
         looked = f"{len(probe['projections'])} projections before update 1, 2, 4, 11, ... and after every"

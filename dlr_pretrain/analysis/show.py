@@ -7,6 +7,11 @@ import textwrap
 WIDTH = 80
 
 
+def diverged_of(count: int, seeds: int) -> str:
+    """What stands in the place of a mean over seeds some of which have diverged."""
+    return f"{count} of {seeds} diverged"
+
+
 def fill(text: str, indent: int = 0) -> str:
     """``text`` wrapped; lines after the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dlr_pretrain.analysis.groups import Spread
+from dlr_pretrain.analysis.show import diverged_of
 
 MISSING = "–"
 
@@ -59,8 +60,7 @@ def figure(spread: Spread | None, digits: int = 2, signed: bool = False) -> Figu
     if spread is None:
         return None
     if not spread.finite:
-        bad = sum(not math.isfinite(value) for value in spread.values)
-        return Figure(math.inf, n=spread.n, note=f"{bad} of {spread.n} diverged")
+        return Figure(math.inf, n=spread.n, note=diverged_of(spread.diverged, spread.n))
     return Figure(spread.mean, spread.std, spread.n, digits, signed)
 
 
@@ -100,23 +100,29 @@ def markdown(table: Table) -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """Figures with all their digits; a column of figures with spreads has two more, its std and its seeds."""
-    spreads = [any(isinstance(row[i], Figure) and row[i].n is not None for row in table.rows) for i in _columns(table)]
+    """Figures with all their digits; a column with spreads or notes has others behind it: its std, its seeds, these."""
+    needs = {"std": ("std", "n"), "n": ("n",), "note": ("note",)}
+    beside = [
+        [part for part, of in needs.items() if any(_part(row[i], one) is not None for row in table.rows for one in of)]
+        for i in _columns(table)
+    ]
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    header = []
-    for name, wide in zip(table.header, spreads, strict=True):
-        header += [name, f"{name}: std", f"{name}: n"] if wide else [name]
-    writer.writerow(header)
+    columns = list(zip(table.header, beside, strict=True))
+    writer.writerow([word for name, parts in columns for word in (name, *(f"{name}: {part}" for part in parts))])
     for row in table.rows:
         cells: list[object] = []
-        for cell, wide in zip(row, spreads, strict=True):
-            number = isinstance(cell, Figure)
-            cells.append(repr(cell.value) if number else cell or "")
-            if wide:
-                cells += ["", ""] if not number else ["" if v is None else v for v in (cell.std, cell.n)]
+        for cell, parts in zip(row, beside, strict=True):
+            cells.append(repr(cell.value) if isinstance(cell, Figure) else cell or "")
+            cells += ["" if (value := _part(cell, part)) is None else value for part in parts]
         writer.writerow(cells)
     return out.getvalue()
+
+
+def _part(cell: Cell, name: str) -> object:
+    """The ``std``, ``n`` or ``note`` of a figure; None where it has none, as any other cell."""
+    value = getattr(cell, name) if isinstance(cell, Figure) else None
+    return None if value == "" else value
 
 
 def _columns(table: Table) -> range:

@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, g
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.analysis.report import smoothed
-from dlr_pretrain.analysis.show import WIDTH, amount, fill
+from dlr_pretrain.analysis.show import WIDTH, amount, diverged_of, fill
 from dlr_pretrain.config import flatten
 from dlr_pretrain.errors import UserError
 
@@ -55,8 +55,8 @@ def versus(runs: Sequence[Run]) -> dict:
         "configuration": [
             {"key": key, "values": [_values(side, key) for side in sides]} for key in _differing_keys(sides)
         ],
-        "evaluation": _curve(sides, common_evaluations(sides), _evaluated),
-        "training": _curve(sides, _quarters(sides), _trained),
+        "evaluation": _curve(sides, _evaluated, every=True),
+        "training": _curve(sides, _trained, every=False),
         "final": [_final(side) for side in sides],
     }
 
@@ -106,23 +106,16 @@ def _warnings(sides: Sequence[Side]) -> list[str]:
     if len({run.positions for run in runs}) > 1:
         warnings.append("updates are of different sizes: equal steps are not equal tokens")
     warnings += [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
-    warnings += [f"{r.name} is unfinished: step {r.step:,} of {r.planned:,}" for r in runs if r.step < r.planned]
+    for run in runs:
+        if run.diverged:
+            warnings.append(f"{run.name} has diverged after step {run.step:,}: there is no mean with it beyond that")
+        elif run.step < run.planned:
+            warnings.append(f"{run.name} is unfinished: step {run.step:,} of {run.planned:,}")
     return warnings
 
 
 # ----------------------------------------------------------------------------------------------------
 # Curves
-
-
-def common_evaluations(sides: Sequence[Side]) -> list[int]:
-    """The steps that every run has evaluated."""
-    evaluated = [{record["step"] for record in run.evaluations} for side in sides for run in side.runs]
-    return sorted(set.intersection(*evaluated))
-
-
-def _quarters(sides: Sequence[Side]) -> list[int]:
-    shortest = min(run.step for side in sides for run in side.runs)
-    return sorted({max(1, round(part * shortest)) for part in QUARTERS}) if shortest else []
 
 
 def _evaluated(run: Run) -> dict[int, float]:
@@ -136,11 +129,26 @@ def _trained(run: Run) -> dict[int, float]:
     return {int(step): float(level[np.abs(at - i).argmin()]) for i, step in enumerate(steps)}
 
 
-def _curve(sides: Sequence[Side], steps: Sequence[int], of: Callable[[Run], dict[int, float]]) -> list[dict]:
+def common_steps(curves: Sequence[tuple[Run, dict[int, float]]]) -> list[int]:
+    """The steps at which every run has a value or has diverged before."""
+    found = sorted(set[int]().union(*(curve for _, curve in curves)))
+    return [s for s in found if all(s in curve or (run.diverged and s > run.step) for run, curve in curves)]
+
+
+def _quarters(steps: Sequence[int]) -> list[int]:
+    """Those of the steps that are nearest to the quarters of the way."""
+    return sorted(
+        {min(steps, key=lambda step, at=part: abs(step - round(at * steps[-1]))) for part in QUARTERS if steps}
+    )
+
+
+def _curve(sides: Sequence[Side], of: Callable[[Run], dict[int, float]], every: bool) -> list[dict]:
+    """At every common step or at the quarters; infinite where a run has diverged before."""
     curves = {id(run): of(run) for side in sides for run in side.runs}
+    steps = common_steps([(run, curves[id(run)]) for side in sides for run in side.runs])
     rows = []
-    for step in steps:
-        values = [{run.seed: curves[id(run)].get(step, math.nan) for run in side.runs} for side in sides]
+    for step in steps if every else _quarters(steps):
+        values = [{run.seed: curves[id(run)].get(step, math.inf) for run in side.runs} for side in sides]
         rows.append(
             {
                 "step": step,
@@ -156,10 +164,11 @@ def _difference(a: dict[int, float], b: dict[int, float]) -> dict:
     """b - a, by seed where they share seeds."""
     both = [seed for seed in a if seed in b]
     if both:
-        return _plain(spread(b[seed] - a[seed] for seed in both)) | {"paired": True}
-    means = (float(np.mean(list(side.values()))) for side in (b, a))
-    gap = next(means) - next(means)
-    return {"mean": _finite(gap), "std": None, "n": 0, "paired": False}
+        gaps = (b[seed] - a[seed] for seed in both)
+        return _plain(spread(map(_finite, gaps))) | {"paired": True}
+    gap = spread(b.values()).mean - spread(a.values()).mean
+    diverged = sum(not math.isfinite(value) for side in (a, b) for value in side.values())
+    return {"mean": _finite(gap), "std": None, "n": 0, "diverged": diverged, "paired": False}
 
 
 def _final(side: Side) -> dict:
@@ -171,7 +180,7 @@ def _final(side: Side) -> dict:
 
 
 def _plain(found: Spread | None) -> dict | None:
-    return found and {"mean": _finite(found.mean), "std": found.std, "n": found.n}
+    return found and {"mean": _finite(found.mean), "std": found.std, "n": found.n, "diverged": found.diverged}
 
 
 def _finite(value: float) -> float | None:
@@ -202,6 +211,8 @@ def render(found: dict) -> str:
             lines += ["", f"{title.partition(',')[0]}: there is no common step"]
         for i, letter in enumerate(letters[1:], 1):
             lines += ["", *(_table(title, letters[0], letter, some(rows), i) if rows else [])]
+    if any(len(side["seeds"]) > 1 for side in found["sides"]):
+        lines += ["", "± is the standard deviation over seeds; behind a difference, of the differences"]
     lines += ["", *_finals(found["final"], letters)]
     return "\n".join(line.rstrip() for line in lines).replace("\n\n\n", "\n\n")
 
@@ -228,7 +239,7 @@ def _table(title: str, first: str, letter: str, rows: Sequence[dict], i: int) ->
     lines = [title, f"{'step':>10}{'tokens':>10}{first:>18}{letter:>18}{f'{letter} - {first}':>24}"]
     for row in rows:
         gap = row["difference"][i - 1]
-        seeds = f" ({gap['n']})" if gap["paired"] else " (means)"
+        seeds = "" if gap["mean"] is None else f" ({gap['n']})" if gap["paired"] else " (means)"
         losses = f"{number(row['loss'][0]):>18}{number(row['loss'][i]):>18}"
         lines.append(f"{row['step']:>10,}{amount(row['tokens'], 4):>10}{losses}{number(gap, '+') + seeds:>24}")
     return lines
@@ -250,6 +261,6 @@ def number(figure: dict | None, sign: str = "", digits: int = 4) -> str:
     if figure is None:
         return "–"
     if figure["mean"] is None:
-        return "not finite"
+        return diverged_of(figure["diverged"], figure["n"]) if figure["n"] else "diverged"
     spread = "" if figure["std"] is None else f" ± {figure['std']:,.{digits}f}"
     return f"{figure['mean']:{sign},.{digits}f}{spread}"

@@ -43,8 +43,7 @@ class Grid:
     def line(self, method: str, lr: float, seed: int) -> Line:
         """The words of one run; those of the method take the place of shared ones."""
         own = self.words[method]
-        given = {_key(word) for word in own}
-        shared = (word for word in self.shared if _key(word) not in given)
+        shared = (word for word in self.shared if _key(word) not in _keys(own))
         return Line(f"{method} lr={lr:g} seed={seed}", (*shared, *own, f"train.lr={lr!r}", f"seed={seed}"))
 
     def cells(self) -> list[tuple[str, float, int]]:
@@ -55,15 +54,27 @@ class Grid:
 
 def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
     """The grid that a command line asks for; raises one ConfigError with every problem of its lists."""
-    lists = {key: value for key, _, value in (word.partition("=") for word in words) if key in LISTS}
-    shared = [word for word in words if _key(word) not in LISTS]
-    problems = [_reserved(word) for word in shared if _key(word) in OURS]
+    lists: dict[str, str] = {}
+    shared, problems = [], []
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        if key not in LISTS:
+            shared.append(word)
+        elif key in lists:
+            problems.append(Problem(key, value, f"{key}={lists[key]} is there already", "Write one list"))
+        else:
+            lists[key] = value
+    problems += [_reserved(word) for word in shared if _key(word) in OURS]
     for name, mend in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
         if name not in lists:
             problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={mend}"))
     methods: dict[str, tuple[str, ...]] = {}
+    before = ""
     for written in _items(lists.get("pair", ""), "pair", problems):
-        methods[written] = _method(written, config_dir, problems)
+        methods[written] = _method(written, before, config_dir, problems)
+        before = written
+    everyones = set.intersection(*map(_keys, methods.values())) if methods else set()
+    problems += [_overridden(word) for word in shared if _key(word) in everyones]
     rates = sorted(_numbers(lists.get("lr", ""), "lr", float, problems))
     seeds, fresh = (_numbers(lists.get(name, ""), name, int, problems) for name in ("seeds", "confirm"))
     if both := sorted(set(seeds) & set(fresh)):
@@ -101,25 +112,32 @@ def budgets(runs: dict[str, Run]) -> dict[str, dict[str, int]]:
     }
 
 
-def _method(written: str, config_dir: str | None, problems: list[Problem]) -> tuple[str, ...]:
-    """The words of a method as it is written."""
+def _method(written: str, before: str, config_dir: str | None, problems: list[Problem]) -> tuple[str, ...]:
+    """The words of a method as it is written, behind the one ``before``."""
     name, *words = written.split(":")
     if "=" in name:
         words = [name, *words]
     else:
         backbone, *options = name.split("+")
-        chosen = {"backbone": backbone, "dlr": "off"}
         known = {group: _options(group, config_dir) for group in ("backbone", "dlr", "optimizer")}
         if backbone not in known["backbone"]:
             problems.append(_unknown(written, backbone, "backbone", known["backbone"]))
+            if "=" in before:
+                rule = "a comma ends a method, and a value with one is not possible here"
+                mend = "If it is one, give its key to all methods, beside pair="
+                problems.append(Problem("pair", f"{before},{written}", rule, mend))
+        chosen: dict[str, str] = {}
         for option in options:
             group = "optimizer" if option in known["optimizer"] else "dlr"
-            option = "on" if option == "dlr" else option
-            chosen[group] = option
-            if option not in known[group]:
+            if option not in known[group] and option != "dlr":
                 either = known["dlr"] | known["optimizer"]
                 problems.append(_unknown(written, option, "choice of dlr or optimizer", either))
-        words = [*(f"{group}={option}" for group, option in chosen.items()), *words]
+            elif group in chosen:
+                rule = f"{chosen[group]} and {option} are both a choice of {group}"
+                problems.append(Problem("pair", written, rule, "Keep one"))
+            chosen[group] = option
+        chosen = {"backbone": backbone, "dlr": "off"} | chosen
+        words = [*(f"{group}={'on' if option == 'dlr' else option}" for group, option in chosen.items()), *words]
     problems += [_reserved(word) for word in words if _key(word) in OURS]
     return tuple(words)
 
@@ -136,6 +154,11 @@ def _unknown(written: str, name: str, what: str, known: set[str]) -> Problem:
 def _reserved(word: str) -> Problem:
     key, _, value = word.lstrip("+").partition("=")
     return Problem(key, value, "is the grid's, and the same for all methods", f"Write {OURS[key]}<value>,<value>")
+
+
+def _overridden(word: str) -> Problem:
+    key, _, value = word.lstrip("+~").partition("=")
+    return Problem(key, value, f"does nothing: every method of pair= has its own {key}", "Leave it out")
 
 
 def _items(text: str, name: str, problems: list[Problem]) -> list[str]:
@@ -161,6 +184,10 @@ def _numbers(text: str, name: str, kind: type, problems: list[Problem]) -> list:
         else:
             found.append(number)
     return found
+
+
+def _keys(words: Sequence[str]) -> set[str]:
+    return set(map(_key, words))
 
 
 def _key(word: str) -> str:

@@ -17,9 +17,9 @@ from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
 from dlr_pretrain.launch.runs import Run
-from dlr_pretrain.launch.trained import another
+from dlr_pretrain.launch.trained import another, diverged
 
-STATES = ("finished", "running", "pending", "failed", "stopped", "not started")
+STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "not started")
 AGAIN = ("failed", "stopped")  # what --resubmit takes
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons to wait
@@ -67,6 +67,8 @@ def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
     last = _last_start(Path(job["log"])) if job else None
     if (beat := _beat(run.dir)) > time.time() - LEASE and not (last and last.ended and beat <= last.written):
         return "running", ""
+    if what := diverged(run):  # whoever has started it, and whatever is left of the log
+        return "diverged", " ".join(what.split())
     if job:
         return _ending(last)
     return ("stopped", "") if step else ("not started", "")

@@ -27,9 +27,10 @@ def last_saved(run_dir: Path) -> int:
     return 0 if saved == record.get("forked", {}).get("step") else saved
 
 
-def diverged(run_dir: Path) -> bool:
-    """Whether numbers that are not finite have ended the run, and nothing was saved since."""
-    return "diverged" in _record(run_dir)
+def diverged(run: Run) -> str:
+    """What was not finite when that ended ``run``, and nothing was saved since; empty where that is not so."""
+    record = _record(run.dir)
+    return "" if _changed(record.get("identity", {}), run) else str(record.get("diverged", ""))
 
 
 def _record(run_dir: Path) -> dict:
@@ -42,9 +43,12 @@ def _record(run_dir: Path) -> dict:
 
 def another(run: Run) -> str:
     """How the run in the directory of ``run`` differs from it; empty where it does not, or there is none."""
-    meant = json.loads(json.dumps(identity(run.cfg)))
-    changed = differences(trained(run.dir), meant)
+    changed = _changed(trained(run.dir), run)
     return ", ".join(f"{name}: {there} there, {here} here" for name, (there, here) in changed.items())
+
+
+def _changed(there: dict, run: Run) -> dict[str, tuple[object, object]]:
+    return differences(there, json.loads(json.dumps(identity(run.cfg))))
 
 
 def require_comparable_records(runs: Iterable[Run]) -> None:

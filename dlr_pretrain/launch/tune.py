@@ -23,7 +23,7 @@ from dlr_pretrain.launch.queue import Array, Queued, queue, resources
 from dlr_pretrain.launch.runs import Run, load_runs
 from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
-from dlr_pretrain.launch.trained import diverged, require_comparable_records
+from dlr_pretrain.launch.trained import require_comparable_records
 
 USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- words for sbatch]"
 EPILOG = """examples:
@@ -31,9 +31,10 @@ EPILOG = """examples:
   tune.py pair=cola,cola+dlr lr=0.001,0.003,0.01 seeds=41 confirm=42,43,44 scale=60m --slurm -- --gpus-per-node=8
 
 a method is backbone[+dlr][+option][:key=value...], such as cola+dlr, lowrank+init_offset, full+galore or
-cola+dlr:dlr.alpha=0.5; the others are compared with the first. lr and seeds are the grid, of the same size for every
-method; confirm are seeds that are trained at each method's chosen rate alone, and reported in the place of the grid's.
-Everything else is an override of train.py, for all methods. The same command again goes on where this one stopped."""
+cola+dlr:dlr.alpha=0.5 (no value with a comma); the others are compared with the first. lr and seeds are the grid, of
+the same size for every method; confirm are seeds that are trained at each method's chosen rate alone, and reported in
+the place of the grid's. Everything else is an override of train.py, for all methods. The same command again goes on
+where this one stopped."""
 
 
 def main(argv: list[str]) -> int:
@@ -100,9 +101,7 @@ def trial(cell: tuple[str, float, int], run: Run, stands: Status) -> Trial:
     last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
     losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
     state = stands.state
-    if state == "failed" and diverged(run.dir):
-        state = "diverged"
-    elif state == "finished" and last.get("step") != run.cfg.train.steps:
+    if state == "finished" and last.get("step") != run.cfg.train.steps:
         raise UserError(f"{run.dir}: finished, and metrics.jsonl has no evaluation of its last step. Move it away")
     elif state == "finished" and "eval/loss_a" not in last:
         raise UserError(f"{run.dir}: from an older version, which did not evaluate by halves. Move it away")

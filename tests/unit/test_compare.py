@@ -9,6 +9,8 @@ import sys
 import pytest
 from run_folders import SHORT, a_run, pairs_of_runs
 
+from dlr_pretrain.analysis.records import THINNED
+from dlr_pretrain.train.record import update_record
 from tests.conftest import script
 
 
@@ -44,9 +46,11 @@ def test_differences_are_by_seed(tmp_path, compare):
         each = [[losses(tmp_path / f"cola-{dlr}-s{seed}")[row["step"]] for seed in (41, 42)] for dlr in ("off", "on")]
         gaps = [b - a for a, b in zip(*each, strict=True)]
         assert row["difference"] == [
-            {"mean": statistics.fmean(gaps), "std": statistics.stdev(gaps), "n": 2, "paired": True}
+            {"mean": statistics.fmean(gaps), "std": statistics.stdev(gaps), "n": 2, "diverged": 0, "paired": True}
         ]
-        assert row["loss"][0] == {"mean": statistics.fmean(each[0]), "std": statistics.stdev(each[0]), "n": 2}
+        assert row["loss"][0] == {
+            "mean": statistics.fmean(each[0]), "std": statistics.stdev(each[0]), "n": 2, "diverged": 0
+        }  # fmt: skip
     assert [row["step"] for row in found["training"]] == [15, 30, 45, 60]
 
 
@@ -84,3 +88,56 @@ def test_runs_without_a_common_step(tmp_path, compare):
     a_run(tmp_path / "b", *SHORT, "backbone=lost")
     code, text, _ = compare(tmp_path)
     assert code == 0 and "there is no common step" in text
+
+
+def diverges(folder, step: int, *words: str, seed: int) -> None:
+    a_run(folder, *SHORT, *words, seed=seed, step=step)
+    update_record(folder, {"diverged": f"step {step + 1}: loss nan"})
+
+
+def test_a_diverged_seed_shortens_no_curve_and_is_left_out_of_no_mean(tmp_path, compare):
+    pairs_of_runs(tmp_path, "cola", seeds=(41, 42))
+    diverges(tmp_path / "on-43", 30, "backbone=cola", "dlr=on", seed=43)
+    a_run(tmp_path / "off-43", *SHORT, "backbone=cola", "dlr=off", seed=43)
+    _, text, _ = compare(tmp_path, "--json")
+    found = json.loads(text)
+    assert found["warnings"] == ["on-43 has diverged after step 30: there is no mean with it beyond that"]
+    for name, steps in (("evaluation", [20, 40, 60]), ("training", [15, 30, 45, 60])):
+        assert [row["step"] for row in found[name]] == steps
+        for row in found[name]:
+            lost = int(row["step"] > 30)
+            a, b = row["loss"]
+            assert (a["n"], a["diverged"], a["mean"] is None) == (3, 0, False)
+            for cell in (b, row["difference"][0]):
+                assert (cell["n"], cell["diverged"], cell["mean"] is None) == (3, lost, bool(lost))
+    _, text, _ = compare(tmp_path)
+    rows = [line for line in text.splitlines() if line.split()[:1] == ["40"]]
+    assert rows[0].count("1 of 3 diverged") == 2 and "unfinished" not in text and "not finite" not in text
+    assert "± is the standard deviation over seeds; behind a difference, of the differences" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_both_sides_may_diverge(tmp_path, compare):
+    """With seeds of their own and with one in common."""
+    for dlr, seed in (("off", 41), ("on", 42)):
+        diverges(tmp_path / f"{dlr}-{seed}", 30, "backbone=cola", f"dlr={dlr}", seed=seed)
+        a_run(tmp_path / f"{dlr}-{83 - seed}", *SHORT, "backbone=cola", f"dlr={dlr}", seed=83 - seed)
+    _, text, _ = compare(tmp_path)
+    assert text.count("2 of 2 diverged") == 4 and "1 of 2 diverged" in text
+    _, text, _ = compare(tmp_path / "off-41", tmp_path / "on-42")
+    assert "\n        60" not in text and "(means)" in text
+    _, text, _ = compare(tmp_path / "off-42", tmp_path / "on-42")
+    assert "1 of 1 diverged" in text
+
+
+def test_a_record_that_was_thinned_away_is_no_divergence(tmp_path, compare):
+    pairs_of_runs(tmp_path, "cola", seeds=(41,))
+    for folder in tmp_path.iterdir():
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        kept = [line for line in lines if json.loads(line)["step"] in (1, 20, 25, 40, 50, 60)]
+        (folder / "metrics.jsonl").write_text("".join(kept))
+        update_record(folder, {THINNED: 25})
+    _, text, _ = compare(tmp_path, "--json")
+    found = json.loads(text)["training"]
+    assert [row["step"] for row in found] == [20, 25, 40, 60]
+    assert all(cell["mean"] for row in found for cell in row["loss"] + row["difference"])

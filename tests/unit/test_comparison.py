@@ -17,10 +17,13 @@ import pytest
 from dlr_pretrain.analysis.comparison import Design, Trial, compare, held_out
 from dlr_pretrain.analysis.comparison_tables import comparison_tables
 from dlr_pretrain.analysis.comparison_view import console, report, write
+from dlr_pretrain.analysis.measured import take_measured
 from dlr_pretrain.analysis.paper import fact
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.student import estimate, quantile
 from dlr_pretrain.analysis.tables import text
+from dlr_pretrain.errors import UserError
+from tests.unit.run_folders import SHORT, a_run
 
 RATES = (0.001, 0.003, 0.01)
 
@@ -151,6 +154,24 @@ def test_a_diverged_run_rules_its_rate_out_and_no_edge_lies_before_it():
     assert "two diverged at 0.01 (seed 2)." in report(dressed(found))
 
 
+@pytest.mark.parametrize("gone", ["one", "two"])
+def test_a_diverged_seed_is_left_out_of_no_mean_at_equal_rates(gone):
+    """Neither of a difference nor of a perplexity, in report.md and in a report of runs."""
+    design = Design(("one", "two"), RATES, (1, 2, 3))
+    lost = lambda m, lr, s: None if (m, lr, s) == (gone, 0.01, 3) else (bowl(0.003, lr), 3.0 + s / 10)  # noqa: E731
+    found = dressed(compare(design, trials(design, lost)))
+    at = found["at_equal_rates"][2]
+    assert (at["lr"], at["difference"], at["diverged"], len(at["by_seed"])) == (0.01, None, [3], 2)
+    assert found["at_equal_rates"][1]["difference"]["n"] == 3 and found["at_equal_rates"][1]["diverged"] == []
+    said = report(found)
+    assert "| two | one | 0.01 | 1 of 3 diverged | 2 |" in said
+    (row,) = (line for line in said.splitlines() if line.startswith("| 0.01 |"))
+    assert row.count("1 of 3 diverged") == 1 and row.count("±") == 1
+    tables = {table.name: table for table in comparison_tables([(Path("tune"), found)])}
+    assert [text(row[3]) for row in tables["tune_equal"].rows] == ["+0.0000 (3)", "+0.0000 (3)", "1 of 3 diverged"]
+    assert text(tables["tune_equal"].rows[2][4]) == "–"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -267,7 +288,7 @@ def test_the_report_says_it_in_words_and_tables(written):
     values = [math.exp(3 + 2 * seed / 1000) for seed in (1, 2, 3)]
     spread = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert f"| cola | 0.003 | {spread} |" in text and f"| 0.003 | **{spread}** |" in text
-    assert "2 of 3" not in text and "1 diverged" in text
+    assert "2 of 3" not in text and "| 0.01 | 1 of 3 diverged |" in text
     assert "a seed's luck is in both" in text
     assert all(len(line) <= 80 for line in console(found).splitlines())
 
@@ -307,6 +328,61 @@ def test_comparisons_are_told_apart_by_the_words_that_not_all_share(written, tmp
     table = (tmp_path / "report" / "tables" / "tune.md").read_text()
     assert "| optimizer=adamw | cola+dlr | 0.003 |" in table
     assert "| optimizer.weight_decay=0.1 | cola+dlr | 0.003 |" in table
+
+
+def placed(folder: Path, *methods: str, gap: float) -> None:
+    """A comparison at one rate, in which each method is worse than the one before by about ``gap``."""
+    design = Design(methods, (0.01,), (1, 2, 3))
+    made = trials(design, lambda m, lr, s: (3.0, 3.0 + gap * methods.index(m) * s))
+    folder.mkdir(parents=True)
+    (folder / "tune.json").write_text(json.dumps(dressed(compare(design, made))))
+
+
+def test_several_comparisons_say_how_likely_one_of_them_errs(tmp_path):
+    """The same runs in two of them are one chance."""
+    for i in range(5):
+        placed(tmp_path / f"tune/{i}", "one", "two", gap=0.1 + i / 10)
+    placed(tmp_path / "tune/again", "one", "two", gap=0.1)
+    write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
+    said = "5 comparisons stand here, the interval of each by itself: if nothing differed, one or more of them would "
+    said += "leave out zero with a chance of 23 %"
+    table, figure = (tmp_path / "report/report.md").read_text().split("## Figures")
+    assert f"* {said}\n" in table and f"grey leaves it open. {said}." in figure
+
+
+def test_the_intervals_of_one_comparison_hold_together_and_need_no_such_word(tmp_path):
+    placed(tmp_path / "tune/a", "one", "two", "three", gap=0.1)
+    (path,) = tmp_path.glob("tune/a/tune.json")
+    table = next(comparison_tables([(path.parent, json.loads(path.read_text()))]))
+    assert len(table.rows) == 3 and "stand here" not in " ".join(table.notes)
+
+
+def test_a_comparison_is_read_by_the_rules_of_today(tmp_path):
+    """Of its trials, whatever an earlier version has written beside them."""
+    design = Design(("one", "two"), RATES, (1, 2, 3))
+    lost = lambda m, lr, s: None if (lr, s) == (0.01, 3) else (bowl(0.003, lr), 3.0)  # noqa: E731
+    found = dressed(compare(design, trials(design, lost)))
+    for c in found["at_equal_rates"]:
+        del c["diverged"]
+    (tmp_path / "tune.json").write_text(json.dumps(found))
+    for place in (tmp_path, tmp_path / "tune.json", f"{tmp_path.parent}/{tmp_path.name[:-1]}?"):
+        left, others = take_measured([str(place), str(tmp_path)])
+        ((folder, read),) = others.compared
+        assert (left, folder) == ([], tmp_path) and read["at_equal_rates"][2]["diverged"] == [3]
+
+
+def test_places_that_hold_nothing_are_named(tmp_path):
+    for name, said in (("tune.json", "no such file. Name one of scripts/tune.py"), ("x.json", "no such file")):
+        with pytest.raises(UserError, match=rf"{name}: {said}"):
+            take_measured([str(tmp_path / name)])
+    (tmp_path / "tune.json").write_text('{"trials": [{}], "design": {}}')
+    with pytest.raises(UserError, match=r"tune\.json cannot be read as a file of scripts/tune\.py"):
+        take_measured([str(tmp_path)])
+    a_run(tmp_path / "sweep/a", *SHORT)
+    placed(tmp_path / "sweep/b", "one", "two", gap=0.1)
+    glob = str(tmp_path / "sweep/*")
+    left, others = take_measured([glob])
+    assert left == [glob] and [folder.name for folder, _ in others.compared] == ["b"]
 
 
 def test_methods_of_table_1_stand_beside_the_papers(written, tmp_path):

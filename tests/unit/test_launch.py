@@ -391,6 +391,24 @@ def test_a_run_whose_lease_is_fresh_is_running_and_one_that_is_whole_has_finishe
     assert look(run, {}).state == "stopped"
 
 
+def test_a_run_that_has_diverged_is_submitted_neither_first_nor_again(scheduler, table_of, capsys):
+    """Its manifest says so, unless that is of another run, or it is being trained."""
+    run, other = loaded(table_of)
+    write_metrics(run, 10)
+    update_record(run.dir, {"identity": {"train.lr": run.cfg.train.lr}, "diverged": "step 11: loss nan"})
+    write_job(other, "job 8_3, start 1: x\nerror: no\njob 8_3: ended with exit code 3\n", "8_3")
+    update_record(other.dir, {"identity": {"train.lr": 9.0}, "diverged": "step 11: loss nan"})
+    assert look(run, {}) == Status("diverged", "step 11: loss nan", 10, 3.91)
+    assert look(other, {}).state == "failed"
+    assert command.main([*table_of, "--resubmit"]) == 0
+    assert f"--array={other.number}" in asked(scheduler)
+    assert "2 runs: 1 diverged, 1 failed" in capsys.readouterr().out
+    with_lock = RunLock(run.dir)
+    with_lock.acquire()
+    assert look(run, {}).state == "running"
+    with_lock.release()
+
+
 def test_a_run_that_was_killed_is_not_running_though_its_lease_is_fresh(table_of):
     run = loaded(table_of)[0]
     lease = run.dir / ".lock"

@@ -290,6 +290,7 @@ KEYS = {
     "warmup_steps": None,
     "tokens": {"positions", "paper_budget", "budget_steps"},
     "schedule": None,
+    "restart_every": None,
     "resume": {"streams", "bytes", "seconds"},
     "probe": None,
 }

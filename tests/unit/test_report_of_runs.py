@@ -19,9 +19,10 @@ import pytest
 from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import figures, layouts
+from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Spread, grouped, pairs
 from dlr_pretrain.analysis.paper import fact, facts, marks
-from dlr_pretrain.analysis.records import find_runs, read_run
+from dlr_pretrain.analysis.records import THINNED, find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.tables import Figure, Table, comma_separated, latex, markdown
 from dlr_pretrain.analysis.versus import render, versus
@@ -320,6 +321,20 @@ def test_a_setting_that_is_not_the_papers_is_marked(tmp_path):
     )
 
 
+def test_a_pair_beside_the_papers_is_marked_as_table_1_is(tmp_path):
+    """A run of another text and length; one of a scale that the paper has not stands beside nothing."""
+    words = ("scale=60m", "experiment=table1/cola", "data=sample", "train.steps=30", "eval.every=10")
+    for dlr in ("off", "on"):
+        a_run(tmp_path / dlr, *words, f"dlr={dlr}", "eval.tokens=10000000")
+    pairs_of_runs(tmp_path / "tiny", "cola", seeds=(41,))
+    table = layouts.pairs_table(grouped(find_runs([tmp_path / "on", tmp_path / "off", tmp_path / "tiny"])[0])[0])
+    ours, tiny = sorted(table.rows, key=lambda row: row[0])
+    assert all(cell.text.endswith(" (1) [a]") for cell in ours[2:4]) and ours[6].text == "-1.14"
+    assert not any("[" in cell.text for cell in tiny[2:4]) and tiny[6] == ""
+    (note,) = (note for note in table.notes if note.startswith("[a] not the paper's setting: "))
+    assert "text of sample, not C4" in note and "tokens, not 1.4B" in note
+
+
 def test_commands_that_fill_missing_cells_are_commands(tmp_path):
     pairs_of_runs(tmp_path, "cola", seeds=(41,))
     shutil.rmtree(tmp_path / "cola-off-s41")
@@ -403,6 +418,32 @@ def test_every_sign_survives_the_formats():
     assert r"a|b\_c\textasciitilde{} & 1.50 $\pm$ 0.25 (2) \\" in text
 
 
+def test_csv_has_what_stands_behind_a_figure():
+    """Nothing of it is lost: a note, a published spread, a spread of nought."""
+    lost, ours, theirs = Figure(math.inf, n=2, note="1 of 2 diverged [a]"), Figure(1.5, 0.0, 3), Figure(2.5, 0.1)
+    table = Table("t", "T", ["Name", "ours", "paper"], [["a", lost, theirs], ["b", ours, None]])
+    assert comma_separated(table).splitlines() == [
+        "Name,ours,ours: std,ours: n,ours: note,paper,paper: std",
+        "a,inf,,2,1 of 2 diverged [a],2.5,0.1",
+        "b,1.5,0.0,3,,,",
+    ]
+
+
+def test_tokens_are_those_that_were_seen(tmp_path):
+    """Of runs that stopped or diverged, too: not those that were planned."""
+    for seed, step in ((41, None), (42, 30), (43, 15)):
+        a_run(tmp_path / str(seed), *COLA, seed=seed, step=step)
+    groups, _ = grouped(find_runs([tmp_path])[0])
+    columns = dict(zip((table := layouts.groups_table(groups, [None])).header, table.rows[0], strict=True))
+    seen = [last_line(tmp_path / str(seed))["train/tokens"] / 1e6 for seed in (43, 41)]
+    assert columns["M tokens"] == f"{seen[0]:.3g} to {seen[1]:.3g}" and seen[1] == 4 * seen[0]
+    shutil.rmtree(tmp_path / "41")
+    shutil.rmtree(tmp_path / "42")
+    groups, found = (of := grouped(find_runs([tmp_path])[0])[0]), costs(of)[0]
+    row = layouts.groups_table(groups, found).rows[0]
+    assert row[5].value == seen[0] and row[7].value == found[0].flops * seen[0] / 1e9
+
+
 def test_colours_of_a_panel_are_always_the_same(tmp_path):
     pairs_of_runs(tmp_path, "cola", seeds=(41,))
     a_run(tmp_path / "full", *SHORT, "backbone=full")
@@ -411,6 +452,29 @@ def test_colours_of_a_panel_are_always_the_same(tmp_path):
     assert name == "cola"
     found = {group.label: style["color"] for group, style in zip(members, figures.look(members), strict=True)}
     assert found == {"cola": figures.PLAIN, "cola+dlr": figures.DLR, "full": figures.BLACK}
+
+
+def test_an_unfinished_seed_is_drawn_and_in_no_mean(tmp_path):
+    """The mean over seeds is of the same ones at every step."""
+    for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
+        a_run(tmp_path / f"runs/{seed}", *COLA, seed=seed, level=level, step=step)
+    (group,), _ = grouped(find_runs([tmp_path / "runs"])[0])
+    steps, means = figures.mean_curve(group)
+    assert steps == [20, 40, 60] and [at.n for at in means] == [2, 2, 2]
+    (picture,) = (picture for picture in figures.draw([group], [None], tmp_path) if picture.name == "perplexity_tiny")
+    assert "over the finished seeds (their number behind each name" in picture.caption
+    assert "<!-- cola (2) -->" in (tmp_path / "perplexity_tiny.svg").read_text()
+    update_record(tmp_path / "runs/44", {"diverged": "step 31: loss nan"})
+    (group,), _ = grouped(find_runs([tmp_path / "runs"])[0])
+    means = figures.mean_curve(group)[1]
+    assert [(at.n, at.finite) for at in means] == [(3, True), (3, False), (3, False)]
+
+
+def test_what_was_thinned_is_not_called_each_step(tmp_path):
+    update_record(a_run(tmp_path / "runs/a", *COLA), {THINNED: 25})
+    groups, _ = grouped(find_runs([tmp_path / "runs"])[0])
+    captions = {picture.name: picture.caption for picture in figures.draw(groups, [None], tmp_path)}
+    assert "the steps that were kept (faint)" in captions["gradient_norm_tiny"]
 
 
 def test_figures_are_the_same_files_twice(tmp_path, monkeypatch):

@@ -130,6 +130,12 @@ def test_words_of_a_method_take_the_place_of_those_of_all():
     ]
 
 
+def test_a_word_that_one_method_does_not_override_is_for_that_one():
+    grid = read_grid(["pair=full+galore,full", *LISTS[1:], "optimizer=muon", "dlr.alpha=2"])
+    first, second = ([*grid.line(method, 0.001, 41).words] for method in grid.design.methods)
+    assert "optimizer=galore" in first and "optimizer=muon" not in first and "optimizer=muon" in second
+
+
 def test_the_results_keep_their_name_when_the_grid_grows():
     names = [read_grid([*lists, "scale=tiny"]).name for lists in (LISTS, [LISTS[0], "lr=0.1", "seeds=7"])]
     assert names[0] == names[1] != read_grid([*LISTS, "scale=60m"]).name
@@ -148,6 +154,17 @@ def test_the_results_keep_their_name_when_the_grid_grows():
         ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
         ([*LISTS, "train.lr=0.1", "seed=4"], ["train.lr=0.1: is the grid's", "Write lr=", "seed=4", "Write seeds="]),
         (["pair=cola:train.lr=0.1", *LISTS[1:]], ["train.lr=0.1: is the grid's"]),
+        ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
+        ([*LISTS, "+backbone=lost"], ["backbone=lost: does nothing"]),
+        (["pair=full+galore,full+adamw", *LISTS[1:], "optimizer=muon"], ["optimizer=muon: does nothing"]),
+        ([*LISTS, "seeds=43"], ["seeds=43: seeds=41,42 is there already. Write one list"]),
+        ([*LISTS, "+lr=0.1"], ["lr=0.1: lr=0.003,0.001,0.01 is there already"]),
+        (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: dlr and random are both a choice of dlr"]),
+        (["pair=full+galore+muon", *LISTS[1:]], ["galore and muon are both a choice of optimizer. Keep one"]),
+        (
+            ["pair=cola+dlr:probe.layers=a,b", *LISTS[1:]],
+            ["b is no backbone", "pair=cola+dlr:probe.layers=a,b: a comma ends a method, and a value with one is not"],
+        ),
     ],
 )
 def test_what_is_wrong_with_a_grid_is_said(given, said):
@@ -190,6 +207,18 @@ def test_it_goes_on_where_it_was(command, trained, capsys):
         assert [t["state"] for t in wider["trials"] if t["lr"] == 0.03] == ["diverged"] * 4
         assert wider["chosen"]["cola"]["edge"] is None
     assert "8 of 12 runs have ended before" in capsys.readouterr().out
+
+
+def test_a_run_that_diverged_is_not_trained_again_though_its_log_is_gone(command, trained):
+    """Nor is its log asked at all where another command has started it."""
+    grid = ("pair=cola", "lr=0.003,0.03", "seeds=41")
+    found = command(*grid)
+    (run,) = (run for run in trained if run.cfg.train.lr == 0.03)
+    (run.dir / "jobs.jsonl").unlink()
+    (run.dir / "metrics.jsonl").write_text('{"step": 2, "train/loss": 9.0}\n')
+    again = command(*grid)
+    assert len(trained) == 2 and [t["state"] for t in again["trials"]] == ["finished", "diverged"]
+    assert found["trials"][1]["remark"] == again["trials"][1]["remark"] and "not finite" in again["trials"][1]["remark"]
 
 
 def test_an_edge_and_unequal_budgets_are_said(command, trained, capsys):
