@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -44,6 +45,7 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
     With ``ranks`` None their number is not known yet, without ``machine`` it need not run here: see ``validate``.
     """
+    _require_own_package(Path(sys.argv[0]))
     line = read(words)
     if line.multirun:
         raise ConfigError([Problem("-m", MISSING, "asks for several runs, where one is expected", "Leave it out")])
@@ -58,6 +60,13 @@ def world_size() -> int:
         return int(ranks)
     rule = f"no rank of that many can be RANK={rank}"
     raise ConfigError([Problem("WORLD_SIZE", ranks, rule, "torchrun sets both: unset them to start one process")])
+
+
+def _require_own_package(script: Path) -> None:
+    """A script of one checkout would check what the package of another trains."""
+    root, package = script.resolve().parent.parent, Path(__file__).resolve().parent
+    if (root / "dlr_pretrain" / "cli.py").exists() and root != package.parent:
+        raise UserError(f"{script} is not of the package that python imports, {package}. Call pip install -e {root}")
 
 
 def _refuse_sweep_of_ranks(line: CommandLine) -> None:

@@ -4,11 +4,13 @@ seeds of one method, give mean and standard deviation. Under torchrun each rank,
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, device_of, joined, rank
 from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, at_least_1, names
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.process import die_with_agent
 
@@ -45,16 +47,16 @@ def run(given: argparse.Namespace) -> None:
         if given.output.is_dir():
             raise UserError(f"--output {given.output}: is a folder. Name a file")
     with joined("cpu"):  # only scores are exchanged, when all of a model's are there
-        report = evaluate(given) | {"harness": harness}
-    if rank():
-        return
-    print(table(report), flush=True)
-    if given.output:
-        given.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        for report in evaluate(given):
+            report["harness"] = harness
+            if given.output and not rank():
+                write_durably(given.output, json.dumps(report, indent=2) + "\n")
+    if not rank():
+        print(table(report), flush=True)
 
 
-def evaluate(given: argparse.Namespace) -> dict:
-    """Everything that is printed and written, of all folders."""
+def evaluate(given: argparse.Namespace) -> Iterator[dict]:
+    """Everything that is printed and written, after each folder of those until then: a later one may fail."""
     import torch
 
     from dlr_pretrain.deploy import zero_shot
@@ -75,18 +77,19 @@ def evaluate(given: argparse.Namespace) -> dict:
         try:
             found = zero_shot.evaluate(model.to(device), tokenizer, tasks, positions, *how_much)
         except torch.OutOfMemoryError as error:
-            raise UserError(f"out of GPU memory at --batch-size {given.batch_size}: give a smaller one") from error
+            rule = f"out of GPU memory at --batch-size {given.batch_size}"
+            raise UserError(f"{folder}: {rule}: give a smaller one") from error
         checkpoints.append({"folder": str(folder), **how, "tasks": found})
-    means, average = zero_shot.combine([each["tasks"] for each in checkpoints])
-    return {
-        "tasks": means,
-        "average": average,
-        "convention": "as_in_paper" if given.as_in_paper else "plain",
-        **how,
-        "data": str(given.data or "hub"),
-        "limit": given.limit,
-        "checkpoints": checkpoints,
-    }
+        means, average = zero_shot.combine([each["tasks"] for each in checkpoints])
+        yield {
+            "tasks": means,
+            "average": average,
+            "convention": "as_in_paper" if given.as_in_paper else "plain",
+            **how,
+            "data": str(given.data or "hub"),
+            "limit": given.limit,
+            "checkpoints": checkpoints,
+        }
 
 
 def table(report: dict) -> str:

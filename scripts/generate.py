@@ -80,6 +80,7 @@ def check(given: argparse.Namespace) -> list[str]:
             ("tokens", given.tokens >= 1, "must be at least 1"),
             ("temperature", given.temperature >= 0, "must be at least 0"),
             ("top-p", 0 < given.top_p <= 1, "must be above 0 and at most 1"),
+            ("seed", 0 <= given.seed < 2**64, "must be at least 0 and below 2^64"),
         )
         if not holds
     ]

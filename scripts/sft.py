@@ -7,6 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, decided, device_of, joined, rank
 from dlr_pretrain.deploy.recipe import DATASET, PRECISIONS, Recipe
@@ -75,7 +76,11 @@ def tune_and_measure(given: argparse.Namespace, device) -> None:
     from dlr_pretrain.deploy.sft import tune
     from dlr_pretrain.deploy.sft_table import measure, write_table
 
+    seeds = list(dict.fromkeys(given.seeds))
+
     def read() -> tuple:
+        if wrong := [seed for seed in seeds if not 0 <= seed < 2**32]:
+            raise ConfigError([Problem("--seeds", wrong, "must be at least 0 and below 2^32")])
         share = given.epochs, given.batch, given.lr, given.length
         recipe = Recipe(*share, micro_batch=given.micro_batch, precision=given.precision)
         folders = named(given.folders)
@@ -83,7 +88,7 @@ def tune_and_measure(given: argparse.Namespace, device) -> None:
 
     recipe, folders, rows, held_out = decided(read)
     evaluate = evaluation(given, device) if given.tasks else None
-    records = tune(folders, rows, held_out, recipe, given.seeds, given.output, device.type, say)
+    records = tune(folders, rows, held_out, recipe, seeds, given.output, device.type, say)
     if evaluate:
         setting = {
             "convention": "as_in_paper" if given.as_in_paper else "plain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -12,10 +13,12 @@ from functools import partial
 from pathlib import Path
 
 from dlr_pretrain.cli import load, world_size
-from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.config import Config, ConfigError, identity
+from dlr_pretrain.config.identity import differences
 from dlr_pretrain.doctor import machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.record import read_record
 
 
 def main(argv: list[str]) -> int:
@@ -89,10 +92,26 @@ def configuration(words: list[str]) -> tuple[Config, Outcome]:
         cfg = load(words, ranks)
     except ConfigError as error:
         return load(words, ranks, machine=False), Outcome(FAIL, "; ".join(map(str, error.problems)))
-    there = Path(cfg.run.dir)
-    goes_on = ", which goes on from its last checkpoint" if (there / "manifest.json").exists() else ", a new run"
+    found = directory(cfg)
     names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
-    return cfg, Outcome(OK, f"{names} on {ranks} rank{'s' * (ranks > 1)}; {there}{goes_on}")
+    return cfg, replace(found, text=f"{names} on {ranks} rank{'s' * (ranks > 1)}; {found.text}")
+
+
+def directory(cfg: Config) -> Outcome:
+    """What the run directory holds; a failure where train.py would not go on in it."""
+    there = Path(cfg.run.dir)
+    try:
+        record = read_record(there)
+    except UserError as error:
+        return Outcome(FAIL, str(error))
+    if "saved" not in record:
+        return Outcome(OK, f"{there}, a new run")
+    if changed := differences(record["identity"], json.loads(json.dumps(identity(cfg)))):
+        what = ", ".join(f"{name}: {before} there, {here} here" for name, (before, here) in changed.items())
+        return Outcome(FAIL, f"{there} holds another run: {what}", "Restore these keys, or choose another run.dir")
+    if record["saved"] == cfg.train.steps and (there / "folded" / "README.md").exists():
+        return Outcome(OK, f"{there}, which has finished")
+    return Outcome(OK, f"{there}, which goes on from its last checkpoint")
 
 
 class Scratch:

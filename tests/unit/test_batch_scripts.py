@@ -64,12 +64,13 @@ def test_a_crash_returns_to_the_queue_where_its_start_has_saved(batch, tmp_path,
     assert (f"exit code {code}, after a checkpoint at step {steps.split()[1]}; back to" in done.stdout) is again
 
 
-@pytest.mark.parametrize(("before", "again"), [(0, True), (1, True), (2, False)])
-def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice(batch, tmp_path, before, again):
-    log = tmp_path / "log"
-    log.write_text(before * "job 5: stopped without a checkpoint; back to the queue\n")
+@pytest.mark.parametrize(("history", "again"), [("", 1), ("0", 1), ("00", 0), ("0010", 1), ("1000", 0)])
+def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice_in_a_row(batch, tmp_path, history, again):
+    log, before = tmp_path / "log", history.count("0")
+    lines = {"0": "stopped without a checkpoint", "1": "saved"}
+    log.write_text("".join(f"job 5: {lines[start]}; back to the queue\nstep 7\n" for start in history))
     done, asked = crashed(batch, tmp_path, 75, "500 500", log=log)
-    assert done.returncode == 75 and (asked[-1] == "scontrol requeue 5") is again
+    assert done.returncode == 75 and (asked[-1] == "scontrol requeue 5") == again
     assert log.read_text().count("stopped without a checkpoint") == before + 1
     done, asked = crashed(batch, tmp_path, 75, "500 600", log=log)
     assert asked[-1] == "scontrol requeue 5" and "job 5: saved; back to the queue" in log.read_text()

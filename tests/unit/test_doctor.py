@@ -18,6 +18,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import command, machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Check, Outcome, Ranks, run
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT, torchrun
 from tests.kill.test_disk import small_disk
 
@@ -108,6 +109,29 @@ def test_a_broken_tokenizer_is_told_and_the_rest_is_checked(words, tmp_path, cap
     assert "no sbatch here" in said
     assert max(len(line) for line in said.splitlines() if "/" not in line) <= 80
     assert tree(tmp_path) == before and not list(tmp_path.rglob(".doctor*"))
+
+
+def test_a_directory_is_held_against_the_run_that_is_meant(words, tmp_path):
+    """Finished, on its way, another run, which train.py refuses, or a record that nobody can read."""
+    given = words(f"run.dir={tmp_path}/a")
+    cfg = load(given)
+    folder = Path(cfg.run.dir)
+    assert command.configuration(given)[1].text.endswith(f"{folder}, a new run")
+    folder.mkdir()
+    update_record(folder, {"identity": {"train.lr": cfg.train.lr}, "saved": cfg.train.steps})
+    assert command.configuration(given)[1].text.endswith("which goes on from its last checkpoint")
+    (folder / "folded").mkdir()
+    (folder / "folded" / "README.md").touch()
+    found = command.configuration(given)[1]
+    assert found.level == OK and found.text.endswith(f"{folder}, which has finished")
+    update_record(folder, {"identity": {"train.lr": 0.5}})
+    found = command.configuration(given)[1]
+    assert found.level == FAIL and f"holds another run: train.lr: 0.5 there, {cfg.train.lr} here" in found.text
+    update_record(folder, {"saved": None})  # it may become another
+    assert command.configuration(given)[1].level == OK
+    (folder / "manifest.json").write_text("{")
+    found = command.configuration(given)[1]
+    assert found.level == FAIL and "manifest.json is damaged" in found.text
 
 
 @pytest.mark.slow
