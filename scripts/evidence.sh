@@ -2,11 +2,12 @@
 # The runs for the question whether DLR does what its paper says, in this framework, on real text.
 #
 #   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or those named; the same command again goes on
+#   MISSING=1 scripts/evidence.sh [PIECE ...]              the comparisons alone of which nothing is kept
 #   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from what is kept
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
 # default: minutes a run and core), or evidence_60m with SPIECE, T5's sentencepiece model, on a GPU, whose tables and
-# figures stay beside its runs. JOBS run at once.
+# figures stay beside its runs. JOBS run at once. A comparison is kept as soon as it has ended.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${EXPERIMENT:-evidence_cpu}
@@ -23,10 +24,12 @@ seeds=42,43,44
 more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-tune() { # name of the comparison, words of tune.py; the runs of a finished piece are kept
+tune() { # name of the comparison, words of tune.py
   local output=$root/$piece/tune/$1
+  if [ -n "${MISSING:-}" ] && [ -f "$kept/$piece/tune/$1/tune.json" ]; then echo "$1: kept" && return; fi
   shift
   "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" --output "$output" "$@"
+  "$python" -m dlr_pretrain.analysis.keep "$output" "$kept/$piece"
 }
 
 tokens() { # the text, tokenised once
@@ -92,11 +95,8 @@ paths() { # how the gradient splits on its way to the latents, over a run; those
 
 all=(pairs paper mechanism ablations longer paths)
 
-report() { # from the runs where they are here, else from those that are kept
+report() { # of what is kept
   for piece in "${all[@]}"; do
-    if [ -d "$root/$piece/tune" ]; then
-      "$python" -m dlr_pretrain.analysis.keep "$root/$piece" "$kept/$piece" || echo "$piece: as it was kept before"
-    fi
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
   done

@@ -1,10 +1,11 @@
-"""The runs of comparisons cut down to what a report reads, small enough to stand in a repository beside its figures.
+"""Comparisons and their runs cut down to what a report reads, small enough to stand in a repository beside its figures.
 
-    python -m dlr_pretrain.analysis.keep runs/evidence/pairs benchmarks/evidence/pairs
+    python -m dlr_pretrain.analysis.keep runs/evidence/pairs/tune/cola benchmarks/evidence/pairs
 
-For each ``tune/*/tune.json`` of the first folder: that file, and of every run that it names the configuration, the
+Of each comparison, a folder with a ``tune.json``: that file, and of every run that it names the configuration, the
 manifest without the name of the machine, and of ``metrics.jsonl`` the first update, the last, each that was evaluated
-or probed, and every twenty-fifth. ``scripts/report.py`` reads them like whole runs.
+or probed, and every twenty-fifth. What is kept there of other comparisons stays. ``scripts/report.py`` reads it all
+like whole runs.
 """
 
 from __future__ import annotations
@@ -25,36 +26,57 @@ from dlr_pretrain.errors import UserError
 EVERY = 25
 
 
-def keep(folder: Path, output: Path, every: int = EVERY) -> int:
-    """Write the comparisons of ``folder`` and their runs into ``output``, in place of those that are kept there; how
-    many runs. UserError where one of them has not ended, or ``output`` has others than those: it stays as it was."""
-    comparisons = sorted(folder.glob("tune/*/tune.json"))
-    if not comparisons:
-        raise UserError(f"{folder}: there is no tune/*/tune.json. Name a folder with results of scripts/tune.py")
-    runs: dict[str, Path] = {}
-    for path in comparisons:
-        trials = json.loads(path.read_text(encoding="utf-8"))["trials"]
-        if open_ones := [trial["run"] for trial in trials if trial["state"] not in ENDED]:
-            raise UserError(f"{path}: {open_ones[0]} has not ended. Give its command again first")
-        runs |= {Path(trial["run"]).name: Path(trial["run"]) for trial in trials}
+def keep(comparisons: Sequence[Path], output: Path, every: int = EVERY) -> int:
+    """Write ``comparisons`` and their runs into ``output``, beside the others that are kept there; how many runs.
+
+    UserError where one of them has not ended, where a run that they share with another has other losses now, or where
+    ``output`` holds something else: it stays as it was.
+    """
+    found = {folder.name: _read(folder / "tune.json") for folder in comparisons}
+    for folder in comparisons:
+        if open_ones := [trial["run"] for trial in found[folder.name]["trials"] if trial["state"] not in ENDED]:
+            raise UserError(f"{folder / 'tune.json'}: {open_ones[0]} has not ended. Give its command again first")
     if output.exists() and {path.name for path in output.iterdir()} - {"tune", "runs"}:
         raise UserError(f"{output} is in the way: it holds more than comparisons and runs. Name another folder")
-    kept = {path.parent.name for path in output.glob("tune/*/tune.json")}
-    if gone := sorted(kept - {path.parent.name for path in comparisons}):
-        raise UserError(
-            f"{output} holds {gone[0]}, and {folder} has none. Train it there too, or remove {output} first"
-        )
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    for path in comparisons:
-        target = aside / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    for name, run in runs.items():
-        _keep_run(run, aside / "runs" / name, every)
+    if output.exists():
+        shutil.copytree(output, aside)
+    for folder in comparisons:
+        (aside / "tune" / folder.name).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / "tune.json", aside / "tune" / folder.name / "tune.json")
+    runs = {Path(trial["run"]) for each in found.values() for trial in each["trials"]}
+    for run in runs:
+        _keep_run(run, aside / "runs" / run.name, every)
+    named = _require_agreement(aside)
+    for path in (aside / "runs").iterdir():
+        if path.name not in named:
+            shutil.rmtree(path)
     shutil.rmtree(output, ignore_errors=True)
     aside.rename(output)
     return len(runs)
+
+
+def _read(path: Path) -> dict:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file. Name a folder that scripts/tune.py has written its results to")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _require_agreement(kept: Path) -> set[str]:
+    """Refuse a comparison whose losses are not those of its runs; the runs' names."""
+    named = set()
+    for path in sorted(kept.glob("tune/*/tune.json")):
+        for trial in _read(path)["trials"]:
+            name = Path(trial["run"]).name
+            last = read_metrics(kept / "runs" / name / "metrics.jsonl")[-1]
+            if trial["loss"] is not None and trial["loss"] != last.get("eval/loss"):
+                raise UserError(
+                    f"{name}: its loss is {last.get('eval/loss')}, and {path.parent.name} was compared with "
+                    f"{trial['loss']}. Train {path.parent.name} again too, or keep them in different folders"
+                )
+            named.add(name)
+    return named
 
 
 def _keep_run(run: Path, target: Path, every: int) -> None:
@@ -79,12 +101,12 @@ def _thinned(records: Sequence[dict], every: int) -> Iterator[dict]:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="keep", description="Keep what a report reads of comparisons and their runs.")
-    parser.add_argument("folder", type=Path, help="with tune/*/tune.json")
+    parser.add_argument("comparisons", type=Path, nargs="+", metavar="comparison", help="a folder with a tune.json")
     parser.add_argument("output", type=Path)
     parser.add_argument("--every", type=int, default=EVERY, help=f"updates between kept records (default: {EVERY})")
     given = parser.parse_args(argv)
     try:
-        print(f"{keep(given.folder, given.output, given.every)} runs are in {given.output / 'runs'}")
+        print(f"{keep(given.comparisons, given.output, given.every)} runs are in {given.output / 'runs'}")
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "exit_code", UserError.exit_code)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -45,11 +44,13 @@ def said_by(tmp_path: Path, *pieces: str, **environment: str) -> list[list[str]]
 @pytest.mark.parametrize("piece", PIECES)
 def test_every_comparison_is_one_that_tune_would_train(piece, tmp_path):
     outputs = []
-    for command in said_by(tmp_path, piece):
-        assert command[0] == "scripts/tune.py"
+    said = said_by(tmp_path, piece)
+    for command, then in zip(said[::2], said[1::2], strict=True):
+        assert command[0] == "scripts/tune.py" and then[:2] == ["-m", "dlr_pretrain.analysis.keep"]
         given, for_sbatch = read(command[1:])
         grid = read_grid(given.words)
         assert not for_sbatch and given.output.parent == Path("runs/evidence", piece, "tune")
+        assert then[2:] == [str(given.output), f"benchmarks/evidence/{piece}"]
         outputs.append(given.output)
         seed, lr = grid.design.seeds[0], grid.design.rates[0]
         runs = load_runs([grid.line(method, lr, seed) for method in grid.design.methods], 1)
@@ -70,6 +71,16 @@ def test_what_another_experiment_has_no_text_for_is_left_out(tmp_path):
     assert said_by(tmp_path, "longer", EXPERIMENT="evidence_60m") == []
 
 
+def test_what_is_kept_is_not_trained_again_where_only_the_missing_is_asked_for(tmp_path):
+    def trained(**environment: str) -> list[str]:
+        return [command[5] for command in said_by(tmp_path, "paper", **environment) if command[0] == "scripts/tune.py"]
+
+    kept = {path.name for path in (ROOT / "benchmarks" / "evidence" / "paper" / "tune").iterdir()}
+    of_all = {Path(output).name for output in trained()}
+    (tmp_path / "said").unlink()
+    assert {Path(output).name for output in trained(MISSING="1")} == of_all - kept < of_all
+
+
 @pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
 def test_the_text_is_tokenised_with_the_tokenizer_of_the_experiment(experiment, tmp_path):
     (command,) = said_by(tmp_path, "tokens", EXPERIMENT=experiment, SPIECE="spiece.model")
@@ -87,7 +98,7 @@ def test_the_text_is_tokenised_with_the_tokenizer_of_the_experiment(experiment, 
 def trained(tmp_path, monkeypatch) -> Path:
     """A comparison of two methods with two seeds, in the present folder, as tune.py leaves it; its folder."""
     monkeypatch.chdir(tmp_path)
-    a_comparison(Path("pairs/tune/cola"), Path("runs"))
+    a_comparison(Path("tune/cola"), Path("runs"))
     for path in Path("runs").glob("*/manifest.json"):
         manifest = json.loads(path.read_text())
         manifest["starts"][0]["host"] = "a-secret-name"
@@ -95,11 +106,11 @@ def trained(tmp_path, monkeypatch) -> Path:
         path.write_text(json.dumps(manifest))
         path.with_name("folded").mkdir()
         (path.with_name("folded") / "config.json").write_text('{"vocab_size": 8192}')
-    return Path("pairs")
+    return Path("tune/cola")
 
 
 def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
-    assert keep(trained, Path("kept"), every=25) == 4
+    assert keep([trained], Path("kept"), every=25) == 4
     whole, kept = (find_runs([place])[0] for place in ("runs", "kept/runs"))
     assert len(whole) == len(kept) == 4
     for a, b in zip(whole, kept, strict=True):
@@ -107,7 +118,7 @@ def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
         assert (b.final, b.evaluations, b.identity) == (a.final, a.evaluations, a.identity)
         assert not b.remarks and (b.manifest[THINNED], b.manifest[VOCABULARY]) == (25, 8192)
     assert "a-secret-name" not in "".join(path.read_text() for path in Path("kept").rglob("*") if path.is_file())
-    write_reports([str(trained / "tune"), "runs"], Path("of_whole"), "")
+    write_reports(["tune", "runs"], Path("of_whole"), "")
     write_reports(["kept/tune", "kept/runs"], Path("of_kept"), "")
     for name in ("tune", "pairs", "groups"):
         same = [(Path(of) / "tables" / f"{name}.csv").read_text() for of in ("of_whole", "of_kept")]
@@ -116,34 +127,47 @@ def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
 
 def test_what_is_kept_stays_whole_where_a_run_cannot_be_read(trained, tmp_path):
     kept = Path("kept")
-    keep(trained, kept)
+    keep([trained], kept)
     before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
     Path("runs/cola+dlr-42").rename("elsewhere")
     with pytest.raises(OSError, match=r"cola\+dlr-42"):
-        keep(trained, kept)
+        keep([trained], kept)
     assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
     Path("elsewhere").rename("runs/cola+dlr-42")
     Path("kept/runs/of-an-earlier-grid").mkdir()
-    assert keep(trained, kept) == 4 and len(list(Path("kept/runs").iterdir())) == 4
-    shutil.copytree("kept/tune/cola", "kept/tune/lost")
-    with pytest.raises(UserError, match="kept holds lost, and pairs has none"):
-        keep(trained, kept)
-    shutil.rmtree("kept/tune/lost")
+    assert keep([trained], kept) == 4 and len(list(Path("kept/runs").iterdir())) == 4
     Path("kept/mine").touch()
     with pytest.raises(UserError, match="kept is in the way"):
-        keep(trained, kept)
+        keep([trained], kept)
+
+
+def test_a_comparison_is_kept_beside_others_and_with_them_where_they_share_a_run(trained):
+    kept = Path("kept")
+    keep([trained], kept)
+    a_comparison(Path("tune/later"), Path("later"))
+    assert keep([Path("tune/later")], kept) == 4
+    assert sorted(path.name for path in kept.glob("tune/*")) == ["cola", "later"]
+    assert len(list(Path("kept/runs").iterdir())) == 4
+    before = {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    metrics = Path("later/cola-42/metrics.jsonl")
+    *records, last = metrics.read_text().splitlines()
+    of_another_training = json.dumps(json.loads(last) | {"eval/loss": 3.25})
+    metrics.write_text("\n".join([*records, of_another_training]) + "\n")
+    with pytest.raises(UserError, match=r"cola-42: its loss is 3\.25, and cola was compared with \d\.\d+\. Train cola"):
+        keep([Path("tune/later")], kept)
+    assert {path: path.read_bytes() for path in kept.rglob("*") if path.is_file()} == before
 
 
 def test_what_has_not_ended_is_not_kept(trained):
-    path = trained / "tune" / "cola" / "tune.json"
+    path = trained / "tune.json"
     found = json.loads(path.read_text())
     found["trials"][1]["state"] = "stopped"
     path.write_text(json.dumps(found))
     with pytest.raises(UserError, match=r"runs/cola-42 has not ended. Give its command again first"):
-        keep(trained, Path("kept"))
+        keep([trained], Path("kept"))
     assert not Path("kept").exists()
-    with pytest.raises(UserError, match=r"runs: there is no tune/\*/tune.json"):
-        keep(Path("runs"), Path("kept"))
+    with pytest.raises(UserError, match=r"runs/tune\.json: no such file"):
+        keep([Path("runs")], Path("kept"))
 
 
 PAGE = """# A page
@@ -157,7 +181,7 @@ Between. ![curves](page/pairs/tune_differences.png)
 
 
 def test_a_page_gets_the_tables_and_figures_of_reports(trained):
-    write_reports([str(trained / "tune")], Path("reports/pairs"), "")
+    write_reports([str(trained)], Path("reports/pairs"), "")
     Path("page.md").write_text(PAGE)
     for _ in range(2):  # the second time changes nothing
         insert(Path("page.md"), Path("reports"))
@@ -185,6 +209,8 @@ KEPT = sorted((ROOT / "benchmarks" / "evidence").iterdir())
 def test_verdicts_are_of_the_losses_that_are_kept(piece):
     for path in piece.glob("tune/*/tune.json"):
         for trial in json.loads(path.read_text())["trials"]:
+            if trial["state"] == "diverged":
+                continue
             last = json.loads((piece / "runs" / Path(trial["run"]).name / "metrics.jsonl").read_text().splitlines()[-1])
             assert [trial[f"loss{half}"] for half in ("_a", "_b", "")] == [
                 last[f"eval/loss{half}"] for half in ("_a", "_b", "")
