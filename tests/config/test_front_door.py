@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -63,10 +62,9 @@ def test_cfg_prints_the_composed_configuration(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_is_answered_at_once(tmp_path):
-    start = time.perf_counter()
-    done = python(str(ROOT / "train.py"), "+scal=1b", "train.lrr=1", cwd=tmp_path)
-    assert time.perf_counter() - start < 3  # half a second here; a torch import alone takes longer on a busy machine
+def test_a_mistake_is_answered_before_torch_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
+    done = python(str(ROOT / "train.py"), "+scal=1b", "train.lrr=1", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "error: 2 problems\n"

@@ -71,8 +71,8 @@ def test_a_hub_that_never_answers(tmp_path):
 def test_first_contact_does_not_wait_beyond_its_time():
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"a/b: .*no answer within 0\.2 s\. Go offline"):
-        hub.first_contact("a/b", lambda: time.sleep(5), "Go offline", seconds=0.2)
-    assert time.monotonic() - begin < 2
+        hub.first_contact("a/b", lambda: time.sleep(60), "Go offline", seconds=0.2)
+    assert time.monotonic() - begin < 20
 
 
 def test_a_run_that_resumes_waits_for_a_hub_that_is_away(monkeypatch):

@@ -240,7 +240,7 @@ def test_a_stream_that_fails_at_the_start_ends_it_though_another_hangs(shards, m
         next(loader)
     loader.close()
     hang.set()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
 
 
 def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):

