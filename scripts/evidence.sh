@@ -41,10 +41,10 @@ tokens() { # the text, tokenised once
 }
 
 pairs() { # each backbone without and with DLR: a rate of its own from the same grid, then fresh seeds at it
+  tune full pair=full "lr=$rates" seeds=41 "confirm=$more"
   for backbone in cola lowrank lost lax cola_lax; do
-    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$seeds"
+    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$more"
   done
-  tune full pair=full "lr=$rates" seeds=41 "confirm=$seeds"
 }
 
 paper() { # the same at the paper's one rate
