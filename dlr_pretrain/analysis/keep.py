@@ -69,13 +69,15 @@ def _require_agreement(kept: Path) -> set[str]:
     for path in sorted(kept.glob("tune/*/tune.json")):
         for trial in _read(path)["trials"]:
             name = Path(trial["run"]).name
-            last = read_metrics(kept / "runs" / name / "metrics.jsonl")[-1]
-            if trial["loss"] is not None and trial["loss"] != last.get("eval/loss"):
-                raise UserError(
-                    f"{name}: its loss is {last.get('eval/loss')}, and {path.parent.name} was compared with "
-                    f"{trial['loss']}. Train {path.parent.name} again too, or keep them in different folders"
-                )
             named.add(name)
+            if trial["loss"] is None:  # it has diverged
+                continue
+            loss = read_metrics(kept / "runs" / name / "metrics.jsonl")[-1].get("eval/loss")
+            if loss != trial["loss"]:
+                raise UserError(
+                    f"{name}: its loss is {loss}, and {path.parent.name} was compared with {trial['loss']}. "
+                    f"Train {path.parent.name} again too, or keep them in different folders"
+                )
     return named
 
 
