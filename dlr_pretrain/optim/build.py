@@ -69,9 +69,10 @@ class Optimizer:
         self.part_of = {name: owner[id(shards.here(p))] for name, p in self.parameters.items()}
         self.masked_on_device = all(map(_reads_found_inf, parts))
 
-    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
+    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int | None = None) -> None:
         """One update at rate ``lr`` by the gradients times ``factor``, which it may spoil; where ``skip`` is 1,
-        parameters and state stay as they are. Both are fp32 scalars on the device.
+        parameters and state stay as they are. Both are fp32 scalars on the device. ``index`` is the update's in the
+        run, from 0; of the optimizers only loro asks for it.
 
         Fused kernels read both on the device through the hooks that gradient scalers use: the host does not wait, and
         gradients are scaled in fp32 as they are read. Where a part has no such hooks (any but adamw and adamw_8bit),
@@ -82,6 +83,7 @@ class Optimizer:
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
+            part.index = index
             _step(part, lr, skip, factor)
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None

@@ -34,11 +34,15 @@ def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
 
 
 class Loro(Adam):
-    """Every ``exact_every``-th update of a pair is exact: a step on the manifold of matrices of rank r, along the
-    directions of Adam. The others move the factors themselves, by r / ``hidden_size`` of Adam's step.
+    """Every ``exact_every``-th update of the run is exact: it moves a pair on the manifold of matrices of rank r, along
+    the directions of Adam. The others move the factors themselves, by r / ``hidden_size`` of Adam's step.
 
-    After an exact step all state starts anew, that of the other parameters too, so k counts from there.
+    Which update it is, ``index`` says, as it does to the rate's restarts: an update that was left out, or a fork that
+    starts without state, shifts neither. After an exact step all state starts anew, that of the other parameters too,
+    so k counts from there.
     """
+
+    index: int | None = None  # of the update in the run, from 0; ``Optimizer.update`` sets it
 
     def __init__(self, groups: list[dict], knobs: dict, hidden_size: int):
         super().__init__(groups, knobs)
@@ -46,11 +50,17 @@ class Loro(Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        if self.index is None:
+            raise ValueError("LORO's exact steps go by the run's count of updates: give Optimizer.update its index")
         super().step()
-        for state in self.state.values():
-            if state and int(state["step"]) == self.exact_every:
+        if self.is_exact:
+            for state in self.state.values():
                 for value in state.values():
                     value.zero_()
+
+    @property
+    def is_exact(self) -> bool:
+        return (self.index + 1) % self.exact_every == 0
 
     def update_group(self, group: dict) -> None:
         if not group.get("paired"):
@@ -61,7 +71,7 @@ class Loro(Adam):
 
     def update_pair(self, b: Tensor, a: Tensor, group: dict) -> None:
         (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
-        if int(self.state[b]["step"]) == self.exact_every:
+        if self.is_exact:
             new_b, new_a = retract(b.to(db.dtype), a.to(da.dtype).T, db, da.T, step)
             b.copy_(new_b)
             a.copy_(new_a.T)

@@ -46,24 +46,25 @@ class Descent:
                 self.gradients.add(nothing, torch.ones((), device=device), last=True)
             self.gradients.clear()
 
-    def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, micro: Micro, count: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The update of ``micro``, whose targets on all ranks are ``count``; none where a rank has ``failed``.
 
-        Returns on the device the loss, the gradient's norm before clipping, and whether the update was masked.
+        ``index`` is the update's in the run, from 0. Returns on the device the loss, the gradient's norm before
+        clipping, and whether the update was masked.
         """
         numbered = enumerate(self.runtime.advancing(micro), 1)
         with Entering("publish", self.weights.published()):
             losses = [self.gradients.add(some, count, last=i == len(micro)) for i, some in numbered]
         loss = self.runtime.sum(torch.stack(losses).sum())
-        return loss, *self.apply(loss, lr, failed)
+        return loss, *self.apply(loss, index, lr, failed)
 
     @part("optimizer")
-    def apply(self, loss: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(self, loss: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
         """Take the step by the summed gradients, clipped; returns their norm before, and whether it was masked."""
         norm = self.gradients.norm(self.gradients.collect())
         factor = self.clip_factor(self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm)
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
-        self.optimizer.update(lr, masked, factor)
+        self.optimizer.update(lr, masked, factor, index=index)
         if self.cfg.dlr.mode == "decayed_offset":
             knobs = self.cfg.optimizer.knobs
             share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
@@ -99,7 +100,7 @@ class PassingDescent(Descent):
     def prepare(self) -> None:
         self.gradients = PassingGradients(self.weights, self.optimizer, self.runtime.world_size)
 
-    def take(self, micro: Micro, count: Tensor, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, micro: Micro, count: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (inputs,) = self.runtime.advancing(micro)
         with Entering("publish", self.weights.published()):
             own = self.weights.model(*inputs) / count

@@ -102,7 +102,7 @@ class Trainer:
         count, real_tokens, stop, failed = self.runtime.sum(counts)
 
         micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
-        loss, norm, masked = self.descent.take(micro, count, lr, failed)
+        loss, norm, masked = self.descent.take(micro, count, self.step, lr, failed)
         metrics = loss, norm, masked, self.descent.halted, real_tokens, stop
         return torch.stack([metric.double() for metric in metrics])  # which holds any number of tokens
 

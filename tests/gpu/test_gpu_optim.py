@@ -47,7 +47,7 @@ def update(optimizer: optim.Optimizer, seed: int, skip: float = 0.0) -> None:
     for p in optimizer.parameters.values():
         noise = torch.randn(p.shape, device=DEVICE, generator=generator)
         p.grad = torch.empty_like(p, requires_grad=False).copy_(noise * (math.nan if skip else 1.0))
-    optimizer.update(0.01, skip=torch.tensor(skip, device=DEVICE))
+    optimizer.update(0.01, skip=torch.tensor(skip, device=DEVICE), index=seed)
 
 
 def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def test_a_gpu_takes_the_steps_of_the_cpu(name):
         update(gpu, seed)
         for full, p in cpu.parameters.items():
             p.grad = torch.empty_like(p, requires_grad=False).copy_(gpu.parameters[full].grad)
-        cpu.update(0.01, skip=torch.tensor(0.0))
+        cpu.update(0.01, skip=torch.tensor(0.0), index=seed)
     accuracy = 1e-3 if name == "muon" else 1e-9  # its iteration is in bf16
     for full, p in cpu.parameters.items():
         torch.testing.assert_close(gpu.parameters[full].detach().cpu(), p.detach(), rtol=0, atol=accuracy)

@@ -155,9 +155,9 @@ MIDDLE = "model.layers.1.self_attn.o_proj.b.weight"
 def test_a_loss_that_is_not_finite_updates_nothing(train, tmp_path, monkeypatch):
     take, steps = PassingDescent.take, []
 
-    def poisoned(self, micro, count, lr, failed):
+    def poisoned(self, micro, count, index, lr, failed):
         steps.append(lr)
-        return take(self, micro, count * (0 if len(steps) == 4 else 1), lr, failed)
+        return take(self, micro, count * (0 if len(steps) == 4 else 1), index, lr, failed)
 
     monkeypatch.setattr(PassingDescent, "take", poisoned)
     folder = train(tmp_path / "run", *CHECKED, "train.on_nonfinite=skip")
@@ -177,9 +177,9 @@ def test_the_norm_that_is_saved_is_of_an_update_that_was_applied(memory, train, 
     kind, steps = (PassingDescent if memory == "low" else Descent), []
     take = kind.take
 
-    def poisoned(self, micro, count, lr, failed):
+    def poisoned(self, micro, count, index, lr, failed):
         steps.append(lr)
-        return take(self, micro, count * (0 if len(steps) == 4 else 1), lr, failed)
+        return take(self, micro, count * (0 if len(steps) == 4 else 1), index, lr, failed)
 
     monkeypatch.setattr(kind, "take", poisoned)
     monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", Late)

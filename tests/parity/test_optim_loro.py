@@ -70,7 +70,7 @@ def test_50_steps_follow_the_formula(columns):
         parameters[A].grad = torch.empty_like(parameters[A]).copy_(parameters[B].detach().T @ difference)
         parameters[B].grad = torch.empty_like(parameters[B]).copy_(difference @ parameters[A].detach().T)
         parameters[EMBEDDING].grad = parameters[EMBEDDING].detach().clone()
-        optimizer.update(lr, skip=GO)
+        optimizer.update(lr, skip=GO, index=t)
 
         k += 1
         eta = lr * math.sqrt(1 - 0.99**k) / (1 - 0.9**k)
@@ -93,7 +93,7 @@ def test_an_exact_step_at_rate_0_leaves_the_product_and_balances_the_factors(dty
     before = product(optimizer)
     for name, p in optimizer.parameters.items():
         p.grad = normal(*p.shape, seed=len(name)).to(dtype)
-    optimizer.update(0.0, skip=GO)
+    optimizer.update(0.0, skip=GO, index=0)
     accuracy = {"rtol": 0, "atol": 200 * torch.finfo(dtype).eps}
     torch.testing.assert_close(product(optimizer), before, **accuracy)
     a, b = (optimizer.parameters[name].detach().double() for name in (A, B))
@@ -125,7 +125,7 @@ def test_after_an_exact_step_all_state_starts_anew():
     for t in range(10):
         for name, p in optimizer.parameters.items():
             p.grad = normal(*p.shape, seed=t + len(name))
-        optimizer.update(0.01, skip=GO)
+        optimizer.update(0.01, skip=GO, index=t)
         tensors = optimizer.state_tensors()
         steps = {int(value) for name, value in tensors.items() if name.endswith("/step")}
         assert len(steps) == 1
@@ -134,9 +134,26 @@ def test_after_an_exact_step_all_state_starts_anew():
     assert counted == [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
 
 
+@pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (13, 14)])
+def test_exact_steps_come_by_the_runs_count(first, left_out):
+    """Also where an update was left out, or the state is new in the middle of a run: the rate restarts there."""
+    optimizer, anew = built(), []
+    for t in range(first, 25):
+        for name, p in optimizer.parameters.items():
+            p.grad = normal(*p.shape, seed=t + len(name))
+        optimizer.update(0.01, skip=torch.tensor(float(t == left_out)), index=t)
+        anew += [t] if not any(value.any() for value in optimizer.state_tensors().values()) else []
+    assert anew == [t for t in (7, 15, 23) if t >= first]
+
+
+def test_without_an_index_it_says_what_it_needs():
+    with pytest.raises(ValueError, match=r"give Optimizer\.update its index"):
+        built().update(0.01, skip=GO)
+
+
 def test_a_pair_needs_both_gradients():
     optimizer = built()
     optimizer.parameters[B].grad = normal(D_OUT, R, seed=1)
-    optimizer.update(0.1, skip=GO)
+    optimizer.update(0.1, skip=GO, index=0)
     assert all(torch.equal(p.detach(), start()[name]) for name, p in optimizer.parameters.items())
     assert optimizer.state_tensors() == {}

@@ -109,6 +109,14 @@ def test_the_weights_at_the_time_are_saved_too(train, tmp_path, poison):
     assert {d.name for d in (folder / "checkpoints").iterdir()} == {"step_00000014", "step_00000020"}
 
 
+def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, poison):
+    poison(3)
+    loro = ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6", "optimizer.restart_warmup=2")
+    folder = train(tmp_path / "run", *SKIP, *loro, "checkpoint.every=1", "train.steps=8")
+    fifth, sixth = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6))
+    assert fifth["lm_head.weight/exp_avg"].any() and not sixth["lm_head.weight/exp_avg"].any()
+
+
 @pytest.mark.parametrize("pending", [Pending, Late])
 def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison, pending):
     poison(6, 7, 9)
