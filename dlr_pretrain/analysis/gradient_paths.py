@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.residual import Residual
 
@@ -44,7 +45,8 @@ class PlainPath:
         is their summed cross-entropy divided by ``count``.
         """
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        self.model.load_state_dict({name: weights[name].detach() for name in own}, assign=True)
+        bare = {name: weights[name].detach() for name in own}
+        self.model.load_state_dict(bare | marks(self.model), assign=True)
         self.model.requires_grad_(False)
         zeros: dict[str, Tensor] = {}  # added to the outputs; what is computed again in the backward pass finds its own
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.dlr import publish, residuals
+from dlr_pretrain.models.dlr import marks, publish, residuals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 
 SEQUENCES = 8  # at once
@@ -106,7 +106,7 @@ def _model(cfg: Config, dlr, tensors: dict[str, Tensor], device: torch.device) -
     """The model of ``cfg`` with another choice of DLR, in the working dtype; its products are those of training."""
     dtype = WORKING_DTYPE[cfg.precision.name]
     model = build(replace(cfg, dlr=dlr), len(tensors["lm_head.weight"]), device, dtype, initialize=False)
-    model.load_state_dict(tensors)
+    model.load_state_dict(dict(tensors) | marks(model))
     return model.requires_grad_(False)
 
 

@@ -76,7 +76,7 @@ def _described(folder: Path):
 def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
     """Hold names and shapes of the folder's safetensors against ``expected``; UserError names what differs."""
     found = stored_shapes(folder)
-    if unfolded := [name for name in found if name.endswith((".dlr_beta", ".dlr_alpha"))]:
+    if unfolded := [name for name in found if name.endswith((".dlr_mark", ".dlr_alpha"))]:
         mend = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
         more = f" and {len(unfolded) - 1} more" if unfolded[1:] else ""
         raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {mend}")

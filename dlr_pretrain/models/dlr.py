@@ -13,8 +13,8 @@ unchanged, weight decay acts on B alone, and folding is to leave the residual in
     ...
     fold_(model)                      # the plain low-rank model, at no cost
 
-A ``state_dict`` that is taken in between holds B, and beside each one ``dlr_beta``: what does not know the residual
-finds a name that it cannot load, and what does checks that it is the same.
+A ``state_dict`` that is taken in between holds B, and beside each one ``dlr_mark``: beta and a checksum of the columns.
+What does not know the residual finds a name that it cannot load, and what does requires that it is the same.
 """
 
 from __future__ import annotations
@@ -240,9 +240,14 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     for name, linear in residuals(module):
         value = folded[f"{name}.weight".lstrip(".")]
         alpha = folded.pop(f"{name}.dlr_alpha".lstrip("."), None)
-        folded.pop(f"{name}.dlr_beta".lstrip("."), None)
+        folded.pop(f"{name}.dlr_mark".lstrip("."), None)
         linear.residual.add(value, alpha)
     return folded
+
+
+def marks(module: nn.Module) -> dict[str, Tensor]:
+    """What ``load_state_dict`` asks for beside the parameters of ``module``, of one that knows them to be its own."""
+    return {f"{name}.dlr_mark".lstrip("."): _mark(linear) for name, linear in residuals(module)}
 
 
 def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -341,9 +346,15 @@ def _refuse_step(by_weight: dict[int, tuple[str, nn.Linear]], optimizer: torch.o
 
 
 def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
-    residual = getattr(linear, "residual", None)
-    if residual is not None and not hasattr(linear, "dlr_alpha"):  # a learned one is in the state by itself
-        state[f"{prefix}dlr_beta"] = torch.tensor(residual.beta, dtype=torch.float64)
+    if getattr(linear, "residual", None) is not None:
+        state[f"{prefix}dlr_mark"] = _mark(linear)
+
+
+def _mark(linear: nn.Module) -> Tensor:
+    """[beta, checksum of the columns]; of a learned alpha, which is in the state by itself, beta / alpha."""
+    residual = linear.residual
+    beta = 1 / residual.divisor if hasattr(linear, "dlr_alpha") else residual.beta
+    return torch.tensor([beta, residual.checksum], dtype=torch.float64)
 
 
 def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
@@ -352,9 +363,18 @@ def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
         return
     if residual.saved is not None:
         raise RuntimeError(f"{prefix}weight holds the published residual; load outside `active`")
-    mark = state.pop(f"{prefix}dlr_beta", None)
-    if mark is not None and mark.item() != residual.beta:
-        raise RuntimeError(f"{prefix}weight was trained with beta={mark.item():g}, here it is {residual.beta:g}")
+    mark = state.pop(f"{prefix}dlr_mark", None)
+    if f"{prefix}weight" not in state:
+        return
+    if mark is None:
+        rule = f"the state has no {prefix}dlr_mark of a residual that it was trained with"
+        raise RuntimeError(f"{prefix}weight: {rule}. Load what was trained without one before attach_dlr")
+    (beta, columns), (own_beta, own_columns) = mark.tolist(), _mark(linear).tolist()
+    if beta != own_beta:
+        raise RuntimeError(f"{prefix}weight was trained with beta={beta:g}, here it is {own_beta:g}")
+    if columns != own_columns:
+        rule = "was trained with other columns than it has here: which output receives which latent"
+        raise RuntimeError(f"{prefix}weight {rule}. Attach with the same grouping, seed and names of modules")
 
 
 def _require_restored(carrying: list[tuple[str, nn.Linear]]) -> None:

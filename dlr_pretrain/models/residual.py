@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,11 @@ class Residual:
     @property
     def beta(self) -> float:
         return self.alpha / self.divisor
+
+    @cached_property
+    def checksum(self) -> int:
+        """Of ``columns``: 32 bits, which a float64 holds."""
+        return zlib.crc32(self.columns.cpu().numpy().tobytes())
 
     def entries(self, weight: Tensor) -> Tensor:
         """The entries (i, columns[i]) of ``weight``, one for each of its rows that are here."""

@@ -12,6 +12,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.models import active, build
+from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.train.run import run
 from tests.conftest import ROOT, SMALL, saved
 
@@ -72,7 +73,7 @@ def trained_logits(cfg, ids: torch.Tensor) -> torch.Tensor:
     state = saved(next((ROOT / cfg.run.dir).glob("checkpoints/step_00000004")))
     dtype = torch.bfloat16 if cfg.precision.name == "bf16" else torch.float32
     model = build(cfg, len(state["lm_head.weight"]), torch.device("cpu"), dtype, initialize=False)
-    model.load_state_dict({name: state[name] for name in model.state_dict() if name in state})
+    model.load_state_dict({name: state[name] for name in model.state_dict() if name in state} | marks(model))
     with torch.no_grad(), active(model):
         return model.logits(ids)
 

@@ -54,7 +54,7 @@ def test_a_state_whose_residual_was_not_folded_is_named(folder):
     assert len(names) == 21
     model.save_pretrained(folder)
     assert load_file(folder / WEIGHTS).keys() > {f"{name}.weight" for name in names}
-    with pytest.raises(UserError, match=r"residuals were not folded: .*_proj\.b\.dlr_beta and 20 more; call fold_"):
+    with pytest.raises(UserError, match=r"residuals were not folded: .*_proj\.b\.dlr_mark and 20 more; call fold_"):
         open_folder(folder)
     fold_(model)
     model.save_pretrained(folder)

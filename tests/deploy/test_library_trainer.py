@@ -125,7 +125,7 @@ def exported_tokenizer(folder):
 def test_a_checkpoint_holds_b_says_so_and_resumes(plain, tmp_path):
     trainer_of(factorised(), tmp_path, steps=3).train()
     saved = load_file(tmp_path / "checkpoint-3" / "model.safetensors")
-    assert sum(name.endswith("b.dlr_beta") for name in saved) == 14
+    assert sum(name.endswith("b.dlr_mark") for name in saved) == 14
     resumed = trainer_of(factorised(), tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert difference(resumed.model, plain) < 1e-5

@@ -9,6 +9,7 @@ import torch
 
 from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.models import active, build
+from dlr_pretrain.models.dlr import marks
 from tests.parity.reference import VOCAB, r_transposed, small
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def test_published_weights_grouped_and_recomputed_give_the_same_gradients(mode, 
         assert all(p.grad is before[name] is None for name, p in model.named_parameters())
         (model(*inputs) / count).backward()
         readable, z = PlainPath(cfg, VOCAB).model, {}
-        readable.load_state_dict({n: p.detach() for n, p in weights_of(model).items()}, assign=True)
+        readable.load_state_dict({n: p.detach() for n, p in weights_of(model).items()} | marks(readable), assign=True)
         for name in PROBED:
             readable.get_submodule(name).register_forward_hook(lambda _, read, y, name=name: z.update({name: read[0]}))
         readable(*inputs)

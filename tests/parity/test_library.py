@@ -292,15 +292,17 @@ def test_loading_inside_active_is_an_error_and_changes_nothing():
     with active(model), pytest.raises(RuntimeError, match="load outside `active`"):
         model["b"].load_state_dict({"weight": torch.zeros(10, 4), "bias": torch.zeros(10)})
     assert torch.equal(model["b"].weight, before)
-    model.load_state_dict(state)  # of before the residual: B
+    with pytest.raises(RuntimeError, match=r"b\.weight: the state has no b\.dlr_mark.*before attach_dlr"):
+        model.load_state_dict(state)  # of before the residual
+    assert torch.equal(model["b"].weight, before)
 
 
 def test_a_state_without_its_residual_is_known_as_such():
     model, plain = layer(), layer()
     attach_dlr(model, alpha=0.5)
     state = model.state_dict()
-    assert state["b.dlr_beta"].item() == 0.5 / math.sqrt(3)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*b\.dlr_beta"):
+    assert state["b.dlr_mark"][0].item() == 0.5 / math.sqrt(3)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*b\.dlr_mark"):
         plain.load_state_dict(state)
     model.load_state_dict(state)
     other = layer()
@@ -310,6 +312,28 @@ def test_a_state_without_its_residual_is_known_as_such():
     fold_(model)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain["b"].weight, model["b"].weight)
+
+
+@pytest.mark.parametrize("choice", [{}, {"learn_alpha": True}])
+def test_a_state_of_other_columns_is_refused_by_name(choice):
+    one, same, other, wrapped = layer(), layer(), layer(), nn.Sequential(layer())
+    for model, seed in ((one, 1), (same, 1), (other, 2), (wrapped, 1)):
+        attach_dlr(model, grouping="random", seed=seed, **choice)
+    same.load_state_dict(one.state_dict())
+    for model in (other, wrapped[0]):  # the columns are drawn by the seed and the module's name
+        with pytest.raises(RuntimeError, match=r"b\.weight was trained with other columns .* same grouping, seed"):
+            model.load_state_dict(one.state_dict())
+
+
+def test_a_learned_alpha_is_not_part_of_the_mark_and_its_divisor_is():
+    one, same, other = layer(), layer(), layer()
+    attach_dlr(one, alpha=0.5, learn_alpha=True)
+    attach_dlr(same, alpha=0.7, learn_alpha=True)
+    attach_dlr(other, alpha=0.5, learn_alpha=True, variance_correction=False)
+    same.load_state_dict(one.state_dict())
+    assert same["b"].dlr_alpha.item() == 0.5
+    with pytest.raises(RuntimeError, match=r"trained with beta=0\.57735, here it is 1"):
+        other.load_state_dict(one.state_dict())
 
 
 @pytest.mark.parametrize(("given", "message"), [
