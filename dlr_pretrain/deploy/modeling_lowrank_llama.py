@@ -13,8 +13,10 @@ Blocks of the library hand on hidden states alone. The latents of lax and cola_l
 within one forward pass: a ``CrossedBlock`` takes them as inputs and returns them, so that gradient checkpointing sees
 them, and leaves them in a ``Crossing`` that the next block empties. A latent belongs to its position, so a cached
 position needs no latent any more, and nothing is left over for the next call. What runs blocks side by side in one
-process is refused: ``nn.DataParallel``.
+process is refused: ``nn.DataParallel``, and a second thread while one runs the model.
 """
+
+import threading
 
 import torch
 import torch.nn.functional as F
@@ -208,16 +210,38 @@ LAYERS = {
 
 
 class Crossing:
-    """The latents on their way from a block to the next: one for each projection."""
+    """The latents on their way from a block to the next: one for each projection. Of one thread at a time."""
 
     def __init__(self):
         self.latents: list[Tensor] | None = None
+        self.sender: int | None = None  # the thread whose they are
+        self.running: dict[str, int] = {}  # and the one that is inside a block; a lock could not be copied
+
+    def enter(self) -> None:
+        here = _thread()
+        if self.running.setdefault("thread", here) != here:  # which no thread interrupts
+            raise RuntimeError(ONE_THREAD)
+
+    def leave(self) -> None:
+        self.running.clear()
+
+    def send(self, latents: list[Tensor]) -> None:
+        self.latents, self.sender = latents, _thread()
 
     def take(self) -> list[Tensor]:
-        latents, self.latents = self.latents, None
-        if latents is None:
+        if self.latents is None:
             raise RuntimeError("a block runs without the block before it")
+        if self.sender != _thread():
+            raise RuntimeError(ONE_THREAD)
+        latents, self.latents = self.latents, None
         return latents
+
+
+ONE_THREAD = "latents cross between blocks, and another thread runs this model: take turns, or give each its own copy"
+
+
+def _thread() -> int:
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
 
 
 class CrossedBlock(LlamaDecoderLayer):
@@ -233,9 +257,14 @@ class CrossedBlock(LlamaDecoderLayer):
     def __call__(self, hidden_states: Tensor, **kwargs) -> Tensor:
         if getattr(self, "_is_replica", False):
             raise RuntimeError("latents cross between blocks: use DistributedDataParallel instead of nn.DataParallel")
-        latents = [] if self.first else self.crossing.take()
-        hidden_states, *self.crossing.latents = super().__call__(hidden_states, *latents, **kwargs)
-        return hidden_states
+        self.crossing.enter()
+        try:
+            latents = [] if self.first else self.crossing.take()
+            hidden_states, *latents = super().__call__(hidden_states, *latents, **kwargs)
+            self.crossing.send(latents)
+            return hidden_states
+        finally:
+            self.crossing.leave()
 
     def forward(self, hidden_states: Tensor, *latents: Tensor, **kwargs) -> tuple[Tensor, ...]:
         crossed = [m for m in self.modules() if isinstance(m, LaxLinear)]
@@ -249,11 +278,34 @@ class CrossedBlock(LlamaDecoderLayer):
                 projection.received = projection.latent = None
 
 
-class LowRankLlamaModel(LlamaModel):
+class WholeWeights:
+    """``from_pretrained`` that refuses what the library's would draw at random, or drop for want of a place."""
+
+    other_parts: tuple[str, ...] = ()  # prefixes of what such a checkpoint has beside this class's own
+
+    @classmethod
+    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
+        model, report = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        kinds = {kind: sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
+        kinds["unexpected"] = [name for name in kinds["unexpected"] if not name.startswith(cls.other_parts)]
+        wrong = [f"{name} ({kind})" for kind, names in kinds.items() for name in names]
+        if any(".dlr_" in name for name in kinds["unexpected"]):
+            wrong.insert(0, "a residual that was not folded (dlr_pretrain.models.fold_ does)")
+        if wrong:
+            more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+            raise ValueError(f"these weights are not those of {cls.__name__}: {', '.join(wrong[:10])}{more}")
+        on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
+        if on_disk and model.config.backbone == "lost" and int(transformers.__version__.split(".")[0]) < 5:
+            raise ValueError("transformers 4 does not read the channels of lost where blocks stay on the disk; 5 does")
+        return (model, report) if output_loading_info else model
+
+
+class LowRankLlamaModel(WholeWeights, LlamaModel):
     """The library's LLaMA without its head, the projections of each block replaced by the backbone's layers."""
 
     config_class = LowRankLlamaConfig
     _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")
+    other_parts = ("lm_head.",)
 
     def __init__(self, config: LowRankLlamaConfig):
         super().__init__(config)
@@ -278,7 +330,7 @@ class LowRankLlamaModel(LlamaModel):
                 getattr(nn.init, draw)(getattr(module, name), **arguments)
 
 
-class LowRankLlamaForCausalLM(LlamaForCausalLM):
+class LowRankLlamaForCausalLM(WholeWeights, LlamaForCausalLM):
     """The same with its head: loss, cache and generation are the library's."""
 
     config_class = LowRankLlamaConfig
@@ -290,19 +342,3 @@ class LowRankLlamaForCausalLM(LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @classmethod
-    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
-        """The library's, which would draw what is missing at random, and drop what it has no place for."""
-        model, report = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        kinds = ("missing_keys", "unexpected_keys")
-        wrong = [f"{name} ({kind.split('_')[0]})" for kind in kinds for name in sorted(report[kind])]
-        if any(".dlr_" in name for name in report["unexpected_keys"]):
-            wrong.insert(0, "a residual that was not folded (dlr_pretrain.models.fold_ does)")
-        if wrong:
-            more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-            raise ValueError(f"these weights are not those of {cls.__name__}: {', '.join(wrong[:10])}{more}")
-        on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
-        if on_disk and model.config.backbone == "lost" and int(transformers.__version__.split(".")[0]) < 5:
-            raise ValueError("transformers 4 does not read the channels of lost where blocks stay on the disk; 5 does")
-        return (model, report) if output_loading_info else model

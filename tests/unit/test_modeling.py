@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_export import KNOBS, ROWS, config, trained
 from dlr_pretrain.deploy.export import exported_layers, model_config
 
 pytest.importorskip("transformers")
-from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
+from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM, LowRankLlamaModel
 
 CROSSED = ("lax", "lax-dense", "cola_lax")
 
@@ -92,7 +93,7 @@ def test_a_block_without_the_block_before_it_is_refused(ids):
 @pytest.mark.parametrize(("spoil", "message"), [
     (lambda t: t.pop("model.norm.weight"), r"model.norm.weight \(missing\)"),
     (lambda t: t.update(extra=torch.ones(1)), r"extra \(unexpected\)"),
-    (lambda t: t.update({"model.layers.0.mlp.up_proj.b.dlr_beta": torch.ones(())}), "a residual that was not folded"),
+    (lambda t: t.update({"model.layers.0.mlp.up_proj.b.dlr_mark": torch.ones(2)}), "a residual that was not folded"),
 ])  # fmt: skip
 def test_weights_of_another_model_are_refused_by_name(tmp_path, spoil, message):
     model = exported("cola")
@@ -110,6 +111,71 @@ def test_what_dataparallel_makes_of_a_crossing_model_is_refused(ids):
         module._is_replica = True
     with pytest.raises(RuntimeError, match="use DistributedDataParallel"):
         model(input_ids=ids)
+
+
+@pytest.mark.parametrize("inside", ["self_attn", "mlp"])  # of a block, or between two
+def test_a_second_thread_in_a_crossing_model_is_refused_and_disturbs_nothing(inside, ids):
+    """Latents of one would reach the other."""
+    model = exported("cola_lax")
+    alone, said = model(input_ids=ids).logits, []
+
+    def other() -> None:
+        try:
+            model(input_ids=ids[:1])
+        except RuntimeError as error:
+            said.append(str(error))
+
+    def interrupted(*_) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    hook = getattr(model.model.layers[1], inside).register_forward_hook(interrupted)
+    assert torch.equal(model(input_ids=ids).logits, alone)
+    hook.remove()
+    assert len(said) == 1 and "another thread runs this model" in said[0]
+    interrupted()  # taking turns is no harm
+    assert len(said) == 1 and torch.equal(model(input_ids=ids).logits, alone)
+
+
+def test_latents_that_another_thread_has_sent_are_refused(ids):
+    """Where both are between two blocks."""
+    model = exported("lax")
+    (crossing,) = {block.crossing for block in model.model.layers}
+    take = crossing.take
+
+    def overtaken():
+        if crossing.running:
+            crossing.leave()
+            thread = threading.Thread(target=model.model.layers[0], args=first[0], kwargs=first[1])
+            thread.start()
+            thread.join()
+        return take()
+
+    first = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda _, given, named: first.extend((given, named)), with_kwargs=True
+    )
+    crossing.take = overtaken
+    with pytest.raises(RuntimeError, match="another thread runs this model"):
+        model(input_ids=ids)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KNOBS if kind != "full"])
+def test_the_model_without_its_head_has_all_weights_or_says_what_is_missing(kind, tmp_path, ids):
+    model = exported(kind).eval()
+    model.save_pretrained(tmp_path)
+    body, report = LowRankLlamaModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"]
+    with torch.no_grad():
+        assert torch.equal(body(input_ids=ids).last_hidden_state, model.model(input_ids=ids).last_hidden_state)
+    tensors = model.state_dict()
+    del tensors["model.layers.1.mlp.up_proj.a.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"not those of LowRankLlamaModel: .*layers\.1\.mlp\.up_proj\.a\.weight \(missing\)"
+    ):
+        LowRankLlamaModel.from_pretrained(tmp_path)
 
 
 def test_every_knob_of_an_exported_layer_is_in_its_configuration():
