@@ -164,8 +164,9 @@ class Trainer:
             if self.stopping and not last:
                 where = f"stopped after step {self.step} of {steps}"
                 raise Stopped(f"{where} (asked to stop); saved. The same command continues")
-        if self.failure is not None:  # of the last step; the updates before it would have ended the run
-            raise self.failure
+        failures = list(filter(None, self.runtime.gather(self.failure)))
+        if failures:  # of the last step; the updates before it would have ended the run
+            raise failures[0]
 
     @part("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
@@ -274,9 +275,14 @@ class Trainer:
             numbers = f"loss {loss:g}, gradient norm {norm:g}"
             where = " from the first such gradient on" if self.took_part(loss, norm) else ""
             self.console.say(f"warning: step {step}: {numbers}: the update was left out{where}; {kept}")
-            if self.skipped_in_a_row > self.cfg.train.max_skipped:
-                rule = f"the last {self.skipped_in_a_row} updates were not finite"
-                self.failure = self.failure or Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
+            self.failure = self.failure or self.too_many_skipped()
+
+    def too_many_skipped(self) -> Diverged | None:
+        """What ends the run, where the updates that were left out at its end are more than it may leave out."""
+        if self.skipped_in_a_row <= self.cfg.train.max_skipped:
+            return None
+        rule = f"the last {self.skipped_in_a_row} updates were not finite"
+        return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
     def report(self, records: list[dict]) -> None:
         """Hand records on; where they cannot be written, the next update is the one that ends the run."""
@@ -372,6 +378,8 @@ class Trainer:
         self.step = self.last_save = state["step"]
         self.tokens, self.real_tokens, self.owed = state["tokens"], state["real_tokens"], state["owed"]
         self.skipped, self.skipped_in_a_row, self.last_skipped = state["skipped"]
+        if self.step == self.last_skipped == self.cfg.train.steps:  # no update is left that could be finite
+            self.failure = self.too_many_skipped()
         self.spikes = SpikeScore(state["losses"])
         self.best = math.inf if state["best"] is None else state["best"]
         self.streams = state["streams"] or {}

@@ -139,6 +139,17 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pen
     assert json.loads((newest / "state.json").read_text())["skipped"] == [last - 5, last - 7, last]
 
 
+def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path, poison):
+    """The last update is left out, and none is left to end the run at: the next start must not fold what it finds."""
+    poison(*range(17, 21))
+    for _ in range(2):
+        with pytest.raises(Diverged, match=r"the last 4 updates were not finite, and train\.max_skipped=3"):
+            train(tmp_path / "run", *SKIP, "train.max_skipped=3")
+        assert not (tmp_path / "run" / "folded").exists()
+        assert "the last 4 updates" in read_record(tmp_path / "run")["diverged"]
+    assert (train(tmp_path / "run", *SKIP, "train.max_skipped=4") / "folded").is_dir()
+
+
 @pytest.mark.parametrize("pending", [Pending, Late])
 def test_a_stop_while_waiting_for_data_skips_nothing(train, tmp_path, monkeypatch, pending):
     """The step that has no data is not taken; it is no update that was left out."""
