@@ -11,7 +11,7 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.show import amount
-from dlr_pretrain.config import Config, identity
+from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.data import (
     ORDER_VERSION,
     Source,
@@ -67,6 +67,7 @@ def run(cfg: Config) -> None:
     Raises UserError where something is in the way, and Stopped where the run was asked to stop and has saved.
     """
     with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
+        runtime.require_equal(flatten(to_dict(cfg)) | {"the device that was found": runtime.device.type})
         runtime.stop_if_asked("before the first step")
         token = runtime.on_main(lock.acquire)
         decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
@@ -145,7 +146,7 @@ class Run:
         """The state to go on from, after a look that the directory holds this very run."""
         fingerprints = {"data.shards": self.source.fingerprint, "tokenizer.pieces": self.tokenizer.fingerprint}
         fingerprints["data.order"] = ORDER_VERSION
-        self.runtime.require_equal(identity(self.cfg) | fingerprints)
+        self.runtime.require_equal(fingerprints)
 
         def find() -> Path | None:
             take_over_regrown(self.dir, self.cfg, self.source, self.console.say)

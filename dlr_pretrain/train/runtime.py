@@ -149,12 +149,12 @@ class Runtime:
             raise _stopped(when)
 
     def require_equal(self, values: dict[str, object]) -> None:
-        """Refuse ranks that would train different things: other commands, or other files at the same path."""
+        """Refuse ranks that would train different things: other commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
-            differ = [name for name in values if values[name] != other[name]]
-            if differ:
-                lines = [f"  {n}: {values[n]} on rank {self.rank}, {other[n]} on rank {rank}" for n in differ]
-                mend = "Start every rank with the same command, on the same files"
+            pairs = {name: (values.get(name, "not there"), other.get(name, "not there")) for name in values | other}
+            lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
+            if lines:
+                mend = "Start every rank with the same command, on the same files and kind of device"
                 raise UserError("\n".join(["the ranks differ:", *lines, mend]))
 
     def use_device(self) -> None:

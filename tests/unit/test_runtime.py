@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.errors import EXIT_CONFIG, Stopped, UserError
+from dlr_pretrain.train import runtime
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
-from tests.conftest import ROOT
+from dlr_pretrain.train.run import run
+from tests.conftest import ROOT, on_ranks
 
 
 def test_errors_reach_other_ranks_as_they_are():
@@ -77,6 +80,26 @@ def test_two_ranks_agree_on_results_errors_and_stops(tmp_path):
     other = ["ConfigError a=1: is odd", "UserError rank 0 failed: ZeroDivisionError: by zero"]
     assert (tmp_path / "0").read_text().splitlines() == own + shared
     assert (tmp_path / "1").read_text().splitlines() == other + shared
+
+
+@pytest.mark.parametrize(("of_each", "named"), [
+    (("checkpoint.every=5", "checkpoint.every=6"), "checkpoint.every: {} on rank 0, {} on rank 1"),
+    (("backbone=cola", "backbone=full"), "backbone.name: {} on rank 0, {} on rank 1"),
+    (("cpu", "meta"), "the device that was found: {} on rank 0, {} on rank 1"),
+], ids=["a key that is no mathematics", "a choice with other keys", "a device"])  # fmt: skip
+def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_path, monkeypatch, of_each, named):
+    def act() -> None:
+        own = of_each[rank := int(os.environ["RANK"])]
+        if "=" not in own:
+            monkeypatch.setattr(runtime, "_device", lambda _: torch.device(own))
+        with pytest.raises(UserError, match="the ranks differ") as caught:
+            run(load(words(f"run.dir={tmp_path}/run", *([own] if "=" in own else [])), ranks=2))
+        values = [of.rpartition("=")[2] for of in of_each]
+        if rank == 0:
+            assert named.format(*values) in str(caught.value)
+
+    on_ranks(act, 2)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("no_export")
