@@ -5,10 +5,11 @@ Nothing here imports torch, so that ``--help`` and a mistyped option answer at o
 Hydra, which only ``arguments`` and ``composition`` need.
 """
 
+from dlr_pretrain.config.compiler import compiler_problem
 from dlr_pretrain.config.identity import identity, run_name, to_dict
 from dlr_pretrain.config.parse import flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
-from dlr_pretrain.config.rules import compiler_problem, unused, validate
+from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import (
     CONFIG_DIR,
     GROUPS,

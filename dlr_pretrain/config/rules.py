@@ -5,10 +5,9 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-import shutil
-import sys
 from collections.abc import Collection, Iterator
 
+from dlr_pretrain.config.compiler import compiler_problem
 from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.memory_rules import memory_problems
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
@@ -38,18 +37,6 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     for rules in (unnamed, _packages, _data, _files):
         found += rules(cfg)
     return found + [p for p in [compiler_problem(cfg, cfg.device)] if p]
-
-
-def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """What keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda").
-
-    With ``device=auto`` the answer is known only to the trainer, which asks again with the device that it found.
-    """
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch's inductor looks
-    if not cfg.compile or device != "cpu" or shutil.which(compiler):
-        return None
-    rule = f"needs a C++ compiler on a CPU, and there is no {compiler}"
-    return Problem("compile", True, rule, "Use compile=false, or set CXX to a compiler")
 
 
 def unused(cfg: Config, given: Collection[str]) -> list[Problem]:

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import torch
 from packaging.requirements import Requirement
 
-from dlr_pretrain.analysis.flops import PEAK_FLOPS
-from dlr_pretrain.config import Config
+from dlr_pretrain.analysis.flops import peak_flops
+from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.train.wandb_sender import choose_mode
 
@@ -79,8 +79,8 @@ def gpus(cfg: Config) -> Outcome:
     if (cores := len(os.sched_getaffinity(0))) < 2 * local:
         mend = "Each rank tokenises its own text: ask for more, under SLURM with --cpus-per-gpu=8 or --exclusive"
         return Outcome(WARN, f"{text}; {cores} CPU cores for {local} ranks", mend)
-    if names[0] not in PEAK_FLOPS:
-        return Outcome(OK, f"{text}; its peak is not known, so perf/mfu stays empty")
+    if peak_flops(torch.device("cuda", 0), cfg.precision.name) is None:
+        return Outcome(OK, f"{text}; its peak in {cfg.precision.name} is not known, so perf/mfu stays empty")
     return Outcome(OK, text)
 
 
@@ -89,9 +89,12 @@ def gpus(cfg: Config) -> Outcome:
 
 
 def caches(cfg: Config) -> Outcome:
-    """Where torch.compile keeps its work: writable, with room, on a disk of this machine."""
+    """What torch.compile needs: a compiler, and a writable place for its work, with room, on a disk of this machine."""
     if not cfg.compile:
         return Outcome(OK, "not used: compile=false")
+    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
+    if problem := compiler_problem(cfg, "cuda" if on_gpu else "cpu"):
+        return Outcome(FAIL, f"compile=true: {problem.rule}", problem.mend)
     usual = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     folders = {Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual)}
     if torch.cuda.is_available() and "TRITON_CACHE_DIR" in os.environ:

@@ -268,12 +268,12 @@ def _device(cfg: Config) -> torch.device:
     """The device of this rank; refuses what the machine does not have before anything is built."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
-    if cfg.device == "cpu" or not torch.cuda.is_available():
-        problem = compiler_problem(cfg, "cpu")
-        if problem:
-            raise ConfigError([problem])
-        return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local_rank >= count:
-        raise UserError(f"local rank {local_rank} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
-    return torch.device("cuda", local_rank)
+    device = torch.device("cpu")
+    if cfg.device != "cpu" and torch.cuda.is_available():
+        local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local >= count:
+            raise UserError(f"local rank {local} has no GPU of its own: {count} visible. Use --nproc-per-node {count}")
+        device = torch.device("cuda", local)
+    if problem := compiler_problem(cfg, device.type):
+        raise ConfigError([problem])
+    return device

@@ -7,7 +7,8 @@ import importlib.util
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config.rules import compiler_problem, validate
+from dlr_pretrain.config.compiler import compiler_problem
+from dlr_pretrain.config.rules import validate
 from dlr_pretrain.errors import UserError
 
 

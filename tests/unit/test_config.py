@@ -250,13 +250,41 @@ def test_shards_need_a_root_unless_their_globs_are_absolute(cfg, tmp_path):
 def test_compile_needs_a_compiler_on_a_cpu(cfg, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert broken_rules(cfg) == []  # device=auto: the trainer asks again
-    assert compiler_problem(cfg, "cuda") is None
+    assert compiler_problem(cfg, "auto") is None
     assert str(compiler_problem(cfg, "cpu")) == (
         "compile=true: needs a C++ compiler on a CPU, and there is no no-such-compiler. "
         "Use compile=false, or set CXX to a compiler"
     )
     cfg.compile = False
     assert compiler_problem(cfg, "cpu") is None
+
+
+def test_compile_needs_a_c_compiler_and_pythons_headers_on_a_gpu(cfg, monkeypatch, tmp_path):
+    """Of them Triton makes what launches its kernels: without, the first step fails."""
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert str(compiler_problem(cfg, "cuda")) == (
+        "compile=true: needs a C compiler on a GPU, and there is no gcc or clang. "
+        "Use compile=false, or set CC to a compiler"
+    )
+    (tmp_path / "clang").touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_paths", lambda **_: {"include": f"{tmp_path}/include"})
+    rule = f"compile=true: needs Python.h on a GPU, and {tmp_path}/include has none. Use compile=false, or install "
+    assert str(compiler_problem(cfg, "cuda")).startswith(rule)
+    assert broken_rules(cfg) == []  # device=auto: the trainer asks again
+    cfg.device = "cuda"
+    assert broken_rules(cfg)[0].startswith(rule)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "Python.h").touch()
+    with monkeypatch.context() as patched:
+        patched.setenv("CPATH", f"/nowhere:{tmp_path}/given")
+        assert compiler_problem(cfg, "cuda") is None
+    (tmp_path / "given").rename(tmp_path / "include")
+    assert compiler_problem(cfg, "cuda") is None
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "there is no no-such-compiler" in str(compiler_problem(cfg, "cuda"))
+    cfg.compile = False
+    assert compiler_problem(cfg, "cuda") is None
 
 
 @pytest.mark.parametrize(

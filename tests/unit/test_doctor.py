@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
 from dlr_pretrain.doctor import command, machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Check, Outcome, Ranks, run
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.train.runtime import Runtime
 from tests.conftest import ROOT, torchrun
 from tests.kill.test_disk import small_disk
 
@@ -253,6 +256,18 @@ def test_caches_on_a_network_file_system_are_warned_of(words, tmp_path, monkeypa
     found = machine.caches(cfg)
     assert found.level == WARN and "is on nfs4" in found.text and "TORCHINDUCTOR_CACHE_DIR" in found.mend
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_gpu_without_a_compiler_is_found_before_a_step(words, monkeypatch):
+    """By the doctor, and by the trainer before anything is built."""
+    cfg = load([*words("compile=true", "device=auto")], machine=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    found = machine.caches(cfg)
+    assert found.level == FAIL and found.text.endswith("on a GPU, and there is no no-such-compiler")
+    with pytest.raises(ConfigError, match="compile=true: needs a C compiler on a GPU"):
+        Runtime(cfg)
 
 
 def test_data_that_the_tokenizer_does_not_know_is_warned_of(words, corpus, tmp_path):
