@@ -92,7 +92,7 @@ def scaling(words: list[str], given: argparse.Namespace) -> str:
     configs = [load(list(run.words), None, machine=False) for run in expand(words)]
     from dlr_pretrain.analysis.scaling import Scaling, assume, render, titled
 
-    assumed = assume(given.device, given.assume)
+    assumed = assume(given.device, given.assume, {cfg.precision.name for cfg in configs})
     found = [(cfg, Scaling(cfg, assumed).estimates(given.gpus)) for cfg in configs]
     if not given.json:
         return render(found, assumed, given.device)
@@ -112,7 +112,11 @@ def measured(given: argparse.Namespace) -> str:
     if given.device not in str(on).lower():
         rule = f"measured on {on}, and the estimates are for --device {given.device}"
         raise UserError(f"--measured {given.measured}: {rule}. Name the GPU that it was measured on")
-    return against(found, lambda words: load(words, machine=False), assume(given.device, given.assume))
+    configs = {
+        tuple(arm["words"]): load(arm["words"], machine=False) for arm in found["arms"] if arm["words"] is not None
+    }
+    assumed = assume(given.device, given.assume, {cfg.precision.name for cfg in configs.values()})
+    return against(found, lambda words: configs[tuple(words)], assumed)
 
 
 def table1(as_json: bool) -> str:

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import flop_registry
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.precision import WORKING_DTYPE
 
 # Dense bf16 peaks of the data sheets, FLOP/s, by the driver's exact name: variants differ, and so do slices of a GPU.
-# A GPU that is not listed has no MFU.
+# A GPU that is not listed has no MFU, and neither have fp32 products, which take the slower units.
 PEAK_FLOPS = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -102,8 +103,8 @@ def attention_as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The peak of one device, or None where it is not known."""
-    if device.type != "cuda":
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """The peak of one device for products in the working dtype of ``precision``, or None where it is not known."""
+    if device.type != "cuda" or WORKING_DTYPE[precision] != torch.bfloat16:
         return None
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device))

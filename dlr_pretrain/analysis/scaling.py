@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
+
+import torch
 
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import Memory, memory
@@ -31,7 +33,7 @@ def _is(default: float | None, doc: str):
 class Assumptions:
     """What the estimate takes for granted: a GPU's data sheet, then shares of it in (0, 1], the network, latencies."""
 
-    peak_tflops: float = _is(None, "TFLOP/s of dense bf16 products (data sheet)")
+    peak_tflops: float = _is(None, "TFLOP/s of dense products (data sheet: of bf16 ones)")
     memory_gbs: float = _is(None, "GB/s of the GPU's memory (data sheet)")
     memory_gb: float = _is(None, "GB of the GPU's memory (data sheet)")
     nvlink_gbs: float = _is(None, "GB/s of a GPU's NVLink in one direction (data sheet)")
@@ -59,8 +61,11 @@ DEVICES = {  # peak_tflops, memory_gbs, memory_gb, nvlink_gbs
 }
 
 
-def assume(device: str, words: Sequence[str] = ()) -> Assumptions:
-    """The assumptions for a GPU of ``DEVICES`` with changes such as ``overlap=0.5``; ConfigError names bad ones."""
+def assume(device: str, words: Sequence[str] = (), precisions: Collection[str] = ()) -> Assumptions:
+    """The assumptions for a GPU of ``DEVICES`` with changes such as ``overlap=0.5``; ConfigError names bad ones.
+
+    ``precisions`` are those of what is to be estimated: the data sheet's peak is of bf16 products alone.
+    """
     given, known, problems = {}, {f.name for f in fields(Assumptions)}, []
     for word in words:
         name, _, text = word.partition("=")
@@ -77,6 +82,15 @@ def assume(device: str, words: Sequence[str] = ()) -> Assumptions:
             rule = "must be a number above 0" + (" and at most 1" if name in SHARES else "")
             problems.append(Problem(f"--assume {name}", text, rule))
         given[name] = value
+    own = {WORKING_DTYPE[name] for name in precisions}
+    if torch.float32 in own and "peak_tflops" not in given:
+        rule = f"the peak of {device} that is known is of bf16 products"
+        problems.append(
+            Problem("precision", "fp32", rule, "Give that of fp32 products by --assume peak_tflops=<number>")
+        )
+    if len(own) > 1:
+        rule = "has another peak than the precisions beside it, and estimates are of one"
+        problems.append(Problem("precision", "fp32", rule, "Estimate it by itself"))
     if problems:
         raise ConfigError(problems)
     return replace(Assumptions(*DEVICES[device]), **given)

@@ -3,7 +3,8 @@
 ``measure`` returns plain values with stable keys:
 
     device, batch     where, and rows, seq_len, padding (share of positions), rounds, warmup
-    peak_flops        datasheet (null where unknown), measured (of large matrix products, in the working dtype)
+    peak_flops        datasheet (null where unknown), measured (of large matrix products), in the working dtype of the
+                      first arm
     sm_clock_mhz      before and after; null without nvidia-smi
     arms              a list; the first is the one that ratios are to, the second the first once more (the noise)
 
@@ -17,7 +18,8 @@ and of each arm
     seconds           a value a round; ms is their median
     ratio             median, low, high (quartiles) of its seconds over the first arm's of the same round
     tokens_per_second, real_tokens_per_second
-    flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak, hfu with what is computed again
+    flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak in the arm's own working dtype,
+                      hfu with what is computed again
     memory            resident and peak bytes of this arm alone (GPUs)
     compile_s         cold, warm; where asked for
 """
@@ -90,8 +92,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
         times = timed(acts, ours[first], how, runtime)
         clock = [clock, sm_clock(runtime.device)] if clock else None
         peaks = {
-            "datasheet": peak_flops(runtime.device),
-            "measured": best_product(runtime.device, WORKING_DTYPE[cfg.precision.name]),
+            precision: peaks_in(precision, runtime.device) for precision in {c.precision.name for c in configs.values()}
         }
         rows = []
         for name, seconds in times.items():
@@ -100,11 +101,18 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
                 {"name": name, "words": arms.get(name.removesuffix(NOISE).removesuffix(LOADED))}
                 | of_time(seconds, times[first], batch)
                 | {"parity": asdict(v) | {"passes": v.passes} if (v := verdicts.get(name)) else None}
-                | (of_arm(arm, batch, seconds, peaks) if arm else {})
+                | (of_arm(arm, batch, seconds, peaks[arm.cfg.precision.name]) if arm else {})
             )
         device = describe(runtime.device)
     about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, **asdict(how)}
-    return {"device": device, "batch": about, "peak_flops": peaks, "sm_clock_mhz": clock, "arms": rows}
+    own = peaks[cfg.precision.name]
+    return {"device": device, "batch": about, "peak_flops": own, "sm_clock_mhz": clock, "arms": rows}
+
+
+def peaks_in(precision: str, device: torch.device) -> dict[str, float | None]:
+    """FLOP/s of products in the working dtype of ``precision``, by whose account."""
+    measured = best_product(device, WORKING_DTYPE[precision])
+    return {"datasheet": peak_flops(device, precision), "measured": measured}
 
 
 def arm_step(arm: Arm, batch: Batch) -> Callable[[], object]:

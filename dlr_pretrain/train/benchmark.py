@@ -63,6 +63,7 @@ def bare_trainer(
 def saving(cfg: Config, rounds: int) -> Iterator[Measure]:
     """Steps before, during and after asynchronous saves; call on all ranks."""
     with Runtime(cfg) as runtime, tempfile.TemporaryDirectory() as scratch:
+        runtime.use_device()
         trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None)
         batch = noise(cfg, runtime, cfg.planned_vocab_size)
         root = Path(runtime.on_main(lambda: scratch))
@@ -106,8 +107,7 @@ def timed(trainer: Trainer, act: Callable[[], object]) -> float:
     trainer.runtime.gather(None)  # the ranks begin together
     start = time.perf_counter()
     act()
-    if trainer.runtime.device.type == "cuda":
-        torch.cuda.synchronize()
+    trainer.runtime.synchronize()
     return time.perf_counter() - start
 
 

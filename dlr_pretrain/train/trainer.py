@@ -79,7 +79,7 @@ class Trainer:
         self.best = math.inf  # evaluation loss
         self.owed: dict | None = None  # the record of the last step, where its evaluation had to wait
         self.pending, self.throughput = Pending(runtime.device), Throughput()
-        self.peak = peak_flops(runtime.device)
+        self.peak = peak_flops(runtime.device, cfg.precision.name)
         vocab_size = weights.model.lm_head.out_features
         self.flops_per_token = flops_per_token(cfg, vocab_size, self.micro_batch) if self.peak else None
 

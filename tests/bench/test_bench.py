@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.bench import gate, rounds
+from dlr_pretrain.bench import gate, rounds, step
 from dlr_pretrain.bench.alone import alone
 from dlr_pretrain.bench.arms import Arm, fixed_batch
 from dlr_pretrain.bench.peers import PAD, as_batch, peer_ids
@@ -18,6 +18,7 @@ from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import IGNORE, inputs_and_targets
 from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED
+from dlr_pretrain.train import benchmark
 from dlr_pretrain.train.runtime import Runtime
 from tests.conftest import ROOT, SMALL, script
 
@@ -117,6 +118,30 @@ def test_the_step_command_measures_every_arm_and_keeps_each_round(command, tmp_p
     assert on["tokens_per_second"] == pytest.approx(4 * 32 / (on["ms"] / 1e3))
     assert table.read_text() + "\n" == capsys.readouterr().out
     assert found["command"].startswith("python scripts/benchmark.py step") and found["commit"]
+
+
+def test_each_arm_is_measured_by_the_peak_of_its_own_dtype(command, monkeypatch, tmp_path):
+    asked = []
+    peaks = {torch.float32: 1e12, torch.bfloat16: 4e12}
+    monkeypatch.setattr(step, "best_product", lambda _, dtype: asked.append(dtype) or peaks[dtype])
+    arms = ("--arm", "precision=fp32", "--arm", "precision=bf16")
+    file = tmp_path / "step.json"
+    words = [word for word in WORDS if not word.startswith("precision=")]
+    assert command("step", *words, *arms, "--rounds", "2", "--warmup", "0", "--json", str(file)) == 0
+    wide, _, narrow = json.loads(file.read_text())["arms"]
+    for arm, peak in ((wide, 1e12), (narrow, 4e12)):
+        achieved = arm["flops_per_token"] * arm["tokens_per_second"]
+        assert arm["mfu"]["measured"] == pytest.approx(achieved / peak)
+    assert sorted(asked, key=str) == [torch.bfloat16, torch.float32]
+
+
+def test_ranks_that_save_take_their_own_gpu_first(monkeypatch):
+    """Or what names no device goes to the first one, and the clock waits for that."""
+    done, build = [], benchmark.bare_trainer
+    monkeypatch.setattr(Runtime, "use_device", lambda self: done.append("device"))
+    monkeypatch.setattr(benchmark, "bare_trainer", lambda *given: done.append("trainer") or build(*given))
+    assert list(benchmark.saving(load(WORDS), 1))
+    assert done == ["device", "trainer"]
 
 
 def test_a_time_whose_losses_differ_does_not_count(command, monkeypatch, capsys):

@@ -103,5 +103,7 @@ def test_padding_does_not_count():
 ])  # fmt: skip
 def test_an_unknown_gpu_has_no_peak(monkeypatch, name, peak):
     monkeypatch.setattr(flops.torch.cuda, "get_device_name", lambda _: name)
-    assert peak_flops(torch.device("cuda")) == peak
-    assert peak_flops(torch.device("cpu")) is None
+    for precision in ("bf16", "bf16_sr", "bf16_mixed"):
+        assert peak_flops(torch.device("cuda"), precision) == peak
+    assert peak_flops(torch.device("cuda"), "fp32") is None  # the table is of bf16 products
+    assert peak_flops(torch.device("cpu"), "bf16") is None

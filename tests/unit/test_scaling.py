@@ -194,6 +194,25 @@ def test_the_command_takes_lists_and_prints_json():
     assert [run["run"].split(", ")[1] for run in found["runs"]] == ["full", "cola"]
 
 
+def test_fp32_needs_a_peak_of_its_own(tmp_path):
+    """The data sheets' are of bf16 products, sixteen times as fast."""
+    lack = "precision=fp32: the peak of h200 that is known is of bf16 products. Give that of fp32 products by --assume"
+    done = command(*SMALL, "precision=fp32", "--gpus", "1")
+    assert done.returncode == 2 and f"{lack} peak_tflops=<number>" in done.stderr
+    arm = {"name": "plain", "words": [*SMALL, "precision=fp32"], "ms": 2.0}
+    found = {"device": "NVIDIA H200", "command": "python ...", "batch": {"rows": 32, "seq_len": 64}, "arms": [arm]}
+    (tmp_path / "step.json").write_text(json.dumps(found))
+    done = command("--measured", str(tmp_path / "step.json"))
+    assert done.returncode == 2 and lack in done.stderr
+    done = command("--measured", str(tmp_path / "step.json"), "--assume", "peak_tflops=67")
+    assert done.returncode == 0 and "plain" in done.stdout
+    done = command(*SMALL, "precision=fp32", "--gpus", "1", "--assume", "peak_tflops=67")
+    assert done.returncode == 0 and "peak_tflops=67" in done.stdout
+    done = command(*SMALL, "precision=fp32,bf16", "--gpus", "1", "--assume", "peak_tflops=67")
+    assert done.returncode == 2 and "Estimate it by itself" in done.stderr
+    assert command(*SMALL, "precision=fp32").returncode == 0  # a plan without times needs none
+
+
 def test_measurements_stand_beside_their_estimates(tmp_path):
     """One step of 32 rows, as scripts/benchmark.py writes it; the estimate is the plan's, peers are left out."""
     words = [*SMALL, "backbone=cola"]
