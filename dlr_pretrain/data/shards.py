@@ -82,6 +82,24 @@ def _plain(parts: Iterable[bytes]) -> Iterator[bytes]:
             raise EOFError("the end of the gzip file is missing")
 
 
+def is_cut_off(path: Path, size: int) -> bool:
+    """Whether the first ``size`` bytes of a shard are a gzip file that breaks off.
+
+    Who reads such a file gets an error instead of its end. Of a plain file, or several gzip files in a row, that ends
+    between two lines, one gets the end, and takes what came last for all there is.
+    """
+    with path.open("rb") as file:
+        left = iter(lambda: file.read(min(READ_BYTES, size - file.tell())), b"")
+        try:
+            for _ in _plain(left):
+                pass
+        except EOFError:
+            return True
+        except zlib.error:
+            return False
+    return False
+
+
 def parse_text(line: bytes, text_key: str, path: object, document: int) -> str:
     """The text of one record; a blank line is an empty document. Bytes that are no UTF-8 become U+FFFD."""
     if not line.strip():

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.documents import Documents, TextDocuments
-from dlr_pretrain.data.shards import parse_text, read_lines
+from dlr_pretrain.data.shards import is_cut_off, parse_text, read_lines
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.errors import UserError
@@ -72,9 +72,8 @@ class Contents:
         content = json.dumps([self.text_key, [self.train, self.validation]], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def regrown(self, before: Contents) -> list[str]:
-        """The training shards that are longer than ``before``, as one that had been cut off is when it was fetched
-        again; nothing where anything else is different."""
+    def longer(self, before: Contents) -> list[str]:
+        """The training shards that are longer than ``before``; nothing where anything else is different."""
         if replace(self, train=before.train) != before or list(self.train) != list(before.train):
             return []
         changed = [name for name, size in self.train.items() if size != before.train[name]]
@@ -187,6 +186,19 @@ class LocalSource(TextSource):
         while sum(size for _, (_, size) in kept) > KEPT_BYTES:
             self._kept.pop(kept.pop(0)[0], None)
         return iter(lines[start::step])
+
+    def regrown(self, before: Contents, begun: Mapping[str, bool]) -> list[str]:
+        """The training shards that were cut off and are whole now; nothing where any text is not what it was.
+
+        Of a shard that was ``begun`` (see there) nobody may have read the end, and it must have broken off with an
+        error. Otherwise its last documents were taken for a block, which has more of them now, in another order: no
+        position in it would be exact.
+        """
+        changed = set(self.contents.longer(before))
+        names = dict(zip(self.train_shards, self.contents.train, strict=True))
+        grown = [shard for shard, name in names.items() if name in changed]
+        wrong = (begun[s] or not is_cut_off(self.paths[s], before.train[names[s]]) for s in grown if s in begun)
+        return [] if any(wrong) else [names[s] for s in grown]
 
     def describe(self) -> str:
         where = self._root or Path(next(iter(self.paths.values()))).parent

@@ -50,13 +50,15 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def read_through(source: Source, seed: int, places: Mapping[str, list[int]]) -> set[int]:
-    """The positions of the training shards of which streams at ``places``, by their numbers, have read the end."""
-    found = set()
-    for stream, place in places.items():
-        own, (epoch, shard, *_) = _dealt(len(source.train_shards), int(stream), len(places))[0], place
+def begun(source: Source, seed: int, places: Mapping[str, list[int]]) -> dict[str, bool]:
+    """The training shards that streams at ``places``, by their numbers, have begun: whether one has read the end."""
+    found: dict[str, bool] = {}
+    for stream, (epoch, shard, *_) in places.items():
+        own = _dealt(len(source.train_shards), int(stream), len(places))[0]
         order = permutation(len(own), seed, int(stream), epoch)
-        found |= set(own if epoch else (own[i] for i in order[:shard]))
+        for at in range(len(own) if epoch else shard + 1):
+            name = source.train_shards[own[order[at]]]
+            found[name] = found.get(name, False) or epoch > 0 or at < shard
     return found
 
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.sources import Contents, Source, TextSource
-from dlr_pretrain.data.streams import read_through
+from dlr_pretrain.data.sources import Contents, LocalSource, Source, TextSource
+from dlr_pretrain.data.streams import begun
 from dlr_pretrain.durable import is_there, write_durably
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.record import read_record, update_record
@@ -18,18 +18,20 @@ SHARDS = "shards.json"
 
 
 def take_over_regrown(run_dir: Path, cfg: Config, source: Source, say: Callable[[str], None]) -> None:
-    """Make shards of ``source`` that are longer than before part of what the run is, where no stream has read them to
-    their end: what it had read of them is what now stands at their beginning."""
+    """Make shards on disk that had been cut off, and are whole now, part of what the run is: see ``regrown``.
+
+    On the hub none is ever cut off: a longer file there is another text, of another commit.
+    """
     path, record = run_dir / SHARDS, read_record(run_dir)
     identity = record.get("identity", {})
-    if not isinstance(source, TextSource) or identity.get("data.shards") == source.fingerprint or not is_there(path):
+    if not isinstance(source, LocalSource) or identity.get("data.shards") == source.fingerprint or not is_there(path):
         return
     before = Contents(**json.loads(path.read_text()))
-    grown = source.contents.regrown(before) if before.fingerprint == identity.get("data.shards") else []
+    if before.fingerprint != identity.get("data.shards") or not source.contents.longer(before):
+        return
     newest, _ = checkpoint.newest(run_dir / "checkpoints")
     places = (checkpoint.load(newest).state["streams"] if newest else None) or {}
-    ended = {list(source.contents.train)[i] for i in read_through(source, cfg.data.seed, places)}
-    if grown and not ended & set(grown):
+    if grown := source.regrown(before, begun(source, cfg.data.seed, places)):
         of_checkpoints = [*record.get("regrown", []), identity["data.shards"]]
         update_record(run_dir, {"identity": identity | {"data.shards": source.fingerprint}, "regrown": of_checkpoints})
         sizes = (f"{name} ({before.train[name]:,} bytes before, {source.contents.train[name]:,} now)" for name in grown)

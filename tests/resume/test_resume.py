@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train.record import read_record, update_record
+from dlr_pretrain.train.text import note_shards, take_over_regrown
 from tests.conftest import torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -250,14 +253,34 @@ def test_a_shard_that_was_cut_off_is_fetched_again_in_the_middle_of_a_run(train,
     assert f"fetched again, and read on in: {path.name} (" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", ["a shard that was read to its end", "a shorter one", "the validation text"])
+def test_a_longer_file_of_the_hub_is_of_another_commit(tmp_path):
+    was, now = (
+        HubSource(Listing("name", commit, {"train.json.gz": size}, {"validation.json.gz": 9}), "text", None)
+        for commit, size in (("one", 100), ("another", 101))
+    )
+    identity = {"data.shards": was.fingerprint}
+    update_record(tmp_path, {"identity": identity})
+    note_shards(tmp_path, was)
+    take_over_regrown(tmp_path, None, now, print)
+    assert read_record(tmp_path)["identity"] == identity
+
+
+@pytest.mark.parametrize(
+    "change", ["a shard that was read to its end", "a plain one that was begun", "a shorter one", "the validation text"]
+)
 def test_other_text_is_another_run(train, tmp_path, texts, change):
     _, path, sound = texts
     words = ["train.global_batch=1", "train.micro_batch=1", "eval.every=1000", "train.steps=900", f"data.root={sound}"]
+    if "plain" in change:  # the one shard that there is
+        for shard in set(sound.glob("c4-train*")) - {sound / path.name}:
+            shard.unlink()
+        (sound / path.name).write_bytes(gzip.decompress((sound / path.name).read_bytes()))
     with pytest.raises(Stopped):
         train(tmp_path / "run", *words, "train.stop_after=600" if "end" in change else "train.stop_after=3")
     changed = sound / ("c4-validation.00000-of-00001.json.gz" if "validation" in change else path.name)
     content = changed.read_bytes()
-    changed.write_bytes(content[:-50] if "shorter" in change else content + gzip.compress(b'{"text": "more"}\n'))
+    more = b'{"text": "more"}\n'
+    content += more if "plain" in change else gzip.compress(more)
+    changed.write_bytes(content[:-100] if "shorter" in change else content)
     with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: "):
         train(tmp_path / "run", *words)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Place, read_through, uneven
+from dlr_pretrain.data.streams import DocumentStream, Place, begun, uneven
 from dlr_pretrain.errors import Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
@@ -145,7 +145,7 @@ def test_a_position_of_another_global_batch_is_refused():
 
 
 @pytest.mark.parametrize(("shards", "streams"), [(5, 2), (4, 4), (1, 2)])
-def test_shards_that_were_read_to_their_end_are_those_before_each_streams_place(shards, streams):
+def test_shards_that_were_begun_or_read_to_their_end_are_those_up_to_each_streams_place(shards, streams):
     cfg, source = config(global_batch=streams), MemorySource(corpus(shards, 30))
     read = {v: [] for v in range(streams)}
     for _, _, _, state in global_batches(cfg, source, TOKENIZER, 1, 80):
@@ -153,7 +153,9 @@ def test_shards_that_were_read_to_their_end_are_those_before_each_streams_place(
             name = DocumentStream(source, TOKENIZER, cfg.data.seed, v, streams).shard_name(Place(*state[str(v)]))
             read[v] += [name] if read[v][-1:] != [name] else []
         ended = {name for v in read for name in (read[v] if state[str(v)][0] else read[v][:-1])}
-        assert {source.train_shards[i] for i in read_through(source, cfg.data.seed, state)} == ended
+        found = begun(source, cfg.data.seed, state)
+        assert found.keys() == {name for v in read for name in read[v]}
+        assert {name for name in found if found[name]} == ended
     assert ended == set(source.train_shards)
 
 

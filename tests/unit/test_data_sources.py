@@ -153,6 +153,39 @@ def test_a_shard_that_is_cut_off(root, step, keep):
         list(source.read(source.train_shards[1], 0, step))
 
 
+LINES = b"".join(json.dumps({"text": f"document {i}"}).encode() + b"\n" for i in range(40))
+END = LINES.index(b"\n", len(LINES) // 2) + 1
+MEMBERS = gzip.compress(LINES[:END]), gzip.compress(LINES[END:])
+
+
+@pytest.mark.parametrize(
+    ("content", "before", "kept"),
+    [
+        (gzip.compress(LINES), 0.5, True),
+        (gzip.compress(LINES), -1, True),
+        (b"".join(MEMBERS), len(MEMBERS[0]) + 1, True),
+        (b"".join(MEMBERS), len(MEMBERS[0]), False),  # a gzip file that ends
+        (LINES, END, False),  # so does a plain one, at any line
+        (LINES, END - 1, False),
+        (gzip.compress(LINES), 1, False),
+    ],
+)
+def test_a_begun_shard_has_grown_only_where_it_broke_off(root, content, before, kept):
+    path = root / "c4-train.00001-of-00002.json.gz"
+    path.write_bytes(content[: int(before * len(content)) if isinstance(before, float) else before])
+    was = open_root(root).contents
+    path.write_bytes(content)
+    source = open_root(root)
+    name = source.train_shards[1]
+    assert source.regrown(was, {}) == [path.name]
+    assert source.regrown(was, {source.train_shards[0]: True}) == [path.name]
+    assert source.regrown(was, {name: False}) == ([path.name] if kept else [])
+    assert source.regrown(was, {name: True}) == []
+    path.write_bytes(content[:-3] + b"\n\n\n\n")
+    (root / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress(LINES[:END]))
+    assert open_root(root).regrown(was, {}) == []
+
+
 def test_a_shard_with_damaged_bytes(root):
     path = root / "c4-train.00001-of-00002.json.gz"
     content = bytearray(path.read_bytes())
