@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
@@ -88,13 +89,15 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
         if too_long:
             share = f"{100 * too_long / size:.2g} % of these texts"
             say(f"sentencepiece leaves lines of over {LONGEST_LINE:,} bytes out: {share}")
-        draft = path.with_name(path.name + ".draft")
-        draft.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            train_tokenizer(draft, texts, pieces)
-        except RuntimeError as error:  # of sentencepiece
-            raise UserError(f"no tokenizer of {pieces} pieces can be trained on these texts: {error}") from None
-        draft.replace(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:  # another command may be at it, too
+            draft = Path(aside, path.name)
+            try:
+                train_tokenizer(draft, texts, pieces)
+            except RuntimeError as error:  # of sentencepiece
+                raise UserError(f"no tokenizer of {pieces} pieces can be trained on these texts: {error}") from None
+            if not path.exists():
+                draft.replace(path)
     return path
 
 

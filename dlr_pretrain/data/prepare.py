@@ -11,9 +11,10 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -140,13 +141,32 @@ def _alone(output: Path) -> Iterator[None]:
     with (output / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = nullcontext()
         except BlockingIOError:
             raise UserError(f"{output}: another command is preparing it. Wait for it, or name another folder") from None
-        try:
-            _sweep(output)
-            yield
-        finally:
-            _sweep(output)
+        except OSError:  # a file system without locks, as Lustre and NFS may be
+            held = _claimed(output / ".claim")
+        with held:
+            try:
+                _sweep(output)
+                yield
+            finally:
+                _sweep(output)
+
+
+@contextmanager
+def _claimed(claim: Path) -> Iterator[None]:
+    """A file that one process can make, with its name; one that is killed leaves it, and nobody else can tell."""
+    try:
+        with claim.open("x") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    except FileExistsError:
+        rule = f"{claim.read_text()} is preparing this folder, on a file system without locks"
+        raise UserError(f"{claim}: {rule}. Wait for it; delete this file where that process is gone") from None
+    try:
+        yield
+    finally:
+        claim.unlink()
 
 
 def _sweep(output: Path) -> None:

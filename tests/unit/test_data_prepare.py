@@ -1,5 +1,6 @@
 """Preparing tokens: killed at any point it goes on, and what stands in its way is named."""
 
+import errno
 import gzip
 import importlib.util
 import io
@@ -300,6 +301,43 @@ def test_one_preparation_at_a_time(root, model, tmp_path):
         assert not left.exists()
         make(root, model, tmp_path / "tokens")
     assert len(make(root, model, tmp_path / "tokens")) > 1
+
+
+def test_on_a_file_system_without_locks_a_file_names_who_prepares(root, model, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    output = tmp_path / "tokens"
+    left = output / ".train-00000-of-00006.tokens.77"
+    with module._alone(output):
+        left.touch()
+        rule = rf"tokens/\.claim: process {os.getpid()} on .+ is preparing this folder, .*delete this file where"
+        with pytest.raises(UserError, match=rule):
+            make(root, model, output)
+        assert left.exists()  # of the one who prepares
+    make(root, model, output)
+    assert hidden(output) == {".lock", ".checked.json"}
+    (output / ".claim").write_text("process 1 on a machine that was lost")
+    with pytest.raises(UserError, match="process 1 on a machine that was lost is preparing"):
+        make(root, model, output)
+
+
+def test_of_tokenizers_that_two_commands_train_at_once_one_stays(root, tmp_path, monkeypatch):
+    source, inner = open_source(make_config(data__root=root)), script.train_tokenizer
+    made = []
+
+    def train(path, *given):
+        inner(path, *given)
+        if not made:  # while this one trains, the other begins and ends
+            made.append(path)
+            script.own_tokenizer(source, tmp_path / "tokens", 300)
+            made.append((tmp_path / "tokens.300.model").stat().st_ino)
+
+    monkeypatch.setattr(script, "train_tokenizer", train)
+    path = script.own_tokenizer(source, tmp_path / "tokens", 300)
+    assert path.stat().st_ino == made[1] and Tokenizer(path).vocab_size <= 300
+    assert [path.name for path in tmp_path.iterdir() if "300" in path.name] == ["tokens.300.model"]
 
 
 def test_a_folder_that_cannot_be_made_is_named(root, model, tmp_path):
