@@ -27,7 +27,7 @@ from torch import Tensor
 from dlr_pretrain.data.packing import IGNORE
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.alpaca import Example, Examples, encode
-from dlr_pretrain.deploy.export import write_weights
+from dlr_pretrain.deploy.export import WRITTEN, write_weights
 from dlr_pretrain.deploy.folder import check_folder, open_folder
 from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
@@ -315,10 +315,16 @@ def response_loss(model, examples: list[Example], recipe: Recipe) -> float | Non
 
 
 def write(tensors: dict[str, Tensor], source: Path, output: Path, record: dict) -> None:
-    """``output``: the folder ``source`` with the tuned ``tensors``, and what was done in sft.json and README.md."""
+    """``output``: the export ``source`` with the tuned ``tensors``, and what was done in sft.json and README.md.
+
+    Of ``source`` only what an export writes is taken along: checkpoints, or a user's notes, may lie in it too.
+    """
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(source, aside, ignore=shutil.ignore_patterns("model*.safetensors*"))
+    aside.mkdir(parents=True)
+    for path in source.iterdir():
+        if WRITTEN.fullmatch(path.name) and ".safetensors" not in path.name:
+            shutil.copyfile(path, aside / path.name)
     write_weights(aside, tensors)
     config = json.loads((aside / "config.json").read_text())
     config.pop("torch_dtype", None)

@@ -402,6 +402,22 @@ def test_several_gpus_ask_for_several_processes(folders, tmp_path, monkeypatch):
         trainer_of(open_folder(folders["cola"])[0], examples(8), Recipe(), 1, tmp_path)
 
 
+def test_only_what_an_export_writes_is_taken_along(folders, tmp_path):
+    folder = shutil.copytree(folders["cola"], tmp_path / "folded")
+    (folder / "checkpoint-500").mkdir()
+    for stranger in ("checkpoint-500/optimizer.pt", "notes.txt", "model.bin", ".env", "sft.json"):
+        (folder / stranger).write_text("of the user")
+    tensors = load_file(folder / "model.safetensors")
+    record = {"setting": {"epochs": 1, "batch": 2, "lr": 1.0, "length": 3, "precision": "fp32"}, "seed": 1, "rows": 4}
+    record |= {"updates": 2, "response_loss_before": None, "response_loss": None}
+    sft.write(tensors, folder, tmp_path / "made" / "s1", record)
+    assert {path.name for path in (tmp_path / "made").iterdir()} == {"s1"}
+    files = {path.name for path in folders["cola"].iterdir()}
+    assert {path.name for path in (tmp_path / "made" / "s1").iterdir()} == files | {"sft.json"}
+    assert json.loads((tmp_path / "made" / "s1" / "sft.json").read_text()) == record
+    assert open_folder(tmp_path / "made" / "s1")[0].dtype == torch.float32
+
+
 def test_zero_shot_accuracy_joins_the_table_and_is_measured_once(folders, tmp_path):
     """In percent, with the average over tasks; a folder that was measured in the same way is not opened again."""
     records, asked = [], []
