@@ -230,7 +230,7 @@ def _data(cfg: Config) -> Iterator[Problem]:
         for name, pattern in _globs(cfg).items():
             path = os.path.join(root or "", pattern)
             if (root is not None or os.path.isabs(path)) and not any(
-                os.path.isfile(f) for f in glob.iglob(path, recursive=True)
+                os.path.isfile(os.path.join(root or "", f)) for f in glob.iglob(pattern, root_dir=root, recursive=True)
             ):
                 yield Problem(name, pattern, f"no file matches {path}")
 

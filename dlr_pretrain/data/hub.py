@@ -60,7 +60,23 @@ def list_files(
         except Exception as error:  # whatever the client raises: it differs between its versions
             raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {mend}") from error
     found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
-    return commit, [{path: files[path] for path in sorted(fnmatch.filter(files, pattern))} for files, pattern in found]
+    return commit, [{path: files[path] for path in sorted(files) if matches(path, pattern)} for files, pattern in found]
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether a glob finds the file ``path``, as it would on disk: ``*`` stays inside a name, ``**`` is any number of
+    folders, and a hidden name is found by a pattern with its dot alone."""
+    return _match(path.split("/"), pattern.split("/"))
+
+
+def _match(names: list[str], patterns: list[str]) -> bool:
+    if not names or not patterns:
+        return not names and not patterns
+    if patterns[0] == "**":
+        passed = not names[0].startswith(".") and (_match(names[1:], patterns) or names[1:] + patterns[1:] == [])
+        return passed or _match(names, patterns[1:])
+    shown = not names[0].startswith(".") or patterns[0].startswith(".")
+    return shown and fnmatch.fnmatchcase(names[0], patterns[0]) and _match(names[1:], patterns[1:])
 
 
 def _folder(pattern: str) -> str:

@@ -155,12 +155,17 @@ class LocalSource(TextSource):
         self.validation_shards = self._find("data.validation_files", validation_files)
         splits = [[self.paths[name] for name in names] for names in (self.train_shards, self.validation_shards)]
         require_disjoint(*map(set, splits))
-        sizes = ({os.path.abspath(path): path.stat().st_size for path in paths} for paths in splits)
+        try:
+            sizes = [{os.path.abspath(path): path.stat().st_size for path in paths} for paths in splits]
+        except OSError as error:
+            mend = "Fetch this shard again, or narrow the glob that matches it"
+            raise UserError(f"{error.filename}: cannot be opened ({error.strerror}). {mend}") from error
         self.contents = Contents.of(text_key, *sizes)
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
-        names = sorted(glob.glob(pattern, root_dir=self._root, recursive=True))
+        found = glob.glob(pattern, root_dir=self._root, recursive=True)
+        names = sorted(name for name in found if not name.endswith("/") and not Path(self._root or "", name).is_dir())
         if not names:
             where = f"{key}={pattern}" + (f" below {self._root}" if self._root else "")
             raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")

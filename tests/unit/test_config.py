@@ -235,6 +235,14 @@ def test_files_must_exist(cfg, tmp_path):
     assert broken_rules(cfg) == ["data.root=/nowhere: no such folder. Set data.root=<folder of the shards>"]
 
 
+def test_the_root_of_the_shards_is_no_glob(cfg, tmp_path):
+    cfg.data.source, cfg.data.root, cfg.data.validation_files = "c4_local", str(tmp_path / "[one]"), "**/*.gz"
+    cfg.data.train_files = "*.gz"
+    (tmp_path / "[one]").mkdir()
+    (tmp_path / "[one]" / "a.gz").touch()
+    assert broken_rules(cfg) == []
+
+
 def test_shards_need_a_root_unless_their_globs_are_absolute(cfg, tmp_path):
     (tmp_path / "a.json.gz").touch()
     cfg.data.source = "c4_local"

@@ -1,5 +1,6 @@
 """The hub: its shards and its tokenizer through the real clients, and a hub that gives no answer."""
 
+import glob
 import pickle
 import socket
 import time
@@ -21,6 +22,24 @@ def served():
     hub = Hub({})
     with serving(hub) as address:
         yield hub, address
+
+
+FILES = ["a.gz", "b.gz", ".gz", ".hidden.gz", "en/a.gz", "en/b.json", "en/.c.gz", "en/more/a.gz", "en/more/d/a.gz",
+         ".git/a.gz", "en/.git/a.gz", "en.gz/a.gz", "[x].gz", "en/a.gz.part", "EN2/A.gz"]  # fmt: skip
+GLOBS = ["*.gz", "*", "**", "**/*.gz", "en/*.gz", "en/**", "en/**/*.gz", "en/**/a.gz", "**/a.gz", "*/*.gz", "*/a.gz",
+         "en/*", "en/*/a.gz", "en/?.gz", "en/[ab].*", "en/[!a].*", "[[]x].gz", ".*", ".*.gz", "**/.*", ".*/*", "en/.*/*",
+         "[.]git/*", "en/a.gz", "en/a.gz/**", "en", "en/", "en*", "en**", "e**/a.gz", "**/**/a.gz", "**/more/**", "*.GZ",
+         "**/en/**/d/*", "EN2/*", "none/*", "none/**", ""]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", GLOBS)
+def test_a_glob_matches_on_the_hub_what_it_matches_on_disk(pattern, tmp_path):
+    for path in FILES:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    found = glob.glob(pattern, root_dir=tmp_path, recursive=True)
+    on_disk = {path for path in found if path in FILES}
+    assert {path for path in FILES if hub.matches(path, pattern)} == on_disk
 
 
 OPEN = """

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -134,6 +135,19 @@ def test_the_same_files_are_the_same_text_however_they_are_named(root, tmp_path)
 def test_a_glob_without_a_match_is_named(root):
     with pytest.raises(UserError, match=r"data\.train_files=none-\*\.gz below .*: matches no file"):
         open_root(root, data__train_files="none-*.gz")
+
+
+def test_folders_are_no_shards_and_a_link_to_nothing_is_named(root):
+    (root / "more" / "c4-train.folder.json.gz").mkdir(parents=True)
+    shutil.copy(root / "c4-train.00000-of-00002.json.gz", root / "more" / "c4-train.2.json.gz")
+    names = [f"c4-train.0000{i}-of-00002.json.gz" for i in (0, 1)] + ["more/c4-train.2.json.gz"]
+    assert open_root(root, data__train_files="**/c4-train*").train_shards == tuple(names)
+    assert open_root(root, data__train_files="more/**").train_shards == tuple(names[2:])
+    with pytest.raises(UserError, match=r"data\.train_files=more/.*folder.*matches no file"):
+        open_root(root, data__train_files="more/*folder*")
+    (root / "more" / "c4-train.3.json.gz").symlink_to(root / "moved")
+    with pytest.raises(UserError, match=r"more/c4-train\.3\.json\.gz: cannot be opened \(No such file.*Fetch this shard"):
+        open_root(root, data__train_files="**/c4-train*")
 
 
 def test_what_is_held_out_is_not_learnt(root):
