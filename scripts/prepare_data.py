@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.config.arguments import key_of
+from dlr_pretrain.config.arguments import key_of, spread, value_of
 from dlr_pretrain.data.prepare import Progress, prepare
 from dlr_pretrain.data.sample import TOKENIZER_BYTES, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
@@ -104,9 +104,10 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
 def refuse_unused(words: list[str]) -> None:
     """Raise for keys of a run that say nothing about its texts and tokens."""
     mend = "Leave it out, and give it to train.py"
+    parts = [part for word in words for part in spread(word) if "=" in part and not part.startswith("-")]
     problems = [
-        Problem(key, word.partition("=")[2], "says nothing about texts or tokens", mend)
-        for key, word in ((key_of(word), word) for word in words if "=" in word and not word.startswith("-"))
+        Problem(key, value_of(word), "says nothing about texts or tokens", mend)
+        for key, word in zip(map(key_of, parts), parts, strict=True)
         if key not in USED
     ]
     if problems:

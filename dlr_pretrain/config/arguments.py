@@ -7,6 +7,7 @@ is checked on the composed tree, where the nearest existing one is known.
 
 from __future__ import annotations
 
+import itertools
 import re
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, Sweep
 from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import KNOWN, is_fixed
@@ -63,10 +64,36 @@ def read(argv: list[str]) -> CommandLine:
     line.problems += map(_flag_problem, strangers)
     line.problems += _conflicting_flags(args)
     line.problems += _malformed(words)
-    for word in words:
-        if WORD.fullmatch(word) or word.startswith("~"):
-            _admit(word, line)
+    for part in itertools.chain.from_iterable(map(spread, words)):
+        if WORD.fullmatch(part) or part.startswith("~"):
+            _admit(part, line)
     return line
+
+
+def spread(word: str) -> list[str]:
+    """``train={lr: 1e-3, steps: 9}`` as ``train.lr=0.001`` and ``train.steps=9``; a word without a mapping as it is."""
+    found = WORD.fullmatch(word)
+    if not found or found["sign"] == "~" or not found["value"].startswith("{"):
+        return [word]
+    try:
+        value = parse_word(f"{found['key']}={found['value']}")._value  # which knows what was quoted
+    except HydraException:
+        return [word]
+    return list(_leaves(found["key"], value)) if not _is_swept(value) else [word]
+
+
+def _leaves(key: str, value: object) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield f"{key}={Override._get_value_element_as_str(value)}"
+
+
+def _is_swept(value: object) -> bool:
+    """Whether a parsed value holds a sweep, or is one."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Sweep) or any(map(_is_swept, inner))
 
 
 def key_of(word: str) -> str:
@@ -177,6 +204,9 @@ def _grammar_problem(word: str, multirun: bool) -> Problem | None:
     except HydraException:
         text = value.replace("'", "\\'")
         return no_home(key, value) or Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
+    several = override._value.list if isinstance(override._value, ChoiceSweep) else [override._value]
+    if any(isinstance(each, dict) and (_is_swept(each) or len(several) > 1) for each in several):
+        return Problem(key, value, "a sweep has plain values", f"Sweep over a key of it: {key}.<key>=<value>,<value>")
     if override.is_sweep_override() and not multirun:
         mend = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
         return Problem(key, value, "several values for one run", mend)

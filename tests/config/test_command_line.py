@@ -77,6 +77,20 @@ def test_spelling_and_order_do_not_matter(argv):
     assert config(*argv) == config("scale=1b", "backbone=cola", "dlr=on", "train.lr=1e-3")
 
 
+def test_a_mapping_is_a_word_for_each_of_its_keys():
+    words = ["dlr=on", "dlr={alpha: 2, scope: mlp}", "++train={steps: 300, init_from: null}", "log={every: 3}"]
+    words += ["logger={project: 'a, b{c}'}", "run={dir: /x\\ y}", "scale={rank: 3}"]
+    same = ["dlr=on", "dlr.alpha=2", "dlr.scope=mlp", "train.steps=300", "train.init_from=null", "log.every=3"]
+    same += ["logger.project='a, b{c}'", "run.dir='/x y'", "scale.rank=3"]
+    assert config(*SMALL[:1], *words) == config(*SMALL[:1], *same)
+
+
+def test_a_key_in_a_mapping_and_by_itself_is_given_twice():
+    assert problems(*SMALL, "train={lr: 1e-3}", "train.lr=2e-3") == [
+        "train.lr=2e-3: given twice, first as train.lr=0.001. Keep one"
+    ]
+
+
 @pytest.mark.parametrize("off", ["off", "false", "False", "no", "null", "0", "'off'"])
 def test_dlr_can_be_switched_off_in_any_way(off):
     assert not config(*SMALL, f"dlr={off}").dlr.enabled
@@ -161,6 +175,19 @@ HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. 
         ("train.lr.peak=1", "train.lr.peak=1: train.lr is a value, not a section. Write train.lr=<value>"),
         ("train=5", "train=5: a section, not a value. Set one of its keys, such as train.steps"),
         ("train={lrr: 1}", "train.lrr=1: no such key. Did you mean train.lr?"),
+        ("data={rot: /x}", "data.rot=/x: no such key. Did you mean data.root?"),
+        ("dlr={alhpa: 2}", "dlr.alhpa=2: no such key. Did you mean dlr.alpha?"),
+        ("+trian={lr: 1}", "trian.lr=1: no such key. Did you mean train.lr?"),
+        ("train={optim.lr: 1}", "train.optim.lr=1: no such key. Did you mean train.lr?"),
+        ("train={max_skipped: 9}", "train.max_skipped=9: would be ignored: train.on_nonfinite=stop. Leave it out"),
+        ("train={min_lr_ratio: {a: 1}}",
+         "train.min_lr_ratio.a=1: train.min_lr_ratio is a value, not a section. Write train.min_lr_ratio=<value>"),
+        ("dlr={enabled: false}",
+         "dlr.enabled=False: says what the option is, and its file sets it. Choose another option: dlr=<option>"),
+        ("dlr={alpha: choice(1,2)}",
+         "dlr={alpha: choice(1,2)}: a sweep has plain values. Sweep over a key of it: dlr.<key>=<value>,<value>"),
+        ("train={lr: 1},{lr: 2}",
+         "train={lr: 1},{lr: 2}: a sweep has plain values. Sweep over a key of it: train.<key>=<value>,<value>"),
         ("optimizer.bta2=1", "optimizer.bta2=1: no such key of optimizer=adamw. Did you mean optimizer.beta2?"),
         ("train.lr=fast", "train.lr=fast: must be a number"),
         ("train.lr=???", "train.lr: needs a value. Set train.lr=<value>"),

@@ -405,6 +405,7 @@ def test_a_preparation_needs_no_logger(tmp_path, monkeypatch, root, model):
     ("words", "rule"),
     [
         (["data=c4_local", "data.seed=1"], "data.seed=1: says nothing about texts or tokens"),
+        (["data=c4_local", "data={seed: 1}"], "data.seed=1: says nothing about texts or tokens"),
         (["data=c4_local", "train.lr=1"], "train.lr=1: says nothing about texts or tokens"),
         (["data=sample", "experiment=paper"], "experiment=paper: says nothing about texts or tokens"),
         (["data=c4_local"], "data.root"),
