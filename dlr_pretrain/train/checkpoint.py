@@ -99,14 +99,16 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 def begin(root: Path, step: int) -> Path | None:
-    """An empty folder for the parts of ``step``; None where a valid checkpoint of it exists."""
+    """An empty folder for the parts of ``step``; None where a valid checkpoint of it exists. Clears what kills left."""
     final = root / _name(step)
     if fault(final) is None:
         return None
-    if is_there(final):  # left by a kill
+    if is_there(final):  # damaged, or left by a kill
         _delete(final)
-    for aside in root.glob(".writing_*"):
-        _delete(aside, ignore_errors=True)
+    for left in [*root.glob(".writing_*"), *directories(root)]:
+        with suppress(OSError):  # of a disk that does not answer: perhaps its marker is there
+            if not is_there(left / MANIFEST):
+                _delete(left, ignore_errors=True)
     aside = root / f".writing_{final.name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
     aside.mkdir(parents=True)
     return aside
@@ -138,8 +140,8 @@ def commit(
 ) -> Path:
     """Make the parts in ``aside`` the checkpoint of ``step``, durably; then delete what ``keep`` does not keep.
 
-    What has no marker, is of a later step, or was ``passed_over`` as damaged when the run resumed, counts for nothing
-    and goes too.
+    What was ``passed_over`` as damaged when the run resumed counts for nothing and goes too. Not what is of a later
+    step: another start of the run has written it, which took over while this one was away.
     """
     root = aside.parent
     final = root / _name(step)
@@ -159,10 +161,10 @@ def commit(
 
 def _superfluous(newest: Path, keep: Keep, stale: set[Path]) -> list[Path]:
     """The directories that may go now that ``newest`` is durable. Raises OSError where the disk does not answer."""
-    everything = directories(newest.parent)
-    valid = [d for d in everything if is_there(d / MANIFEST) and step_of(d) <= step_of(newest) and d not in stale]
+    ours = [d for d in directories(newest.parent) if d in stale or step_of(d) <= step_of(newest)]
+    valid = [d for d in ours if is_there(d / MANIFEST) and d not in stale]
     kept = {newest} | _kept(valid, keep)
-    return [d for d in everything if d not in kept]
+    return [d for d in ours if d not in kept]
 
 
 def _kept(valid: list[Path], keep: Keep) -> set[Path]:

@@ -51,28 +51,38 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._awaited = threading.Event()
 
-    def save(self, step: int, snapshot: Snapshot) -> None:
-        """Start to save ``snapshot``; returns when it may be overwritten. Waits for the save before."""
-        self.wait()
+    def save(self, step: int, snapshot: Snapshot) -> UserError | None:
+        """Start to save ``snapshot``; returns when it may be overwritten. Waits for the save before.
+
+        Returns why that one failed, if it did and nobody has heard: this one takes its place.
+        """
+        failed = self._ended()
+        if failed is not None and not isinstance(failed, UserError):
+            raise failed
         pieces, copied = self._to_host(checkpoint.share(snapshot, self.runtime.rank, self.runtime.world_size))
         self._awaited.clear()
         rest = (step, pieces, copied, snapshot.state, snapshot.optimizer_layout)
         self._thread = threading.Thread(target=self._work, args=rest, name="checkpoint", daemon=True)
         self._thread.start()
+        return failed
 
     def wait(self) -> None:
         """Return when the last save is durable; raises UserError, on all ranks, where it failed on any.
 
         Where a rank was lost meanwhile, raises what the collective said.
         """
+        if (error := self._ended()) is not None:
+            raise error
+
+    def _ended(self) -> Exception | None:
+        """Wait for the last save; why it failed, once."""
         if self._thread is not None:
             self._awaited.set()
             with self.runtime.patient():
                 self._thread.join()
             self._thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        error, self.error = self.error, None
+        return error
 
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces``, and what says when they are there: the GPU goes on without waiting for the host."""

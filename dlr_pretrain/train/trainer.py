@@ -316,7 +316,7 @@ class Trainer:
         """Save everything that the next step depends on, and ``evaluation``, this step's loss on validation text.
 
         Returns when it is durable if ``wait``. Raises UserError where the ranks have drifted apart, the weights are not
-        finite, or this save or the one before it fails.
+        finite, or this save fails and is waited for.
         """
         self.require_sound()
         streams = {}
@@ -341,7 +341,8 @@ class Trainer:
             random=self.runtime.random_state(),
             state=state,
         )
-        self.saver.save(self.step, snapshot)
+        if failed := self.saver.save(self.step, snapshot):
+            self.console.say(f"warning: {failed}. Step {self.step:,} is saved in its place")
         self.last_save = self.step
         if wait:
             self.saver.wait()

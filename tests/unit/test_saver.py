@@ -84,6 +84,50 @@ def test_a_failure_is_told_once_and_the_next_save_is_a_new_one(tmp_path, monkeyp
     assert newest(tmp_path) == (tmp_path / "step_00000002", [])
 
 
+def test_a_save_takes_the_place_of_one_that_has_failed(tmp_path, monkeypatch):
+    """Such as that of a stop, or the last: a disk that was full once, and nobody has looked since, costs no steps."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with Saver(tmp_path, ALONE, Keep(2)) as saving:
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoint, "write_part", full)
+            assert saving.save(1, snapshot(1)) is None
+            saving._thread.join()
+        assert "checkpoint of step 1 could not be written" in str(saving.save(2, snapshot(2)))
+        saving.wait()
+        assert saving.saved == 2
+    assert newest(tmp_path) == (tmp_path / "step_00000002", [])
+
+
+@pytest.mark.usefixtures("no_export")
+def test_the_last_step_is_saved_after_a_save_that_failed_unheard(train, tmp_path, monkeypatch, capsys):
+    write, take = checkpoint.write_part, Trainer.next_batch
+
+    def full(aside, *rest):
+        if "00000005" in aside.name:
+            raise OSError(28, "No space left on device")
+        return write(aside, *rest)
+
+    def deaf(self, loader):  # the save fails after the last look at it
+        if self.step == 5:
+            self.saver._thread.join()
+            error, self.saver.error = self.saver.error, None
+            try:
+                return take(self, loader)
+            finally:
+                self.saver.error = error
+        return take(self, loader)
+
+    monkeypatch.setattr(saver.checkpoint, "write_part", full)
+    monkeypatch.setattr(Trainer, "next_batch", deaf)
+    train(tmp_path / "run", "train.steps=6")
+    assert "checkpoint of step 5 could not be written" in (said := capsys.readouterr().out)
+    assert "Step 6 is saved in its place" in said
+    assert newest(tmp_path / "run" / "checkpoints")[0].name == "step_00000006"
+
+
 def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
     """What the collective says goes on to the runtime, which knows who is missing."""
 
