@@ -281,7 +281,7 @@ def newest(root: Path) -> tuple[Path | None, list[str]]:
         if damage is None:
             return directory, skipped
         skipped.append(f"{directory}: {damage}")
-    if any(is_there(d / MANIFEST) for d in directories(root)):
+    if finished(root):
         raise UserError("no valid checkpoint: " + "; ".join(skipped) + ". Move them away to start over")
     return None, skipped
 
@@ -293,6 +293,11 @@ def directories(root: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(named, key=step_of, reverse=True)
+
+
+def finished(root: Path) -> list[Path]:
+    """Checkpoint directories that have their marker, newest first, damaged or not."""
+    return [directory for directory in directories(root) if is_there(directory / MANIFEST)]
 
 
 def fault(directory: Path) -> str | None:

@@ -27,8 +27,9 @@ def fork(
 ) -> Path:
     """Make the newest valid checkpoint of the run ``fork_from``, or the one it names, the first one of ``run_dir``.
 
-    Its metrics come with it, and ``manifest.json`` keeps where it is from and which keys differ. Raises UserError where
-    its weights have not the ``shapes`` of this run's.
+    Its metrics come with it, and ``manifest.json`` keeps where it is from and which keys differ. A kill leaves a fork
+    that is whole, or none: nothing counts before the checkpoint, which comes last. Raises UserError where its weights
+    have not the ``shapes`` of this run's.
     """
     source, found = _source(fork_from.resolve(), say)
     origin = checkpoint.load(found)
@@ -42,9 +43,8 @@ def fork(
     step, steps = checkpoint.step_of(found), identity["train.steps"]
     if step >= steps:
         raise UserError(f"train.steps={steps}: run.fork_from={fork_from} has trained {step} already. Set it above that")
-    aside = run_dir / "checkpoints" / ".writing_fork"
-    shutil.rmtree(aside, ignore_errors=True)
-    shutil.copytree(found, aside, copy_function=_link)
+    aside = checkpoint.begin(run_dir / "checkpoints", step)
+    shutil.copytree(found, aside, copy_function=_link, dirs_exist_ok=True)
     sync_all(aside)
     count = sum(record["step"] <= step for record in read_metrics(source / METRICS))
     lines = (source / METRICS).read_bytes().splitlines(keepends=True) if count else []
@@ -52,9 +52,10 @@ def fork(
     before = read_record(source)  # its starts tell the pauses in the metrics that come along
     starts = [*before.get("forked", {}).get("starts", []), *(start["time"] for start in before.get("starts", []))]
     forked = {"checkpoint": str(found), "step": step, "changed": changed, "starts": starts}
-    update_record(run_dir, {"forked": forked, "saved": step})
+    update_record(run_dir, {"forked": forked})
     os.rename(aside, run_dir / "checkpoints" / found.name)
     sync(run_dir / "checkpoints")
+    update_record(run_dir, {"saved": step})
     for name, (there, here) in changed.items():
         say(f"fork: {name} was {there}, and is {here} after step {step:,}")
     return run_dir / "checkpoints" / found.name

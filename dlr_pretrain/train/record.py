@@ -33,7 +33,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     directory holds a run of other mathematics.
     """
     if "saved" not in read_record(run_dir):
-        update_record(run_dir, {"identity": {}, "diverged": None})
+        update_record(run_dir, {"identity": {}, "diverged": None, "forked": None})
     hold(run_dir, json.loads(json.dumps(identity(cfg))) | fingerprints)
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -60,6 +61,8 @@ from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import Weights, place
 
+LATE = 5.0  # seconds after which a network file system surely shows a checkpoint that another machine has made
+
 
 def run(cfg: Config) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from its newest checkpoint if it has one, and fold it.
@@ -78,6 +81,31 @@ def run(cfg: Config) -> None:
                 with suppress(OSError, UserError):  # the error itself is what must be heard
                     update_record(Path(cfg.run.dir), {"diverged": str(error)})
             raise
+
+
+def recall(run_dir: Path) -> None:
+    """Have ``manifest.json`` say that something is saved, where a kill came between the first save and that word."""
+    record, found = read_record(run_dir), checkpoint.finished(run_dir / "checkpoints")
+    if record and found and "saved" not in record:
+        update_record(run_dir, {"saved": checkpoint.step_of(found[0])})
+
+
+def newest(run_dir: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest valid checkpoint of a run; says what is passed over, and where it is not the one saved last.
+
+    That one is waited for, for ``LATE`` seconds.
+    """
+    root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
+    late = time.monotonic() + LATE
+    while saved not in (0, *map(checkpoint.step_of, checkpoint.finished(root))) and time.monotonic() < late:
+        time.sleep(0.1)
+    found, skipped = checkpoint.newest(root)
+    for reason in skipped:
+        say(f"warning: passed over {reason}")
+    if found is not None and checkpoint.step_of(found) < saved:
+        lost = f"the checkpoint of step {saved:,}, the last that was saved, is not there whole"
+        say(f"warning: {root}: {lost}. Going on from {found.name}: the steps after it are trained again")
+    return found
 
 
 class Run:
@@ -149,15 +177,13 @@ class Run:
         self.runtime.require_equal(fingerprints)
 
         def find() -> Path | None:
+            recall(self.dir)
             take_over_regrown(self.dir, self.cfg, self.source, self.console.say)
             open_record(self.dir, self.cfg, fingerprints)
             note_shards(self.dir, self.source)
             pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
             write_durably(self.dir / "spiece.model", pieces)
-            found, skipped = checkpoint.newest(self.dir / "checkpoints")
-            for reason in skipped:
-                self.console.say(f"warning: passed over {reason}")
-            record = read_record(self.dir)
+            found, record = newest(self.dir, self.console.say), read_record(self.dir)
             if found is None and "saved" in record:
                 mend = "Bring it back, or move the run directory away to start over"
                 raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {mend}")

@@ -10,6 +10,7 @@ import torch
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train import fork as fork_module
 from dlr_pretrain.train.record import read_record
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
@@ -118,6 +119,41 @@ def test_a_kill_between_the_fork_and_its_first_checkpoint(train, tmp_path, origi
         train(tmp_path / "parts", *given, "train.stop_after=11")
     shutil.rmtree(tmp_path / "parts/checkpoints/step_00000011")
     assert_same(final(train(tmp_path / "parts", *given)), whole)
+
+
+STAGES = [("write_durably", 1), ("update_record", 1), ("sync", 1), ("update_record", 2)]
+
+
+@pytest.mark.parametrize(("stage", "call"), STAGES)
+def test_a_kill_between_two_writes_leaves_a_whole_fork_or_none(train, tmp_path, origin, monkeypatch, stage, call):
+    """The kill is an exception that nothing handles, before that call of ``stage``."""
+    given = (*CHOICE, f"run.fork_from={origin}", "train.lr=0.002")
+    real, left = getattr(fork_module, stage), call
+
+    def killing(*words):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return real(*words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fork_module, stage, killing)
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "fork", *given)
+    whole = any((tmp_path / "fork/checkpoints").glob("step_*"))
+    assert whole == ((stage, call) in STAGES[2:])
+    if whole:
+        with pytest.raises(UserError, match=r"holds another run:\n  train.lr: 0.002 there, 0.01 here"):
+            train(tmp_path / "fork", *CHOICE)
+    else:
+        with pytest.raises(Stopped):
+            train(tmp_path / "fork", *CHOICE, "train.stop_after=1")
+        assert read_record(tmp_path / "fork").keys() == {"starts", "identity", "saved"}
+        shutil.rmtree(tmp_path / "fork")
+    fork = train(tmp_path / "fork", *given)
+    assert record(fork)["step"] == 10 and read_record(fork)["saved"] == 20
+    assert [r["step"] for r in read_metrics(fork / "metrics.jsonl")] == list(range(1, 21))
 
 
 def test_a_named_checkpoint_is_taken(train, tmp_path, origin):

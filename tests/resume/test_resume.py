@@ -152,6 +152,46 @@ def test_checkpoints_that_are_gone_are_missed(train, tmp_path):
     train(tmp_path / "run")
 
 
+def test_a_last_checkpoint_that_is_gone_is_missed_by_name(train, tmp_path, capsys):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000007")
+    train(tmp_path / "run")
+    lost = "the checkpoint of step 7, the last that was saved, is not there whole. Going on from step_00000005"
+    assert lost in capsys.readouterr().out
+
+
+def test_a_last_checkpoint_that_shows_late_is_waited_for(train, tmp_path, capsys, monkeypatch):
+    """As on a network file system, where another machine has saved it."""
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7")
+    last, hidden = tmp_path / "run" / "checkpoints" / "step_00000007", tmp_path / "hidden"
+    last.rename(hidden)
+    sleep = time.sleep
+
+    def shows(seconds):
+        if hidden.exists():
+            hidden.rename(last)
+        sleep(seconds)
+
+    monkeypatch.setattr("dlr_pretrain.train.run.LATE", 600.0)
+    monkeypatch.setattr(time, "sleep", shows)
+    train(tmp_path / "run")
+    assert "after step 7" in (said := capsys.readouterr().out) and "warning" not in said
+
+
+def test_a_kill_between_the_first_checkpoint_and_the_word_of_it_leaves_the_run_what_it_is(train, tmp_path):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=7", "checkpoint.keep_last=1")
+    path = tmp_path / "run" / "manifest.json"
+    record = json.loads(path.read_text())
+    assert record.pop("saved") == 7
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"holds another run:\n  train.lr: 0.01 there, 0.02 here"):
+        train(tmp_path / "run", "train.lr=0.02")
+    assert json.loads(path.read_text()) == record | {"saved": 7}
+
+
 @pytest.mark.parametrize("choice", [("scale.hidden_size=48",), ("train.lr=0.02",)])
 def test_a_checkpoint_of_another_run_is_refused(train, tmp_path, choice):
     for name, words in (("one", ()), ("other", choice)):
