@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.errors import Stopped, UserError
-from dlr_pretrain.launch.queue import note
+from dlr_pretrain.launch.queue import append_line, note
 from dlr_pretrain.launch.runs import Run
 from dlr_pretrain.process import stop_signals
 
@@ -39,7 +39,7 @@ def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]
                     process.terminate()
             for process in [process for process in running if process.poll() is not None]:
                 run, slot, job, since = running.pop(process)
-                _write(run, f"job {job}: ended with exit code {process.returncode}\n")
+                append_line(_log(run), f"job {job}: ended with exit code {process.returncode}")
                 free.append(slot)
                 ended(run, time.monotonic() - since)
             time.sleep(0.05)
@@ -53,7 +53,7 @@ def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
     if devices := _gpus():
         environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     note(run.dir, job, _log(run))
-    _write(run, f"job {job}, start 1: {run.line}\n")
+    append_line(_log(run), f"job {job}, start 1: {run.line}")
     with open(_log(run), "ab") as log:
         return subprocess.Popen(
             [sys.executable, str(TRAIN), *run.line.words],
@@ -63,11 +63,6 @@ def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
             stderr=log,
             process_group=0,  # so that Ctrl-C is passed on, once
         )
-
-
-def _write(run: Run, text: str) -> None:
-    with open(_log(run), "a", encoding="utf-8") as log:
-        log.write(text)
 
 
 def _log(run: Run) -> Path:

@@ -146,15 +146,23 @@ def note(run_dir: Path, job: str, log: Path) -> None:
     """Add a job to those of a run."""
     entry = {"time": time.time(), "job": job, "log": str(log.absolute())}
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / JOBS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    append_line(run_dir / JOBS, json.dumps(entry))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file; one that a kill or a full disk cut off is ended first, or both would be lost."""
+    with open(path, "ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
 
 
 def last_job(run_dir: Path) -> dict | None:
     """The newest line of ``jobs.jsonl``."""
     with contextlib.suppress(FileNotFoundError):
         for line in reversed((run_dir / JOBS).read_text(encoding="utf-8").splitlines()):
-            with contextlib.suppress(ValueError):  # a line that a full disk cut off
+            with contextlib.suppress(ValueError):  # a line that a kill or a full disk cut off
                 return json.loads(line)
     return None
 

@@ -17,7 +17,7 @@ from dlr_pretrain.config import ConfigError, to_dict
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch import command, saved
 from dlr_pretrain.launch.command import status_table
-from dlr_pretrain.launch.queue import Queued, last_job, resources, spans
+from dlr_pretrain.launch.queue import Queued, last_job, note, resources, spans
 from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
@@ -226,6 +226,16 @@ def test_an_array_is_queued_with_its_limit_and_the_words_for_sbatch(scheduler, t
     ]
     assert last_job(runs[1].dir)["job"] == "70_2" and last_job(runs[1].dir)["log"].endswith("/70_2.log")
     assert "as job 70" in capsys.readouterr().out
+
+
+def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):
+    note(tmp_path, "70_1", tmp_path / "1.log")
+    with open(tmp_path / "jobs.jsonl", "a") as file:
+        file.write('{"time": 1.5, "jo')
+    assert last_job(tmp_path)["job"] == "70_1"
+    note(tmp_path, "71_1", tmp_path / "2.log")
+    assert last_job(tmp_path)["job"] == "71_1"
+    assert len((tmp_path / "jobs.jsonl").read_text().splitlines()) == 3
 
 
 def test_a_run_directory_that_cannot_be_written_is_found_before_anything_is_queued(scheduler, table_of, capsys):
