@@ -19,7 +19,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import CommandLine, read
 from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.errors import EXIT_INTERRUPTED, Stopped, UserError, record, say
+from dlr_pretrain.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
 
 
 def main(run: Callable[[Config], None]) -> int:
@@ -31,13 +31,12 @@ def main(run: Callable[[Config], None]) -> int:
         else:
             _refuse_sweep_of_ranks(line)
             check(line, world_size())
-        _hand_to_hydra(line, run)
+        return _hand_to_hydra(line, run)
     except UserError as error:
         return _report(error)
     except KeyboardInterrupt:
         _say("interrupted")
         return EXIT_INTERRUPTED
-    return 0
 
 
 def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
@@ -75,9 +74,12 @@ def _refuse_sweep_of_ranks(line: CommandLine) -> None:
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
 
 
-def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> None:
-    """Let Hydra run, sweep, show the configuration or print its help."""
-    typed = sys.argv
+def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
+    """Let Hydra run, sweep, show the configuration or print its help; the exit code.
+
+    A job of a sweep that diverges is a result, such as of a rate that is too high: the others are run.
+    """
+    typed, diverged = sys.argv, []
 
     def task(composed: DictConfig) -> None:
         sys.argv = typed  # for the record of the run
@@ -88,13 +90,19 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> None:
                 raise ConfigError(problems)
             run(cfg)
         except UserError as error:
-            sys.exit(_report(error))
+            code = _report(error)
+            if not (line.multirun and isinstance(error, Diverged)):
+                sys.exit(code)
+            diverged.append(cfg.run.dir)
         except Exception as error:
             record(error)
             raise
 
     sys.argv = [typed[0], *line.argv]
     hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+    if diverged:
+        _say(f"error: of this sweep, these have diverged: {', '.join(diverged)}")
+    return Diverged.exit_code if diverged else 0
 
 
 def _report(error: UserError) -> int:

@@ -114,6 +114,20 @@ def test_a_sweep_runs_its_jobs_one_after_another(stub, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["multirun", "multirun.yaml", "runs", "stub.py"]
 
 
+def test_a_job_of_a_sweep_that_diverges_is_said_and_the_others_run(stub):
+    act = 'if cfg.seed == 2: raise errors.Diverged("step 3: not finite")'
+    done = stub(act, "-m", "+scale=tiny", "seed=1,2,3")
+    assert done.returncode == 3
+    assert [line.split()[0].rpartition("-")[2] for line in done.stdout.splitlines()] == ["s1", "s2", "s3"]
+    folder = "runs/tiny-lowrank-dlr_off-s2"
+    said = f"error: step 3: not finite\nerror: of this sweep, these have diverged: {folder}\n"
+    assert done.stderr == said
+    done = stub('if cfg.seed == 2: raise errors.UserError("no disk")', "-m", "+scale=tiny", "seed=1,2,3")
+    assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)
+    alone = stub('raise errors.Diverged("step 3: not finite")')
+    assert (alone.returncode, alone.stderr) == (3, "error: step 3: not finite\n")
+
+
 def test_errors_for_the_user_have_one_line_and_their_own_code(stub):
     failed = stub('raise errors.UserError("the shard is cut off")')
     assert (failed.returncode, failed.stderr) == (3, "error: the shard is cut off\n")
