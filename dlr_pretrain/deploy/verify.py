@@ -18,8 +18,9 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.deploy.export import loadable
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import Llama
+from dlr_pretrain.process import stop_signals
 
 # Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
@@ -89,7 +90,8 @@ def verify(
 
     Returns the largest difference in units of the logits' standard deviation, or None where transformers 4.57 or newer
     cannot be imported: then nothing is known. Raises UserError beyond the bound, or where the folder does not load
-    strictly or its tokenizer is not sentencepiece's.
+    strictly or its tokenizer is not sentencepiece's, and Stopped where a request to stop, which a scheduler sends to
+    every process of a job, has ended the reader.
     """
     ours = reference(ids).detach().float().cpu()
     del reference  # a model in fp32, of which the reader is about to make another
@@ -131,6 +133,8 @@ def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, 
     )
     if done.returncode == CANNOT_IMPORT:
         return None
+    if -done.returncode in stop_signals():
+        raise Stopped(f"stopped before {folder} was verified (asked to stop). The same command continues")
     if done.returncode:
         reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         raise UserError(f"{folder}: transformers does not load it: {reason}")

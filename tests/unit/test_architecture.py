@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "models": {"config", "errors", "shards"},
     "optim": {"config", "errors", "shards"},
     "data": {"config", "errors", "durable"},
-    "deploy": {"models", "config", "data", "errors", "durable"},
+    "deploy": {"models", "config", "data", "errors", "durable", "process"},
     "analysis": {"models", "optim", "config", "errors", "durable"},  # a plan tells the optimizer's memory and rates
     "launch": {"cli", "config", "analysis", "errors", "process"},  # of analysis the history, which needs no torch
     "bench": {"cli", "train", "models", "data", "analysis", "config", "errors"},
