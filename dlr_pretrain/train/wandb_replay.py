@@ -14,7 +14,7 @@ from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import missing_steps
 from dlr_pretrain.train.record import read_record
 from dlr_pretrain.train.wandb_sender import choose_mode, first_line, lacks_key, last_step, log, open_run
-from dlr_pretrain.train.wandb_view import wandb_id
+from dlr_pretrain.train.wandb_view import draw_id, keep_id, wandb_id
 
 
 def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new_id: bool = False, **logger) -> None:
@@ -44,16 +44,21 @@ def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new
         first = read_record(run_dir).get("forked", {"step": 0})["step"] + 1
         if missing := missing_steps((record["step"] for record in records), first, step):
             say(f"warning: {run_dir}: metrics.jsonl lacks steps {missing}")
+        again = "The same command"
         try:
             settings = {"x_disable_stats": True, "x_disable_meta": True}  # they would be this machine's
-            run = open_run(run_dir, wandb_id(run_dir, new_id), config, mode, **settings)
+            chosen = draw_id() if new_id else wandb_id(run_dir)
+            run = open_run(run_dir, chosen, config, mode, **settings)
+            if new_id:  # only now: the old one names a history that is perhaps whole
+                keep_id(run_dir, chosen)
+                again = "The same command without --new-id"
             after = last_step(run)
             log(run, records, after)
             run.finish(exit_code=0)
         except Exception as error:
             if lacks_key(error):
                 raise UserError("no API key found: set WANDB_API_KEY, or WANDB_MODE=offline for a file") from None
-            raise UserError(f"{run_dir}: W&B: {first_line(error)}. The same command sends the rest") from error
+            raise UserError(f"{run_dir}: W&B: {first_line(error)}. {again} sends the rest") from error
     sent = sum(record["step"] > after for record in records)
     where = run.url if mode == "online" else f"wandb sync {os.path.dirname(run.dir)}"
     say(f"{run_dir}: {sent} of {len(records)} steps sent, {where}")

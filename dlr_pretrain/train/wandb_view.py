@@ -19,6 +19,7 @@ from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.wandb_sender import Order
 
+WANDB_ID = "wandb_id"
 FINISH_SECONDS = 60.0  # for the last metrics, at the end of a run whose server answers
 LEAVE_SECONDS = 10.0  # where it does not, or where the run was stopped: the next start sends the rest
 
@@ -79,9 +80,17 @@ class WandbView:
                 self.console.say(f"warning: {answer['warning']}")
 
 
-def wandb_id(run_dir: Path, new: bool = False) -> str:
-    """The W&B id of a run directory, drawn once in its life, or when a ``new`` one is asked for."""
-    path = run_dir / "wandb_id"
-    if new or not is_there(path):
-        write_durably(path, uuid.uuid4().hex[:12])
-    return path.read_text().strip()
+def wandb_id(run_dir: Path) -> str:
+    """The W&B id of a run directory, drawn where there is none."""
+    if not is_there(run_dir / WANDB_ID):
+        keep_id(run_dir, draw_id())
+    return (run_dir / WANDB_ID).read_text().strip()
+
+
+def draw_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def keep_id(run_dir: Path, chosen: str) -> None:
+    """Make ``chosen`` the W&B id of a run directory from now on."""
+    write_durably(run_dir / WANDB_ID, chosen)

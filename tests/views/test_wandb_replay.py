@@ -13,7 +13,7 @@ from loopback_wandb import Trained
 
 from dlr_pretrain.config import to_dict
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train import lock
+from dlr_pretrain.train import lock, wandb_replay
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.wandb_replay import replay
@@ -127,3 +127,17 @@ def test_a_history_with_a_gap_is_sent_and_the_gap_said(trained, monkeypatch, cap
     with pytest.raises(UserError, match=r"division by zero. The same command sends the rest"):
         replay(trained.dir, print)
     assert "metrics.jsonl lacks steps 3-4" in capsys.readouterr().out
+
+
+def test_a_new_id_is_kept_when_wandb_has_it_and_not_drawn_twice(trained, monkeypatch):
+    old = wandb_id(trained.dir)
+    monkeypatch.setattr(wandb_replay, "open_run", lambda *_, **__: 1 / 0)
+    with pytest.raises(UserError, match=r"division by zero. The same command sends the rest"):
+        replay(trained.dir, print, new_id=True)
+    assert wandb_id(trained.dir) == old
+    asked = []
+    monkeypatch.setattr(wandb_replay, "open_run", lambda _, chosen, *__, **___: asked.append(chosen))
+    monkeypatch.setattr(wandb_replay, "last_step", lambda _: 1 / 0)
+    with pytest.raises(UserError, match=r"division by zero. The same command without --new-id sends the rest"):
+        replay(trained.dir, print, new_id=True)
+    assert [wandb_id(trained.dir)] == asked != [old]
