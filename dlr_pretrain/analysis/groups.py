@@ -15,6 +15,8 @@ from dlr_pretrain.config import MISSING
 from dlr_pretrain.config.identity import ORIGIN
 
 PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
+# What an evaluation is of, and how much of a document a position sees.
+TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Group:
     @property
     def config(self) -> dict:
         return self.runs[0].config
+
+    @property
+    def codes(self) -> list[str]:
+        """The commits that trained it, each once."""
+        return list(dict.fromkeys(code for run in self.runs for code in run.codes))
 
     @property
     def finished(self) -> tuple[Run, ...]:
@@ -204,6 +211,13 @@ def differing(identities: Sequence[dict]) -> list[str]:
     """The keys whose values are not the same in all, in their order."""
     keys = dict.fromkeys(key for identity in identities for key in identity)
     return [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
+
+
+def differing_text(runs: Iterable[Run]) -> list[str]:
+    """The keys by which evaluations of the runs are not of the same text: their losses do not compare."""
+    scored = [{key: run.identity.get(key, "absent") for key in TEXT} for run in runs]
+    padded = {"data.mask_documents": False}  # there is one document in a row, and nothing to mask
+    return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
 
 
 def _override(key: str, shared: dict) -> str:

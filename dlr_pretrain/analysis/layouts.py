@@ -111,6 +111,9 @@ def pairs_table(groups: Sequence[Group]) -> Table:
             fill.append(without_partner(group))
         elif odd := {run.seed for run in a.finished} ^ {run.seed for run in b.finished}:
             notes.append(f"{base} at {group.scale}: without a partner, and not in the difference: seed {_listed(odd)}")
+        if a and b and set(a.codes) != set(b.codes):
+            codes = f"{', '.join(a.codes)} plain, and {', '.join(b.codes)} with DLR"
+            notes.append(f"{base} at {group.scale}: trained by different code: {codes}")
     header = ["Scale", "Backbone", "plain", "with DLR", "Δ by seed", "Δ, convention", "Δ paper"]
     return Table("pairs", "DLR by backbone: what it changes", header, rows, [*notes, *mark.notes()], fill)
 

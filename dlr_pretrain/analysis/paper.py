@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from dlr_pretrain.config.composition import build, session
 from dlr_pretrain.config.identity import ORIGIN, identity
 from dlr_pretrain.config.tree import CONFIG_DIR
 
+C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
+C4_SHARDS = "1024 train and 8 validation shards"  # of its English text, as a source describes itself
 SEEDS = (41, 42, 43, 44, 45)
 SCALES = ("60m", "130m", "350m", "1b")
 MILESTONES = (10_000, 40_000, 80_000, 120_000, 150_000)
@@ -46,8 +50,9 @@ def marks(group: Group, studied: str | None = None) -> list[str]:
     ours = {key: group.shared[key] for key in shown}
     return [
         *(f"{key.removesuffix('.name')} {_short(ours[key])}, not {_short(theirs[key])}" for key in shown),
-        *_text(group.config["data"]),
+        *_text(group, theirs),
         *_tokens(group),
+        *_warmup(group, theirs),
     ]
 
 
@@ -68,13 +73,40 @@ def recipe(base: str, residual: str, scale: str) -> dict | None:
 
 
 def _short(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _text(data: dict) -> list[str]:
-    if data["source"] == "sample" or (data["source"] == "c4" and data["dataset"] != "allenai/c4"):
-        return [f"text of {data['dataset'] or data['source']}, not C4"]
-    return []
+def _text(group: Group, theirs: dict) -> list[str]:
+    """What of the text and its tokens is not English C4 by T5's tokenizer; of shards on disk their number tells."""
+    data, starts = group.config["data"], group.runs[0].starts
+    told = starts[-1].get("text", "") if starts else ""
+    found = []
+    if data["source"] == "sample" or (data["source"] == "c4" and data["dataset"] != C4):
+        found.append(f"text of {data['dataset'] or data['source']}, not C4")
+    elif data["source"] == "c4":
+        other = [k for k in ("train_files", "validation_files", "text_key") if data[k] != theirs[f"data.{k}"]]
+        found += [f"data.{key} {data[key]}, not {theirs[f'data.{key}']}" for key in other]
+    elif C4_SHARDS not in told:
+        shards = re.search(r"\d+ train and \d+ validation shards", told)
+        found.append(f"text of {shards[0] if shards else 'unknown shards'}, not C4's {C4_SHARDS}")
+    pieces = group.shared.get("tokenizer.pieces", "unknown")
+    return found if pieces == T5 else [*found, f"tokenizer {pieces[:8]}, not T5's"]
+
+
+def _warmup(group: Group, theirs: dict) -> list[str]:
+    """The warm-up in steps against the paper's share of the steps."""
+    ours, steps = _warmup_steps(group.shared), group.shared["train.steps"]
+    expected = round(_warmup_steps(theirs) / theirs["train.steps"] * steps)
+    return [] if abs(ours - expected) <= 1 else [f"warm-up {ours:,} of {steps:,} steps, not {expected:,}"]
+
+
+def _warmup_steps(identity: dict) -> int:
+    """As ``Config.warmup_steps``."""
+    if (given := identity["train.warmup_steps"]) is not None:
+        return given
+    return round(identity["train.steps"] * identity["scale.warmup_steps"] / identity["scale.steps"])
 
 
 def _tokens(group: Group) -> list[str]:

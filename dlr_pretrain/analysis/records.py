@@ -107,10 +107,16 @@ class Run:
         return [start for start, began, ended in lasted if ((times >= began) & (times < ended)).any()]
 
     @property
+    def _trained_or_last(self) -> list[dict]:
+        return self.trained or self.starts[-1:] or [{}]
+
+    @property
     def machines(self) -> list[str]:
         """The device and the number of ranks of each start that trained."""
-        starts = self.trained or self.starts[-1:] or [{}]
-        of = (f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}" for start in starts)
+        of = (
+            f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}"
+            for start in self._trained_or_last
+        )
         return list(dict.fromkeys(of))
 
     @property
@@ -119,9 +125,9 @@ class Run:
         return self.machines[-1]
 
     @property
-    def code(self) -> str | None:
-        """The commit of the last start; "+" behind it says that there were local changes."""
-        return self.starts[-1].get("git") if self.starts else None
+    def codes(self) -> list[str]:
+        """The commit of each start that trained; "+" behind it says that there were local changes."""
+        return list(dict.fromkeys(_commit(start) for start in self._trained_or_last))
 
     def column(self, name: str) -> np.ndarray:
         """One metric of every update as floats; NaN where it is absent or null."""
@@ -151,6 +157,11 @@ def column(records: list[dict], name: str) -> np.ndarray:
     """One metric as floats; NaN where it is absent or null."""
     values = (record.get(name) for record in records)
     return np.array([math.nan if value is None else value for value in values], dtype=float)
+
+
+def _commit(start: dict) -> str:
+    git = start.get("git")
+    return git[:12] + "+" * git.endswith("+") if git else "unknown code"
 
 
 def _epoch(time: str) -> float:

@@ -9,7 +9,7 @@ from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.comparison_tables import comparison_tables, draw_comparisons
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.figures import Picture, draw
-from dlr_pretrain.analysis.groups import Group, grouped
+from dlr_pretrain.analysis.groups import Group, differing_text, grouped
 from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
 from dlr_pretrain.analysis.page import page
 from dlr_pretrain.analysis.paths_tables import draw_probed, paths_table
@@ -75,10 +75,12 @@ def what_to_know(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
     for group in groups:
         if group.variant:
             remarks.append(f"{group.method} at {group.scale} with {group.variant} is a group of its own")
-        commits = sorted({run.code or "unknown code" for run in group.runs})
-        if len(commits) > 1:
-            shown = ", ".join(commit[:10] for commit in commits)
-            remarks.append(f"the seeds of {group.label} at {group.scale} were trained by different code: {shown}")
+        if len(group.codes) > 1:
+            remarks.append(f"{group.label} at {group.scale} was trained by different code: {', '.join(group.codes)}")
+    for scale in dict.fromkeys(group.scale for group in groups):
+        if other := differing_text(run for group in groups if group.scale == scale for run in group.runs):
+            keys = ", ".join(other)
+            remarks.append(f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare")
     return remarks
 
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, differing, grouped, ordered_by_seed, spread
+from dlr_pretrain.analysis.groups import (
+    PERPLEXITY,
+    Group,
+    Spread,
+    differing,
+    differing_text,
+    grouped,
+    ordered_by_seed,
+    spread,
+)
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import Run
 from dlr_pretrain.analysis.report import smoothed
@@ -18,7 +27,6 @@ from dlr_pretrain.config import flatten
 from dlr_pretrain.errors import UserError
 
 PLACES = ("run.dir", "run.root")
-TEXT = ("eval.tokens", "eval.packing", "tokenizer.pieces", "data.shards")  # what an evaluation is of
 ROWS = 10  # steps of a curve that are printed
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
@@ -78,8 +86,8 @@ def _sides(groups: Sequence[Group]) -> list[Side]:
 
 def facts(run: Run) -> dict[str, object]:
     """Every key of the configuration, the fingerprints of the data, and who trained it on what."""
-    start = run.starts[-1] if run.starts else {}
-    made = {"(code)": start.get("git"), "(torch)": start.get("packages", {}).get("torch"), "(machine)": run.machine}
+    torch = (run.starts[-1] if run.starts else {}).get("packages", {}).get("torch")
+    made = {"(code)": ", then ".join(run.codes), "(torch)": torch, "(machine)": run.machine}
     return {k: v for k, v in (flatten(run.config) | run.identity | made).items() if k not in PLACES}
 
 
@@ -100,8 +108,7 @@ def _values(side: Side, key: str) -> list[object]:
 def _warnings(sides: Sequence[Side]) -> list[str]:
     runs = [run for side in sides for run in side.runs]
     warnings = []
-    other = [key for key in differing([run.identity for run in runs]) if key in TEXT]
-    if other:
+    if other := differing_text(runs):
         warnings.append(f"evaluations are not of the same text ({', '.join(other)}): their losses do not compare")
     if len({run.positions for run in runs}) > 1:
         warnings.append("updates are of different sizes: equal steps are not equal tokens")

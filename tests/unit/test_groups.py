@@ -7,7 +7,7 @@ import math
 import shlex
 
 import pytest
-from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
+from run_folders import FINGERPRINTS, SHORT, TINY, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.costs import costs
@@ -16,6 +16,7 @@ from dlr_pretrain.analysis.measured import system
 from dlr_pretrain.analysis.paper import marks
 from dlr_pretrain.analysis.records import find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.analysis.versus import versus
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.record import update_record
 
@@ -93,6 +94,39 @@ def test_any_key_of_the_setting_is_marked(word, said, tmp_path):
     assert marks(groups_in(tmp_path)[0]) == [said]
 
 
+@pytest.mark.parametrize(
+    ("words", "made", "said"),
+    [
+        ((), {"text": "/some: 4 train and 1 validation shards"}, "text of 4 train and 1 validation shards, not C4's"),
+        (
+            ("data=tokens",),
+            {"text": "/some: 1024 train and 1 validation shards of tokens (5 to train on), made from /else"},
+            "text of 1024 train and 1 validation shards, not C4's",
+        ),
+        ((), {"fingerprints": FINGERPRINTS | {"tokenizer.pieces": "ab" * 32}}, "tokenizer abababab, not T5's"),
+        (("data=c4", "data.train_files=de/*"), {}, "data.train_files de/*, not en/c4-train"),
+        (("train.warmup_steps=100",), {}, "warm-up 100 of 11,000 steps, not 1,100"),
+        (("scale.warmup_steps=550",), {}, "warm-up 550 of 11,000 steps, not 1,100"),
+    ],
+)
+def test_text_tokenizer_and_warm_up_are_marked(words, made, said, tmp_path):
+    kept = [word for word in PAPER if not (words and words[0].startswith("data=") and word.startswith("data"))]
+    a_run(tmp_path / "a", *kept, *words, step=1, **made)
+    (mark,) = marks(groups_in(tmp_path)[0])
+    assert mark.startswith(said)
+
+
+def test_a_run_without_a_manifest_is_of_unknown_text(tmp_path):
+    (a_run(tmp_path / "a", *PAPER, step=1) / "manifest.json").unlink()
+    found = "; ".join(marks(groups_in(tmp_path)[0]))
+    assert "text of unknown shards, not C4's" in found and "tokenizer unknown, not T5's" in found
+
+
+def test_the_papers_share_of_warm_up_is_not_marked(tmp_path):
+    a_run(tmp_path / "a", *PAPER[:-1], "train.steps=5500", step=1)
+    assert not [mark for mark in marks(groups_in(tmp_path)[0]) if "warm-up" in mark]
+
+
 def test_an_option_of_another_name_is_one_mark(tmp_path):
     a_run(tmp_path / "a", *PAPER, "optimizer=muon", step=1)
     assert [mark for mark in marks(groups_in(tmp_path)[0]) if "optimizer" in mark] == [
@@ -112,6 +146,43 @@ def test_what_the_paper_varied_is_not_marked(tmp_path):
 def test_our_recipes_are_the_papers_setting(recipe, tmp_path):
     a_run(tmp_path / "a", "scale=130m", f"experiment=table1/{recipe}", "data=c4_local", "data.root=/c4", step=1)
     assert not [mark for mark in marks(groups_in(tmp_path)[0]) if "tokens" not in mark]
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("train.seq_len=32", "train.seq_len"),
+        ("eval.tokens=10000", "eval.tokens"),
+        ("data.mask_documents=true", "data.mask_documents"),
+    ],
+)
+def test_evaluations_of_another_text_are_told(word, key, tmp_path, monkeypatch):
+    monkeypatch.setattr("dlr_pretrain.analysis.reports.draw", lambda *_: [])
+    a_run(tmp_path / "runs" / "a", *SHORT, "backbone=cola", "eval.packing=packed")
+    a_run(tmp_path / "runs" / "b", *SHORT, "backbone=lost", "eval.packing=packed", word)
+    remarks = write_reports([str(tmp_path / "runs")], tmp_path / "out", "")
+    assert any(f"evaluations at tiny are not all of the same text ({key})" in remark for remark in remarks)
+    assert any(
+        f"not of the same text ({key})" in warning for warning in versus(find_runs([tmp_path / "runs"])[0])["warnings"]
+    )
+
+
+def test_masked_training_leaves_padded_evaluations_alone(tmp_path):
+    a_run(tmp_path / "a", *SHORT, "backbone=cola")
+    a_run(tmp_path / "b", *SHORT, "backbone=cola", "data.mask_documents=true")
+    assert versus(find_runs([tmp_path])[0])["warnings"] == []
+
+
+def test_pairs_of_different_code_are_named(tmp_path):
+    pairs_of_runs(tmp_path, "cola", "lost", seeds=(41,))
+    starts = read_run(tmp_path / "cola-on-s41").starts
+    resumed = starts[0] | {"time": moment(10), "git": "fed" * 13 + "f+"}
+    update_record(tmp_path / "cola-on-s41", {"starts": [*starts, resumed]})
+    told = [note for note in layouts.pairs_table(groups_in(tmp_path)).notes if "code" in note]
+    assert told == ["cola at tiny: trained by different code: abc plain, and abc, fedfedfedfed+ with DLR"]
+    runs, _ = find_runs([tmp_path / "cola-o*"])
+    (code,) = (entry for entry in versus(runs)["configuration"] if entry["key"] == "(code)")
+    assert code["values"] == [["abc"], ["abc, then fedfedfedfed+"]]
 
 
 def test_milestones_of_two_seeds_one_of_which_has_no_step(tmp_path):
