@@ -272,7 +272,7 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
         ax.set_title(machine)
         ax.margins(0.1)
         _legend(ax, beside=True)
-    label_axes(axes, "tokens a second (median)", "perplexity after the last update, unbiased")
+    label_axes(axes, "positions a second (median)", "perplexity after the last update, unbiased")
     caption = (
         f"{scale}: perplexity against throughput, mean and standard deviation over seeds (filled: with DLR); "
         "down and to the right is better."

@@ -45,11 +45,12 @@ def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
         cells = [published(float(row[name]), digits=d) for name, d in (("memory_gb", 2), ("tokens_per_s_32xh100", 0))]
         rows.append(["1b", f"{row['method']}, paper", "32 x H100", published(float(row["params_m"])), *cells, "", ""])
     notes = [
-        "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; "
-        "memory is the peak of a rank; hours are of a whole run on that machine, evaluations and saves included, "
+        "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; a "
+        "position may be padding; memory is the peak of a rank; hours are of a whole run on that machine, evaluations "
+        "and saves included, "
         "pauses between its starts left out; compare within a machine alone"
     ]
-    header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Tokens a second", "MFU", "Hours"]
+    header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Positions a second", "MFU", "Hours"]
     return Table("system", "Speed and memory", header, rows, notes)
 
 

@@ -41,7 +41,7 @@ def report(run: Run) -> str:
         _table(what_was_trained(config)),
         f"## After step {metrics[-1]['step']:,} of {config['train']['steps']:,}",
         *(f"Note: {remark}." for remark in run.remarks),
-        _table(final_numbers(config, metrics)),
+        _table(final_numbers(run)),
         why_two_perplexities(metrics),
         "![loss](plots/loss.png)",
         section(looks) if (looks := probes(metrics)) else "",
@@ -72,7 +72,8 @@ def _precision(config: dict) -> str:
     return config["precision"]["name"] + low
 
 
-def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
+def final_numbers(run: Run) -> dict[str, str]:
+    config, metrics = run.config, run.metrics
     last, evaluated = metrics[-1], _last_evaluation(metrics)
     precision, packing = _precision(config), config["eval"]["packing"]
     train_loss = column(metrics, "train/loss")
@@ -90,13 +91,14 @@ def final_numbers(config: dict, metrics: list[dict]) -> dict[str, str]:
     not_finite = int((~np.isfinite(train_loss)).sum())
     if not_finite:
         rows["steps with a loss that is not finite"] = f"{not_finite:,}"
-    rates = column(metrics, "perf/tokens_per_second")
-    if np.isfinite(rates).any():
-        rows["tokens a second, median"] = f"{_median(rates):,.0f}"
-    if last.get("perf/mfu") is not None:
-        rows["MFU"] = f"{last['perf/mfu']:.1%}"
-    if last.get("perf/max_memory_gb") is not None:
-        rows["peak memory"] = f"{last['perf/max_memory_gb']:.2f} GB"
+    since = " since the last start" if len(run.trained) > 1 else ""
+    for name, label, of, shown in (
+        ("perf/tokens_per_second", "positions a second, median", np.median, ",.0f"),
+        ("perf/mfu", "MFU, median", np.median, ".1%"),
+        ("perf/max_memory_gb", "peak memory of a rank, GB", np.max, ".2f"),
+    ):
+        if len(values := run.since_last_start(name)):
+            rows[f"{label}{since}"] = format(of(values), shown)
     return rows
 
 

@@ -253,7 +253,7 @@ def _table(title: str, first: str, letter: str, rows: Sequence[dict], i: int) ->
 
 
 def _finals(finals: Sequence[dict], letters: Sequence[str]) -> list[str]:
-    lines = [f"{'':4}{'perplexity':>24}{'tokens a second':>24}{'GB a rank':>24}"]
+    lines = [f"{'':4}{'perplexity':>24}{'positions a second':>24}{'GB a rank':>24}"]
     for letter, final in zip(letters, finals, strict=True):
         cells = (number(final[name], "", digits) for name, digits in COLUMNS)
         lines.append(f"{letter:4}" + "".join(f"{cell:>24}" for cell in cells))

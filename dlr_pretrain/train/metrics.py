@@ -103,21 +103,21 @@ class Pending:
 
 
 class Throughput:
-    """Tokens a second over the last steps, without the first ones, compilation, evaluation and saving."""
+    """Positions a second over the last steps, without the first ones, compilation, evaluation and saving."""
 
     def __init__(self):
         self.times: deque[float] = deque(maxlen=WINDOW)
         self.steps = 0
         self.clock = time.perf_counter()
 
-    def step(self, tokens: int) -> float | None:
-        """Count one step of ``tokens`` that has just ended; None until enough of them have."""
+    def step(self, positions: int) -> float | None:
+        """Count one step of ``positions`` that has just ended; None until enough of them have."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > SETTLING_STEPS:
             self.times.append(now - self.clock)
         self.clock = now
-        return tokens * len(self.times) / sum(self.times) if self.times else None
+        return positions * len(self.times) / sum(self.times) if self.times else None
 
     def seconds_per_step(self) -> float | None:
         return sum(self.times) / len(self.times) if self.times else None

@@ -64,11 +64,28 @@ def test_the_whole_record(tmp_path):
     for words in (
         "After step 300 of 300", "cola, rank 32, DLR on (alpha 1)", "bf16_mixed", "packed", "n = 101 here", "**34.12**",
         "1,228,800 positions, of which 1,200,000 real tokens", "trust_remote_code=True", f'"{tmp_path / "folded"}"',
-        "| command | train.py +scale=tiny |", "| starts | 2 |", "torch 2.13", "median | 1,000 |", "memory | 1.25 GB",
+        "| command | train.py +scale=tiny |", "| starts | 2 |", "torch 2.13",
+        "| positions a second, median | 1,000 |", "| peak memory of a rank, GB | 1.25 |",
     ):  # fmt: skip
         assert words in text
     assert "MFU" not in text  # unknown is blank, not guessed
     assert len(text.splitlines()) < 50
+
+
+def test_speed_is_of_the_last_start(tmp_path):
+    """The first was on another machine; the last update's own speed is no median."""
+    began = [{"command": ["train.py"], "time": f"2026-01-01T0{hour}:00:00Z"} for hour in (0, 1)]
+    lines = [
+        a_line(
+            s,
+            time=1767225600 + 3600 * (s > 30) + s,
+            **{"perf/tokens_per_second": 9e9 if s in (5, 40) else 10.0 * s, "perf/mfu": s / 100},
+        )
+        for s in range(1, 41)
+    ]
+    text = a_run(tmp_path, lines, {"starts": began})
+    assert "| positions a second, median since the last start | 355 |" in text
+    assert "| MFU, median since the last start | 35.5% |" in text
 
 
 ODD = {

@@ -247,7 +247,7 @@ def test_machines_are_not_averaged(tmp_path, no_figures):
     assert [row["Machine"][0] for row in rows] == ["1 x CPU, 4 cores", "1 x NVIDIA H100 80GB HBM3"]
     records = [json.loads(line) for line in (tmp_path / "b/metrics.jsonl").read_text().splitlines()]
     rates = [record["perf/tokens_per_second"] for record in records[10:]]
-    assert rows[1]["Tokens a second"][1] == statistics.median(rates)
+    assert rows[1]["Positions a second"][1] == statistics.median(rates)
     assert rows[1]["Hours"][1] == pytest.approx(30 / 3600)
 
 
