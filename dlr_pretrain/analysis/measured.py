@@ -47,8 +47,7 @@ def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
     notes = [
         "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; a "
         "position may be padding; memory is the peak of a rank; hours are of a whole run on that machine, evaluations "
-        "and saves included, "
-        "pauses between its starts left out; compare within a machine alone"
+        "and saves included, pauses between its starts left out; compare within a machine alone"
     ]
     header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Positions a second", "MFU", "Hours"]
     return Table("system", "Speed and memory", header, rows, notes)

@@ -52,8 +52,8 @@ LORO = ADAM | {
     "schedule": key("learning rate", choices=("loro", "cosine")),
     "exact_every": key("updates from one exact step to the next", at_least=1),
     "restart_warmup": key("updates of warm-up after an exact step", at_least=0),
+    "shift": key("updates by which the cosine runs late", at_least=0, kind=int),
 }
-
 MUON = {
     "momentum": key("decay of the momentum", at_least=0, below=1),
     "nesterov": key("Nesterov's momentum"),

@@ -56,8 +56,7 @@ def _loro(cfg: Config) -> Iterator[Problem]:
     if restart >= every:
         yield Problem("optimizer.restart_warmup", restart, f"must be below optimizer.exact_every={every}")
     span = steps - cfg.warmup_steps
-    whole = isinstance(shift, int) and not isinstance(shift, bool)
-    if shift is not None and not (whole and 0 <= shift <= span and shift % every == 0):
+    if shift is not None and (shift > span or shift % every):
         rule = f"must be null or a multiple of optimizer.exact_every={every} up to {span}, the steps after the warm-up"
         yield Problem("optimizer.shift", shift, rule)
 

@@ -58,8 +58,8 @@ def all_keys(declared: dict[str, dict]) -> dict[str, Key]:
         if hints[f.name] is Choice:
             option = declared.get(f.name, {})
             for knob, default in {"name": "", **option}.items():
-                hint = object if default is None else type(default)
-                keys[f"{f.name}.{knob}"] = Key(hint, rules(f.name, option.get("name", ""), knob))
+                known = rules(f.name, option.get("name", ""), knob)
+                keys[f"{f.name}.{knob}"] = Key(_knob_hint(default, known.get("kind")), known)
         elif f.name in SECTIONS:
             inner = typing.get_type_hints(SECTIONS[f.name])
             for g in dataclasses.fields(SECTIONS[f.name]):
@@ -67,6 +67,12 @@ def all_keys(declared: dict[str, dict]) -> dict[str, Key]:
         else:
             keys[f.name] = Key(hints[f.name], f.metadata)
     return keys
+
+
+def _knob_hint(default: object, kind: type | None) -> object:
+    if kind is not None:
+        return kind | None
+    return object if default is None else type(default)
 
 
 KNOWN = all_keys({})

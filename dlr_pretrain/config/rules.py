@@ -52,6 +52,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
             idle[f"scale.{name}"] = f"{other} is given"
         elif values.get(other) not in (None, values[f"scale.{name}"]):
             idle[f"scale.{name}"] = f"the recipe sets {other}"
+    if cfg.train.warmup_steps is not None and ("train.steps" in given or cfg.train.steps != cfg.scale.steps):
+        idle["scale.steps"] = "train.steps and train.warmup_steps are set without it"
     if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
     elif "backbone.rank" in given:
@@ -132,9 +134,9 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if dlr.mode == "decayed_offset" and cfg.precision.name in ("bf16", "bf16_sr"):
         rule = "pulls by less than the rounding of an offset in bf16, and would be dlr.mode=offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
-    if dlr.mode == "decayed_offset" and "weight_decay" not in cfg.optimizer.knobs:
-        rule = f"optimizer={cfg.optimizer.name} has no weight decay to pull to the offset"
-        yield Problem("dlr.mode", dlr.mode, rule, "Use dlr.mode=offset")
+    if dlr.mode == "decayed_offset" and not cfg.optimizer.knobs.get("weight_decay"):
+        rule = f"pulls to the offset by weight decay, of which optimizer={cfg.optimizer.name} has none here"
+        yield Problem("dlr.mode", dlr.mode, rule, "Use optimizer.weight_decay above 0, or dlr.mode=offset")
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:

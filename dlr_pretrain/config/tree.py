@@ -26,12 +26,13 @@ def key(
     words: tuple[str, ...] = (),
     identity: bool = True,
     fixed: bool = False,
+    kind: type | None = None,
 ):
     """A documented key with its bounds, and ``words`` that may stand in the place of a number.
 
     ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
     and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
-    cannot.
+    cannot. ``kind`` is of a knob that may be null: what it is otherwise, of which a default of null says nothing.
     """
     return field(metadata=locals())
 

@@ -233,10 +233,16 @@ def test_a_mistake_is_told_with_its_mend(word, problem):
      "backbone.latent_scale=2.0: would be ignored: backbone.learn_latent_scale=true"),
     (("backbone=lost", "backbone.channels=random", "backbone.residual_rank=9"),
      "backbone.residual_rank=9: would be ignored: backbone.channels=random"),
+    (("scale.steps=50", "train.steps=9", "train.warmup_steps=2", "scale.warmup_steps=1"),
+     ["scale.warmup_steps=1: would be ignored: train.warmup_steps is given",
+      "scale.steps=50: would be ignored: train.steps and train.warmup_steps are set without it"]),
+    (("experiment=table1/cola_authors", "scale=60m", "scale.steps=5000"),
+     "scale.steps=5000: would be ignored: train.steps and train.warmup_steps are set without it"),
     (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
 ])  # fmt: skip
 def test_a_knob_that_nothing_would_read_is_refused(words, rule):
-    assert problems(*words) == [f"{rule}. Leave it out"]
+    rules = [rule] if isinstance(rule, str) else rule
+    assert problems(*words) == [f"{rule}. Leave it out" for rule in rules]
 
 
 def test_blanks_around_the_equals_sign():

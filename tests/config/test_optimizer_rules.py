@@ -33,6 +33,8 @@ def refusal(*words: str) -> list[str]:
         ("optimizer=galore", "backbone=full"),
         ("optimizer=fira", "backbone=full", "scale.rank=128"),
         ("optimizer=loro", "backbone=lowrank", "optimizer.exact_every=90", "optimizer.shift=270"),
+        ("optimizer=loro", "backbone=lowrank", "scale=350m", "optimizer.shift=null"),
+        ("backbone=cola", "dlr=init_offset_decay", "precision=bf16_mixed", "optimizer.weight_decay=0.001"),
         ("optimizer=muon", "backbone=cola", "dlr=on", "optimizer.nesterov=false", "precision=bf16_mixed"),
         ("optimizer=adamw_8bit", "backbone=cola", "dlr=learnable_alpha", "precision=bf16_sr", "parallel=fsdp"),
     ],
@@ -67,11 +69,11 @@ PRODUCT = "moves the product B A^T"
             ],
         ),
         (
-            ("optimizer=loro", "optimizer.exact_every=301", "optimizer.restart_warmup=301", "optimizer.shift=-1"),
+            ("optimizer=loro", "optimizer.exact_every=301", "optimizer.restart_warmup=301", "optimizer.shift=300"),
             [
                 "optimizer.exact_every=301: must not exceed train.steps=300: no step would be exact",
                 "optimizer.restart_warmup=301: must be below optimizer.exact_every=301",
-                "optimizer.shift=-1: must be null or a multiple of optimizer.exact_every=301 up to 270, the steps "
+                "optimizer.shift=300: must be null or a multiple of optimizer.exact_every=301 up to 270, the steps "
                 "after the warm-up",
             ],
         ),
@@ -83,7 +85,17 @@ PRODUCT = "moves the product B A^T"
                     "steps after the warm-up"
                 ],
             )
-            for shift in ("soon", 30, 300)
+            for shift in (30, 300)
+        ),
+        *(
+            (("optimizer=loro", scale, f"optimizer.shift={shift}"), [f"optimizer.shift={shown}: {rule}"])
+            for scale in ("scale=tiny", "scale=350m")  # the default is null at one, a number at the other
+            for shift, shown, rule in (
+                ("soon", "soon", "must be a whole number or null"),
+                ("0.5", "0.5", "must be a whole number or null"),
+                ("true", "true", "must be a whole number or null"),
+                ("-1", "-1", "must be at least 0"),
+            )
         ),
         (
             ("optimizer=loro", "optimizer.schedule=cosine", "optimizer.shift=3", "optimizer.restart_warmup=2"),
@@ -99,6 +111,13 @@ PRODUCT = "moves the product B A^T"
         (
             ("optimizer=galore", "backbone=full", "optimizer.rank=16", "scale.rank=8"),
             ["scale.rank=8: would be ignored: optimizer.rank is 16. Leave it out"],
+        ),
+        (
+            ("backbone=cola", "dlr=init_offset_decay", "precision=bf16_mixed", "optimizer.weight_decay=0"),
+            [
+                "dlr.mode=decayed_offset: pulls to the offset by weight decay, of which optimizer=adamw has none here. "
+                "Use optimizer.weight_decay above 0, or dlr.mode=offset"
+            ],
         ),
         (
             ("optimizer=muon", "optimizer.nesterov=false"),
