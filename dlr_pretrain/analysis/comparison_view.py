@@ -13,6 +13,7 @@ from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.show import diverged_of, fill
 from dlr_pretrain.analysis.style import MARKS, SERIES
+from dlr_pretrain.markdown import table
 
 COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")
 
@@ -148,7 +149,7 @@ def _chosen_table(found: dict) -> str:
         mean = f"{loss['mean']:.4f}" if loss else "-"
         rows.append([method, lr, _spread(out["perplexity"]), mean, interval, _count(choice)])
     header = ["method", "rate", "perplexity, mean ± std", "loss", f"{100 * LEVEL:g} % interval of the loss", "seeds"]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _rate_table(found: dict) -> str:
@@ -165,7 +166,7 @@ def _rate_table(found: dict) -> str:
             cell = ", ".join(filter(None, [mean, *others]))
             row.append(f"**{cell}**" if lr == found["chosen"][method]["lr"] else cell)
         rows.append(row)
-    return _table(["rate", *design["methods"]], rows)
+    return table(["rate", *design["methods"]], rows)
 
 
 def _equal_table(found: dict) -> str:
@@ -173,7 +174,8 @@ def _equal_table(found: dict) -> str:
         [c["method"], c["against"], f"{c['lr']:g}", _at_equal_rate(c), str(len(c["by_seed"]))]
         for c in found["at_equal_rates"]
     ]
-    return _table(["method", "against", "rate", f"difference, {100 * LEVEL:g} % of each by itself", "seeds"], rows)
+    header = ["method", "against", "rate", f"difference, {100 * LEVEL:g} % of each by itself", "seeds"]
+    return table(header, rows) if rows else ""
 
 
 def _at_equal_rate(c: dict) -> str:
@@ -211,11 +213,6 @@ def _count(choice: dict) -> str:
     out = choice["held_out"]
     lost = [f"{len(out[name])} {name}" for name in ("diverged", "missing") if out[name]]
     return ", ".join([f"{len(out['losses'])} of {len(out['seeds'])}" if lost else str(len(out["seeds"])), *lost])
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows] if rows else []
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _grid(found: dict, method: str) -> list[dict]:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from dlr_pretrain.analysis.style import GREY, SERIES
+from dlr_pretrain.markdown import table
 
 CURVES = len(SERIES)  # projections that a figure shows
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
@@ -36,12 +37,13 @@ def section(found: Probes) -> str:
         "![gradient paths](plots/gradient_paths.png)",
         EXPLAINED,
     ]
-    rows = ["| projection | before update | rho | isotropic | cosine |", "| --- | ---: | ---: | ---: | ---: |"]
+    rows = []
     for layer, looks in found.items():
         for step, n in dict([looks[0], looks[-1]]).items():
             ratio = f"{n['rho']:.3f} ({n['rho_mean']:.3f})"
-            rows.append(f"| {layer} | {step:,} | {ratio} | {n['isotropic']:.3f} | {n['cosine']:+.3f} |")
-    return "\n\n".join([*lines, "\n".join(rows)])
+            rows.append([layer, f"{step:,}", ratio, f"{n['isotropic']:.3f}", f"{n['cosine']:+.3f}"])
+    header = ["projection", "before update", "rho", "isotropic", "cosine"]
+    return "\n\n".join([*lines, table(header, rows, right=range(1, 5))])
 
 
 def plot_paths(found: Probes, title: str, path: Path) -> None:

@@ -13,6 +13,7 @@ from dlr_pretrain.analysis.records import Run, column, read_run
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.style import BLUE, SKY, VERMILLION
 from dlr_pretrain.durable import write_durably
+from dlr_pretrain.markdown import table
 
 DATA, SMOOTH, EVALUATION = SKY, BLUE, VERMILLION
 POINTS = 2000  # of the faint curve; more are not seen
@@ -38,17 +39,17 @@ def report(run: Run) -> str:
     config, metrics = run.config, run.metrics
     sections = [
         f"# {run.name}",
-        _table(what_was_trained(config)),
+        _facts(what_was_trained(config)),
         f"## After step {metrics[-1]['step']:,} of {config['train']['steps']:,}",
         *(f"Note: {remark}." for remark in run.remarks),
-        _table(final_numbers(run)),
+        _facts(final_numbers(run)),
         why_two_perplexities(metrics),
         "![loss](plots/loss.png)",
         section(looks) if (looks := probes(metrics)) else "",
         "## The folded checkpoint",
         how_to_load(run.folder / "folded", config),
         "## Made by",
-        _table(provenance(run.manifest)),
+        _facts(provenance(run.manifest)),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -149,9 +150,8 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def _table(rows: dict[str, str]) -> str:
-    cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows.items()]
-    return "\n".join(["| | |", "| --- | --- |", *cells])
+def _facts(rows: dict[str, str]) -> str:
+    return table(["", ""], rows.items())
 
 
 def _number(value: float | None, spec: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from dlr_pretrain.analysis.groups import Spread
 from dlr_pretrain.analysis.show import diverged_of
+from dlr_pretrain.markdown import table as markdown_table
 
 MISSING = "–"
 
@@ -85,13 +86,9 @@ def is_numeric(table: Table, column: int) -> bool:
 
 def markdown(table: Table) -> str:
     """A section with the table, its notes and commands."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    rules = ["---:" if is_numeric(table, i) else "---" for i in range(len(table.header))]
-    lines = [f"## {table.title}", "", line(table.header), line(rules)]
-    lines += [line([text(cell) for cell in row]) for row in table.rows]
+    rows = [[text(cell) for cell in row] for row in table.rows]
+    figures = [i for i in _columns(table) if is_numeric(table, i)]
+    lines = [f"## {table.title}", "", markdown_table(table.header, rows, right=figures)]
     if table.notes:
         lines += ["", *(f"* {note}" for note in table.notes)]
     if table.fill:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dlr_pretrain.markdown import table
+
 PARTS = ("data", "publish", "forward", "backward", "communication", "optimizer")
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a GPU
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -123,11 +125,12 @@ def render(found: Tables, title: str) -> str:
     """The tables as Markdown."""
     gpu = bool(found.gpu)
     lines = [f"# {title}", "", f"{found.steps} steps, {found.wall:,.2f} ms each on the host.", ""]
-    lines += ["| part | host, ms a step | share |" + (" GPU, ms a step |" if gpu else "")]
-    lines += ["| --- | ---: | ---: |" + (" ---: |" if gpu else "")]
-    for name, time in found.host.items():
-        row = f"| {name} | {time:,.2f} | {time / found.wall:.1%} |"
-        lines.append(row + (f" {found.gpu[name]:,.2f} |" if gpu else ""))
+    rows = [
+        [name, f"{time:,.2f}", f"{time / found.wall:.1%}", *([f"{found.gpu[name]:,.2f}"] if gpu else [])]
+        for name, time in found.host.items()
+    ]
+    header = ["part", "host, ms a step", "share", *(["GPU, ms a step"] if gpu else [])]
+    lines.append(table(header, rows, right=range(1, 4)))
     if gpu or found.collectives:
         lines.append("")
     if gpu:
@@ -138,8 +141,9 @@ def render(found: Tables, title: str) -> str:
     elif found.collectives:
         lines.append(f"Collectives were under way for {found.collectives:,.2f} ms a step, beside the parts.")
     what = "kernel" if gpu else "operator, in itself"
-    lines += ["", f"| {what} | calls a step | ms a step |", "| --- | ---: | ---: |"]
-    for name, calls, time in found.kernels:
-        short = name if len(name) <= 90 else name[:87] + "..."
-        lines.append(f"| `{short.replace('|', chr(92) + '|')}` | {calls:,.1f} | {time:,.3f} |")
+    rows = [
+        [f"`{name if len(name) <= 90 else name[:87] + '...'}`", f"{n:,.1f}", f"{t:,.3f}"]
+        for name, n, t in found.kernels
+    ]
+    lines += ["", table([what, "calls a step", "ms a step"], rows, right=range(1, 3))]
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ import yaml
 
 from dlr_pretrain.config.knobs import rules
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, SECTIONS, Config
+from dlr_pretrain.markdown import table
 
 HEAD = """# Configuration
 
@@ -22,27 +23,27 @@ key. Keys with a dot in the last column take part in the mathematics of a run: t
 change when it resumes (`run.fork_from` starts another run from it). The others may; and so may those that say where
 text and tokenizer lie, with `run.dir` given, as long as they are the same text and tokenizer.
 
-Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md)).
-"""
-KEY_TABLE = "\n| key | meaning | values | default | |\n| --- | --- | --- | --- | --- |\n"
+Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
+KEYS = ("key", "meaning", "values", "default", "")
+Row = list[str]
 
 
 def page() -> str:
     """The page as Markdown."""
     groups = ", ".join(f"[`{group}`](#{group})" for group in GROUPS if group != "experiment")
-    parts = [HEAD.format(groups=groups), "\n## The root\n", KEY_TABLE]
     root = yaml.safe_load((CONFIG_DIR / "train.yaml").read_text())
     hints = typing.get_type_hints(Config)
-    parts += [_row(f.name, f.metadata, hints[f.name], root[f.name]) for f in dataclasses.fields(Config) if f.metadata]
+    rows = [_row(f.name, f.metadata, hints[f.name], root[f.name]) for f in dataclasses.fields(Config) if f.metadata]
+    parts = [HEAD.format(groups=groups), "## The root", table(KEYS, rows)]
     for name in SECTIONS:
-        parts.append(f"\n## {name}\n")
+        parts.append(f"## {name}")
         if name in OPEN_GROUPS:
             parts += _open_group(name)
         elif name in GROUPS:
             parts += _group(name)
         else:
-            parts += [KEY_TABLE, *_rows(name, root[name])]
-    return "".join(parts)
+            parts.append(table(KEYS, _rows(name, root[name])))
+    return "\n\n".join(parts) + "\n"
 
 
 def options(group: str) -> dict[str, Path]:
@@ -55,23 +56,21 @@ def options(group: str) -> dict[str, Path]:
 
 
 def _group(group: str) -> Iterator[str]:
-    yield from _options_table(group)
+    yield _options_table(group)
     files = {option: _values(path) for option, path in options(group).items()}
     shared = {key: _shared(option[key] for option in files.values()) for key in next(iter(files.values()))}
     rows = list(_rows(group, shared))
     if rows:
-        yield KEY_TABLE
-        yield from rows
+        yield table(KEYS, rows)
     varied = [key for key, value in shared.items() if value is _VARIES and not _fixed(group, key)]
     if varied:
-        yield "\n| | " + " | ".join(f"`{option}`" for option in files) + " |\n" + "| --- " * (len(files) + 1) + "|\n"
-        for key in varied:
-            yield f"| `{group}.{key}` | " + " | ".join(_value(values[key]) for values in files.values()) + " |\n"
+        values = ([f"`{group}.{key}`", *(_value(of[key]) for of in files.values())] for key in varied)
+        yield table(["", *(f"`{option}`" for option in files)], values)
 
 
 def _open_group(group: str) -> Iterator[str]:
-    yield from _options_table(group)
-    yield "\n| option | key | meaning | values | default |\n| --- | --- | --- | --- | --- |\n"
+    yield _options_table(group)
+    rows = []
     for option, path in options(group).items():
         comments = dict(re.findall(r"^(\w+):.*?\s#\s*(.*)$", path.read_text(), flags=re.M))
         for knob, value in _values(path).items():
@@ -79,27 +78,29 @@ def _open_group(group: str) -> Iterator[str]:
                 declared = rules(group, _values(path)["name"], knob)
                 meaning = comments.get(knob) or declared.get("doc", "")
                 values = (_bounds(declared) if declared else "") or ("true, false" if value in (True, False) else "")
-                yield f"| `{option}` | `{group}.{knob}` | {_cell(meaning)} | {values} | {_value(value)} |\n"
+                rows.append([f"`{option}`", f"`{group}.{knob}`", meaning, values, _value(value)])
+    yield table(["option", "key", "meaning", "values", "default"], rows)
 
 
-def _options_table(group: str) -> Iterator[str]:
-    yield "\n| option | |\n| --- | --- |\n"
+def _options_table(group: str) -> str:
+    rows = []
     for option, path in options(group).items():
         lines = [line[1:].strip() for line in path.read_text().split("\nname:")[0].splitlines() if line.startswith("#")]
-        yield f"| `{group}={option}` | {_cell(' '.join(lines))} |\n"
+        rows.append([f"`{group}={option}`", " ".join(lines)])
+    return table(["option", ""], rows)
 
 
-def _rows(section: str, defaults: Mapping[str, object]) -> Iterator[str]:
+def _rows(section: str, defaults: Mapping[str, object]) -> Iterator[Row]:
     hints = typing.get_type_hints(SECTIONS[section])
     for f in dataclasses.fields(SECTIONS[section]):
         if not f.metadata["fixed"]:
             yield _row(f"{section}.{f.name}", f.metadata, hints[f.name], defaults[f.name])
 
 
-def _row(name: str, metadata: Mapping, hint: type, default: object) -> str:
+def _row(name: str, metadata: Mapping, hint: type, default: object) -> Row:
     values = _bounds(metadata) or _kind(hint)
     shown = "by option" if default is _VARIES else _value(default)
-    return f"| `{name}` | {_cell(metadata['doc'])} | {values} | {shown} | {'·' if metadata['identity'] else ''} |\n"
+    return [f"`{name}`", metadata["doc"], values, shown, "·" if metadata["identity"] else ""]
 
 
 _VARIES = object()
@@ -140,11 +141,7 @@ def _kind(hint: type) -> str:
 
 def _value(value: object) -> str:
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{_cell(text)}`"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.compiler import compiler_problem
 from dlr_pretrain.config.identity import to_dict
@@ -42,22 +42,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     """The keys among ``given``, those of a command line, that this run would ignore."""
     values, source = flatten(to_dict(cfg)), cfg.data.source
-    shadowed = {"lr": "train.lr", "global_batch": "train.global_batch",
-                "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
-                "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
-                "adam_eps": "optimizer.eps"}  # fmt: skip
-    idle = idle_knobs(cfg)
-    for name, other in shadowed.items():
-        if other in given:
-            idle[f"scale.{name}"] = f"{other} is given"
-        elif values.get(other) not in (None, values[f"scale.{name}"]):
-            idle[f"scale.{name}"] = f"the recipe sets {other}"
-    if cfg.train.warmup_steps is not None and ("train.steps" in given or cfg.train.steps != cfg.scale.steps):
-        idle["scale.steps"] = "train.steps and train.warmup_steps are set without it"
-    if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
-        idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
-    elif "backbone.rank" in given:
-        idle["scale.rank"] = "backbone.rank is given"
+    idle = idle_knobs(cfg) | _idle_scale(cfg, values, given)
     if cfg.backbone.knobs.get("learn_latent_scale"):
         idle["backbone.latent_scale"] = "backbone.learn_latent_scale=true"
     if cfg.backbone.knobs.get("channels") == "random":
@@ -100,6 +85,27 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         for name, why in idle.items()
         if name in given
     ]
+
+
+def _idle_scale(cfg: Config, values: Mapping[str, object], given: Collection[str]) -> dict[str, str]:
+    """The keys of the scale in whose place others stand, each with the reason."""
+    shadowed = {"lr": "train.lr", "global_batch": "train.global_batch",
+                "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
+                "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
+                "adam_eps": "optimizer.eps"}  # fmt: skip
+    idle = {}
+    for name, other in shadowed.items():
+        if other in given:
+            idle[f"scale.{name}"] = f"{other} is given"
+        elif values.get(other) not in (None, values[f"scale.{name}"]):
+            idle[f"scale.{name}"] = f"the recipe sets {other}"
+    if cfg.train.warmup_steps is not None and ("train.steps" in given or cfg.train.steps != cfg.scale.steps):
+        idle["scale.steps"] = "train.steps and train.warmup_steps are set without it"
+    if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
+        idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
+    elif "backbone.rank" in given:
+        idle["scale.rank"] = "backbone.rank is given"
+    return idle
 
 
 def _model(cfg: Config) -> Iterator[Problem]:

@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.identity import to_dict
+from dlr_pretrain.markdown import table
 
 CITED = {
     "cola": "CoLA: Compute-Efficient Pre-Training of LLMs via Low-Rank Activation (Liu et al., 2025)",
@@ -36,7 +37,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
     if trained.train.memory == "low":
         facts["updates"] = f"{trained.optimizer.name}, in the backward pass (train.memory=low)"
     rows = {key: value for key, value in (facts | record).items() if value is not None}
-    numbers = "\n".join(f"| {key} | {_shown(value)} |" for key, value in rows.items())
+    numbers = table(["", ""], ([key, _shown(value)] for key, value in rows.items()))
     cited = [CITATION] if trained.dlr.enabled else []
     cited += [f"* {CITED[part]}" for part in name.split("_") if part in CITED]
     citation = "\n\n".join(["", "## Citation", *cited]) if cited else ""
@@ -50,8 +51,6 @@ tags: [pre-training, low-rank, {name}{", dlr" if trained.dlr.enabled else ""}]
 
 {loading}
 
-| | |
-| --- | --- |
 {numbers}
 
 The tokenizer appends no end of sequence. Training read "</s>" in a text as four ordinary characters; the tokenizer

@@ -10,6 +10,7 @@ from pathlib import Path
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import RECORD
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.markdown import table
 
 Measures = dict[str, dict[str, float]]  # by task, as of zero_shot.measures
 
@@ -36,10 +37,11 @@ def write_table(output: Path, records: list[dict]) -> str:
         models.setdefault(record["name"], []).append(record)
     rows = {name: summary(seeds) for name, seeds in models.items()}
     columns = list(dict.fromkeys(column for row in rows.values() for column in row["columns"]))
-    lines = [f"| {' | '.join(['model', 'seeds', *columns])} |", "| --- " * (len(columns) + 2) + "|"]
-    for name, row in rows.items():
-        cells = [_shown(column, row["columns"].get(column)) for column in columns]
-        lines.append(f"| {' | '.join([name, ' '.join(map(str, row['seeds'])), *cells])} |")
+    shown = [
+        [name, " ".join(map(str, row["seeds"])), *(_shown(column, row["columns"].get(column)) for column in columns)]
+        for name, row in rows.items()
+    ]
+    lines = [table(["model", "seeds", *columns], shown)]
     settings = {"setting": records[0]["setting"]}
     measured = [record["zero_shot"]["setting"] for record in records if "zero_shot" in record]
     if any(setting != measured[0] for setting in measured):
