@@ -74,7 +74,7 @@ def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     waiting: deque[str] = deque()
 
     def apply(name: str) -> None:
-        value, gradient = optimized[name], trained[name].grad.to(state)
+        value, gradient = optimized[name], trained[name].grad.to(optimized[name].dtype)
         trained[name].grad = None
         if name in carrying:
             dlr.withdraw(carrying[name])

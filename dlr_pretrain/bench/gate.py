@@ -93,8 +93,9 @@ def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
     ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
     dtype = STATE_DTYPE[cfg.precision.name]
     model = build(ungrouped, cfg.planned_vocab_size, runtime.device, dtype if rounding is None else torch.float32)
-    if rounding is not None:
-        round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
+    if rounding is None:
+        return model
+    round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
     return model.to(dtype)
 
 

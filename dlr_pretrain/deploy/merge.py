@@ -22,7 +22,7 @@ def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tu
     """
     layer = backbone(cfg)
     if not (merge or layer.deployed_dense) or cfg.backbone.name == DENSE.name:
-        return cfg, tensors
+        return cfg, _in_one_dtype(tensors)
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
     merged = dict(tensors)
@@ -31,6 +31,12 @@ def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tu
             own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
             merged[f"{prefix}{name}.weight"] = layer.dense(own, cfg.backbone.knobs)
     return replace(cfg, backbone=DENSE), merged
+
+
+def _in_one_dtype(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Learned scalars in the dtype of the weights: under bf16_sr they are trained in fp32."""
+    dtype = tensors["lm_head.weight"].dtype
+    return {name: t.to(dtype) if t.dim() == 0 and t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def deployed_dense(cfg: Config) -> bool:

@@ -64,7 +64,7 @@ class WideAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
         skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
-        keys = None if self.rounding_keys is None else self.rounding_keys[p]
+        keys = None if self.rounding_keys is None else self.rounding_keys.get(p)
         moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, of_piece in self.pieces(p.detach(), p.grad, *moments, keys):
@@ -86,11 +86,13 @@ class WideAdamW(torch.optim.Optimizer):
 
 
 def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor] | None:
-    """The keys of the rows of each parameter that are here, by themselves."""
+    """The keys of the rows of each bf16 parameter that are here, by themselves."""
     if seed is None:
         return None
     found = {}
     for name, p in parameters.items():
+        if p.dtype != torch.bfloat16:
+            continue
         row = shards.span(p)[0] if shards.is_sharded(p) else 0
         found[shards.here(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
     return found

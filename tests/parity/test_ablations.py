@@ -166,14 +166,19 @@ def test_in_the_trainer_dlr_is_an_offset_that_decay_pulls_to(train, tmp_path, pr
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed", "bf16_sr"])
 def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
-    """At a decay of a tenth an update, which would leave 0.43 of them."""
+    """At a decay of a tenth an update, which would leave 0.43 of them. Nor do they wait for a draw: bf16 has 1 and
+    neighbours of 0.996 and 1.008.
+    """
     given = ("dlr=learnable_alpha", "backbone=cola", "backbone.learn_latent_scale=true", f"precision={precision}")
     folder = train(tmp_path / "run", *given, "train.steps=8", "train.lr=1e-3", "optimizer.weight_decay=100")
     state = saved(folder / "checkpoints" / "step_00000008")
     scalars = {name: value.item() for name, value in state.items() if value.dim() == 0 and "/" not in name}
     assert len(scalars) == 28 and all(0 < abs(value - 1) < 0.01 for value in scalars.values())
+    assert {state[name].dtype for name in scalars} == {torch.float32}
+    folded = load_file(folder / "folded" / "model.safetensors")
+    assert len({value.dtype for value in folded.values()}) == 1 and not any("alpha" in name for name in folded)
     assert state["model.norm.weight"].max() < 0.7
 
 

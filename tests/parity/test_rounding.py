@@ -189,6 +189,20 @@ def test_a_restart_and_a_masked_update_leave_no_trace(name):
     assert not torch.equal(other, first)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_what_is_not_bf16_is_not_rounded(name):
+    """As learned scalars are, which precision=bf16_sr holds in fp32."""
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    p = torch.ones(()).requires_grad_()
+    optimizer = optimizer_of(p, 0, name, weight_decay=0.0)
+    for _ in range(3):
+        p.grad = torch.ones(())
+        optimizer.update(1e-4, skip=GO)
+    assert p.item() == pytest.approx(1 - 3e-4, abs=1e-7)
+    assert all(state.dtype == torch.float32 for state in optimizer.state_tensors().values())
+
+
 def test_other_optimizers_have_no_such_rounding():
     with pytest.raises(ValueError, match="muon does not round stochastically"):
         optim.build(Choice("muon", ADAM), {"w": torch.zeros(2, 2)}, rounding_seed=0)
