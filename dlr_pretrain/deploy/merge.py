@@ -36,7 +36,8 @@ def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tu
 def _in_one_dtype(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Learned scalars in the dtype of the weights: under bf16_sr they are trained in fp32."""
     dtype = tensors["lm_head.weight"].dtype
-    return {name: t.to(dtype) if t.dim() == 0 and t.is_floating_point() else t for name, t in tensors.items()}
+    scalars = {name: t for name, t in tensors.items() if t.dim() == 0 and t.is_floating_point() and t.dtype != dtype}
+    return tensors | {name: t.to(dtype) for name, t in scalars.items()} if scalars else tensors
 
 
 def deployed_dense(cfg: Config) -> bool:
