@@ -41,6 +41,7 @@ class Range:
         self._name, self._url, self._size, self._first, self._end = name, url, size, first, end
         self._got = bytearray()
         self._tries, self._reason = 0, "no answer yet"
+        self._error: Exception | None = None  # of the last try
         self._refused = False
         self._done, self._abandoned = threading.Event(), threading.Event()
         # One thread each: it is a daemon, so that neither a stalled read nor a long wait holds a process that ends.
@@ -59,7 +60,8 @@ class Range:
             where = f"byte {self._first + len(self._got):,} of {self._size:,}"
             how = "is refused" if self._refused else f"did not come within {hub.PATIENCE_SECONDS:g} s"
             tries = "1 try" if self._tries == 1 else f"{self._tries} tries"
-            raise UserError(f"{self._name}: {where} {how} ({tries}; {self._reason}). {AGAIN}")
+            tried = f"{tries} of {self._url}; {self._reason}"
+            raise UserError(f"{self._name}: {where} {how} ({tried}). {AGAIN}") from self._error
         content, self._got = bytes(self._got), bytearray()
         return content
 
@@ -74,11 +76,11 @@ class Range:
             try:
                 self._try()
             except _Refused as refused:
-                self._reason, self._refused = str(refused), True
+                self._reason, self._error, self._refused = str(refused), refused, True
             except _Busy as busy:
-                self._reason, asked = str(busy), busy.seconds
+                self._reason, self._error, asked = str(busy), busy, busy.seconds
             except Exception as error:  # whatever the client raises: it differs between its versions
-                self._reason = f"{type(error).__name__}: {hub.reason(error)}"
+                self._reason, self._error = f"{type(error).__name__}: {hub.reason(error)}", error
             self._tries += 1
             if self._refused or len(self._got) == self._end - self._first:
                 return self._done.set()
@@ -95,22 +97,28 @@ class Range:
                 if self._abandoned.is_set() or (answer.status == 200 and len(self._got) == wanted):
                     return
         if len(self._got) < wanted:
-            raise EOFError("the answer broke off")
+            came = f"{self._first + len(self._got) - at:,} of {self._end - at:,} bytes"
+            raise _Busy(f"{_status(answer)} broke off after {came}", 0.0)
 
     def _check(self, answer: hub.Answer, at: int) -> None:
         """Raise what keeps the answer from being the bytes from ``at`` on."""
-        status = f"{answer.status} {responses.get(answer.status, '')}".strip()
         if answer.status not in (200, 206):
-            message = answer.headers.get("x-error-message", "")
+            status = f"{_status(answer)} {answer.headers.get('x-error-message', '')}".strip()
             if 400 <= answer.status < 500 and not hub.is_passing(answer.status) and not answer.redirected:
                 access = ". Set HF_TOKEN to the token of an account with access" if answer.status in (401, 403) else ""
-                raise _Refused(f"{status} {message}".strip() + access)
+                raise _Refused(status + access)
             raise _Busy(status, hub.seconds_to_wait(answer.headers))
         first, size = _extent(answer)
         if size not in (None, self._size):
-            raise _Refused(f"the file has {size:,} bytes there, and {self._size:,} in the list of files")
+            rule = f"the file has {size:,} bytes there, and {self._size:,} in the list of files"
+            raise _Refused(f"{_status(answer)}: {rule}")
         if first != at:
-            raise _Refused(f"asked for bytes from {at:,} on, the server sends those from {first:,} on")
+            rule = f"asked for bytes from {at:,} on, the server sends those from {first:,} on"
+            raise _Refused(f"{_status(answer)}: {rule}")
+
+
+def _status(answer: hub.Answer) -> str:
+    return f"{answer.status} {responses.get(answer.status, '')}".strip()
 
 
 def _extent(answer: hub.Answer) -> tuple[int, int | None]:
@@ -118,7 +126,8 @@ def _extent(answer: hub.Answer) -> tuple[int, int | None]:
     if answer.status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("content-range", ""))
         if not found:
-            raise _Busy("an answer that does not say which bytes it brings", 0.0)
+            brings = answer.headers.get("content-range")
+            raise _Busy(f"{_status(answer)} that does not say which bytes it brings (Content-Range: {brings})", 0.0)
         return int(found[1]), None if found[2] == "*" else int(found[2])
     length = answer.headers.get("content-length")
     return 0, None if length is None else int(length)

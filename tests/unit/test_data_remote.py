@@ -9,6 +9,7 @@ import pickle
 import re
 import threading
 import time
+from contextlib import contextmanager
 from http.client import responses
 
 import pytest
@@ -129,7 +130,29 @@ def test_patience_ends_with_the_place_the_tries_and_the_reason(hub_at, shards, s
     message = str(caught.value)
     place = rf"allenai/c4: {shard}: byte [12],\d+ of {len(shards[shard]):,} did not come within 0\.7 s"
     reason = f"{trouble[:3]} {responses[int(trouble[:3])]}" if trouble[:3].isdigit() else r"\w+: .+"
-    assert re.fullmatch(rf"{place} \(\d+ tries; {reason}\)\. {ranges.AGAIN}", message), message
+    url = rf"http://\S+/resolve/{served.commit}/{shard}"
+    assert re.fullmatch(rf"{place} \(\d+ tries of {url}; {reason}\)\. {ranges.AGAIN}", message), message
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("change", ["short", "unnamed"])
+def test_an_answer_that_is_not_what_it_says_is_told(hub_at, shards, small_ranges, monkeypatch, change):
+    hub_at(shards)
+    source, real = open_hub(), hub.open_range
+
+    @contextmanager
+    def open_range(*given):
+        with real(*given) as answer:
+            yield answer._replace(pieces=iter([b""])) if change == "short" else answer._replace(headers={})
+
+    monkeypatch.setattr(hub, "open_range", open_range)
+    monkeypatch.setattr(hub, "PATIENCE_SECONDS", 0.3)
+    reason = {
+        "short": r"206 Partial Content broke off after 0 of [\d,]+ bytes",
+        "unnamed": r"206 Partial Content that does not say which bytes it brings \(Content-Range: None\)",
+    }[change]
+    with pytest.raises(UserError, match=rf"\d+ tries of http://\S+; {reason}\)"):
+        list(source.read(source.train_shards[0]))
 
 
 def test_a_file_that_is_gone_or_shut_off_is_refused_at_once(hub_at, shards, small_ranges):
@@ -137,10 +160,10 @@ def test_a_file_that_is_gone_or_shut_off_is_refused_at_once(hub_at, shards, smal
     source = open_hub()
     begin = time.monotonic()
     served.files = {}
-    with pytest.raises(UserError, match=r"byte 0 of [\d,]+ is refused \(1 try; 404 Not Found\)"):
+    with pytest.raises(UserError, match=r"byte 0 of [\d,]+ is refused \(1 try of http://\S+; 404 Not Found\)"):
         list(source.read(source.train_shards[0]))
     served.files, served.token = shards, "secret"
-    rule = r"is refused \(1 try; 401 Unauthorized Access is restricted\. Set HF_TOKEN to the token of an account"
+    rule = r"is refused \(1 try of http://\S+; 401 Unauthorized Access is restricted\. Set HF_TOKEN to the token"
     with pytest.raises(UserError, match=rule):
         list(source.read(source.train_shards[0]))
     assert time.monotonic() - begin < 10
@@ -160,7 +183,8 @@ def test_a_shard_of_another_size_is_refused(hub_at, shards, small_ranges, change
     source = open_hub()
     shard = source.train_shards[0]
     served.files = shards | {shard: shards[shard][:900] + change}
-    rule = rf"{shard}: .* is refused \(1 try; the file has {len(served.files[shard]):,} bytes there, and "
+    rule = rf"{shard}: .* is refused \(1 try of http://\S+; 206 Partial Content: "
+    rule += f"the file has {len(served.files[shard]):,} bytes there, and "
     with pytest.raises(UserError, match=rule + f"{len(shards[shard]):,} in the list of files"):
         list(source.read(shard))
 
@@ -171,7 +195,9 @@ def test_a_server_without_ranges_is_refused_beyond_the_first(hub_at, shards, sma
     real = hub.open_range
     monkeypatch.setattr(hub, "open_range", lambda url, first, end: real(url, 0, len(shards[shard])))
     shard = source.train_shards[0]
-    with pytest.raises(UserError, match="asked for bytes from 500 on, the server sends those from 0 on"):
+    with pytest.raises(
+        UserError, match=r"; 206 Partial Content: asked for bytes from 500 on, the server sends those from 0 on"
+    ):
         list(source.read(shard))
 
 
