@@ -154,7 +154,7 @@ class LocalSource(TextSource):
         self.train_shards = self._find("data.train_files", train_files)
         self.validation_shards = self._find("data.validation_files", validation_files)
         splits = [[self.paths[name] for name in names] for names in (self.train_shards, self.validation_shards)]
-        require_disjoint(*map(set, splits))
+        require_disjoint(*(set(map(os.path.realpath, paths)) for paths in splits))
         try:
             sizes = [{os.path.abspath(path): path.stat().st_size for path in paths} for paths in splits]
         except OSError as error:
@@ -164,7 +164,7 @@ class LocalSource(TextSource):
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
-        found = glob.glob(pattern, root_dir=self._root, recursive=True)
+        found = set(glob.glob(pattern, root_dir=self._root, recursive=True))  # with several ** in it, some come twice
         names = sorted(name for name in found if not name.endswith("/") and not Path(self._root or "", name).is_dir())
         if not names:
             where = f"{key}={pattern}" + (f" below {self._root}" if self._root else "")

@@ -150,6 +150,22 @@ def test_folders_are_no_shards_and_a_link_to_nothing_is_named(root):
         open_root(root, data__train_files="**/c4-train*")
 
 
+def test_a_shard_that_a_glob_finds_twice_is_one_shard(root):
+    (root / "one" / "two").mkdir(parents=True)
+    shutil.copy(root / "c4-train.00000-of-00002.json.gz", root / "one" / "two" / "shard.gz")
+    assert open_root(root, data__train_files="one/**/**/*.gz").train_shards == ("one/two/shard.gz",)
+
+
+def test_what_is_held_out_is_not_learnt_under_another_name(root, monkeypatch):
+    (root / "c4-train.2.json.gz").symlink_to(root / "c4-validation.00000-of-00001.json.gz")
+    with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
+        open_root(root)
+    (root / "c4-train.2.json.gz").unlink()
+    monkeypatch.chdir(root)
+    with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
+        open_root(".", data__train_files=root / "*.gz")
+
+
 def test_what_is_held_out_is_not_learnt(root):
     for train in ("c4-*", root / "*.gz"):
         with pytest.raises(UserError, match=r"both match .*c4-validation.00000-of-00001.*Narrow data.train_files"):
