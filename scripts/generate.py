@@ -69,7 +69,7 @@ def check(given: argparse.Namespace) -> list[str]:
     prompts = given.prompt
     if given.prompts:
         try:
-            lines = given.prompts.read_text(encoding="utf-8").splitlines()
+            lines = given.prompts.read_text(encoding="utf-8").split("\n")  # splitlines would cut at Unicode's ends, too
         except UnicodeDecodeError as error:
             raise UserError(f"{given.prompts}: is not UTF-8: {error}. Save it as UTF-8 text") from error
         prompts = prompts + [line for line in lines if line.strip()]

@@ -111,26 +111,27 @@ def _model(cfg: Config, dlr, tensors: dict[str, Tensor], device: torch.device) -
 
 
 def _batches(validation: ValidationSet, device: torch.device):
-    """(ids, targets[, documents]) of a few sequences at a time."""
+    """Of a few sequences at a time which positions [n, seq_len] are no padding, and (ids, targets[, documents])."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
-        rows = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
-        yield inputs_and_targets(*rows, validation.mask_documents)
+        tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
+        real = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
+        yield real, inputs_and_targets(tokens, lengths, validation.mask_documents)
 
 
 def _compare(
     branch: Llama, trained: Llama, plain: Llama, validation: ValidationSet, device: torch.device
 ) -> tuple[bool, dict[str, float]]:
-    """Whether the logits of ``trained`` and ``plain`` are equal, and what is counted on all of the text."""
+    """Whether the logits of ``trained`` and ``plain`` are equal, and what is counted on all of the text, without the
+    padding."""
     identical, targets = True, 0
     losses, error, size, count = [0.0, 0.0], 0.0, 0.0, 0
-    for ids, target, *documents in _batches(validation, device):
+    for real, (ids, target, *documents) in _batches(validation, device):
         logits = [model.logits(ids, *documents) for model in (branch, trained, plain)]
         identical &= torch.equal(logits[1], logits[2])
-        before, after = logits[0].float(), logits[2].float()
+        before, after = logits[0][real].float(), logits[2][real].float()
         for i, wide in enumerate((before, after)):
-            summed = F.cross_entropy(wide.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
-            losses[i] += summed.item()
+            losses[i] += F.cross_entropy(wide, target[real], ignore_index=IGNORE, reduction="sum").item()
         targets += (target != IGNORE).sum().item()
         error += (after - before).abs().sum(dtype=torch.float64).item()
         size += before.abs().sum(dtype=torch.float64).item()
@@ -148,7 +149,7 @@ def _latencies(
     branch: Llama, plain: Llama, validation: ValidationSet, device: torch.device
 ) -> tuple[float, float, str]:
     """Median milliseconds of a forward pass of each, taken in turn, and over what."""
-    ids, _, *documents = next(_batches(validation, device))
+    ids, _, *documents = next(_batches(validation, device))[1]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(FORWARDS):
         for model, own in zip((branch, plain), times, strict=True):

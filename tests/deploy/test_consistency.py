@@ -9,15 +9,18 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import Tokenizer, open_source, validation_set
+from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.data.prepare import prepare
+from dlr_pretrain.data.tokenizer import EOS, PAD
 from dlr_pretrain.deploy import fold as fold_module
+from dlr_pretrain.deploy.consistency import _compare
 from dlr_pretrain.deploy.fold import fold_checkpoint, read_config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, build
@@ -70,13 +73,15 @@ def by_hand(run: Path, state: dict, tokens: int) -> dict:
     targets = torch.from_numpy(rows.tokens[:, 1:].astype("int64"))
     scored = torch.arange(1, rows.tokens.shape[1]) < torch.from_numpy(rows.lengths)[:, None]
     losses = [F.cross_entropy(some[scored], targets[scored]).item() for some in logits]
-    error = (logits[1] - logits[0]).abs().mean().item()
+    real = torch.arange(rows.tokens.shape[1] - 1) < torch.from_numpy(rows.lengths)[:, None]
+    assert not real.all()
+    error = (logits[1] - logits[0])[real].abs().mean().item()
     return {
         "targets": scored.sum().item(),
         "perplexity_before": math.exp(losses[0]),
         "perplexity_after": math.exp(losses[1]),
         "logits_mean_absolute_error": error,
-        "logits_mean_relative_error": error / logits[0].abs().mean().item(),
+        "logits_mean_relative_error": error / logits[0][real].abs().mean().item(),
     }
 
 
@@ -97,6 +102,21 @@ def test_figures_are_those_of_their_formulas(train, tmp_path):
     assert found["fold/layers"] == 14 and found["fold/parameters_before"] == found["fold/parameters_after"]
     assert found["fold/latency_before"] > 0 and found["fold/latency_after"] > 0 and found["step"] == 3
     assert "| fold/perplexity_after |" in (tmp_path / "folded" / "README.md").read_text()
+
+
+def test_errors_of_the_logits_are_those_at_the_text_and_not_at_its_padding():
+    class Answers:
+        def __init__(self, at_padding: float):
+            self.at_padding = at_padding
+
+        def logits(self, ids):
+            return torch.where(ids == PAD, self.at_padding, 2.0)[..., None] * torch.tensor([1.0, -1.0, 1.0])
+
+    tokens = np.array([[2, 2, EOS, PAD, PAD], [2, 1, 2, EOS, PAD]], np.uint16)
+    rows = ValidationSet(tokens, np.array([3, 4], np.int32), 7)
+    same, found = _compare(Answers(1.0), Answers(9.0), Answers(9.0), rows, torch.device("cpu"))
+    assert same and found["targets"] == 5 and found["logits_mean_absolute_error"] == 0
+    assert found["perplexity_before"] == found["perplexity_after"]
 
 
 @pytest.mark.parametrize(("precision", "given"), [

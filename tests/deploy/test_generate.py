@@ -138,6 +138,9 @@ def test_the_command_names_what_is_wrong(command, folder, tmp_path):
 
 def test_the_command_names_a_file_of_another_encoding_and_a_device_that_is_not_there(command, folder, tmp_path):
     (tmp_path / "latin1.txt").write_bytes("für".encode("latin-1"))
+    (tmp_path / "separators.txt").write_bytes("one\u2028prompt\x85of\x0cone line\r\n\r\nanother".encode())
+    code, text, _ = command(folder, "--prompts", tmp_path / "separators.txt", "--tokens", 2)
+    assert code == 0 and text.startswith("one\u2028prompt\x85of\x0cone line") and "\n\nanother" in text
     code, _, said = command(folder, "--prompts", tmp_path / "latin1.txt")
     assert code == 3 and f"{tmp_path}/latin1.txt: is not UTF-8" in said
     code, text, _ = command(folder, "--prompt", "lions\udcff", "--tokens", 2)  # as Python reads such a word of a shell
