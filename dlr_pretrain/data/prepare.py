@@ -161,12 +161,12 @@ def _claimed(claim: Path) -> Iterator[None]:
         with claim.open("x") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
     except FileExistsError:
-        rule = f"{claim.read_text()} is preparing this folder, on a file system without locks"
+        rule = f"{claim.read_text() or 'another process'} is preparing this folder, on a file system without locks"
         raise UserError(f"{claim}: {rule}. Wait for it; delete this file where that process is gone") from None
     try:
         yield
     finally:
-        claim.unlink()
+        claim.unlink(missing_ok=True)
 
 
 def _sweep(output: Path) -> None:
