@@ -10,10 +10,12 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from dlr_pretrain.analysis.comparison import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, did_you_mean, flatten, to_dict
+from dlr_pretrain.config.arguments import spread
 from dlr_pretrain.launch.runs import Line, Run
 
 LISTS = ("pair", "lr", "seeds", "confirm")
@@ -56,7 +58,7 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
     """The grid that a command line asks for; raises one ConfigError with every problem of its lists."""
     lists: dict[str, str] = {}
     shared, problems = [], []
-    for word in words:
+    for word in chain.from_iterable(map(spread, words)):
         key, _, value = word.lstrip("+").partition("=")
         if key not in LISTS:
             shared.append(word)

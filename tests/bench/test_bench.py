@@ -244,3 +244,5 @@ def test_words_of_an_arm_come_in_the_place_of_the_common_ones():
     ]
     assert with_source(["scale=tiny"]) == ["data=sample", "scale=tiny"]
     assert with_source(["+data=c4"]) == ["+data=c4"]
+    assert joined(["train={lr: 1, steps: 2}"], ["train.lr=3"]) == ["train.steps=2", "train.lr=3"]
+    assert with_source(["data={seed: 1}"]) == ["data=sample", "data={seed: 1}"]

@@ -211,9 +211,10 @@ def test_a_seed_that_diverged_counts_at_every_later_step(tmp_path):
 
 def test_the_command_of_a_missing_partner_is_one_that_trains(tmp_path):
     words = (*SHORT, "backbone=cola", "dlr=on", "dlr.alpha=0.25", "probe=on", "probe.every=10")
+    words = (*words, f"run={{dir: {tmp_path}/a}}")
     a_run(tmp_path / "a", *words)
     command = layouts.without_partner(groups_in(tmp_path)[0])
-    assert "dlr=off" in command and "backbone=cola" in command
+    assert "dlr=off" in command and "backbone=cola" in command and str(tmp_path) not in command
     assert not load(shlex.split(command)[2:], machine=False).dlr.enabled
 
 

@@ -153,6 +153,7 @@ def test_the_results_keep_their_name_when_the_grid_grows():
         ([*LISTS[:2], "seeds=1,1.5"], ["'1.5' is not a whole number from 0 on"]),
         ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
         ([*LISTS, "train.lr=0.1", "seed=4"], ["train.lr=0.1: is the grid's", "Write lr=", "seed=4", "Write seeds="]),
+        ([*LISTS, "train={lr: 0.1}"], ["train.lr=0.1: is the grid's"]),
         (["pair=cola:train.lr=0.1", *LISTS[1:]], ["train.lr=0.1: is the grid's"]),
         ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
         ([*LISTS, "+backbone=lost"], ["backbone=lost: does nothing"]),
