@@ -92,12 +92,18 @@ def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
         raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *wrong[:10], *more]))
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that ``transformers`` reads: the whole model, else its shards; not a user's copies."""
+    whole = folder / "model.safetensors"
+    return [whole] if whole.exists() else sorted(folder.glob("model-*-of-*.safetensors"))
+
+
 def stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes by name, from the headers of ``model*.safetensors``."""
+    """Shapes by name, from the headers of ``weight_files``."""
     from safetensors import SafetensorError, safe_open
 
     shapes = {}
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as stored:
                 shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118

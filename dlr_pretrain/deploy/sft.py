@@ -28,7 +28,7 @@ from dlr_pretrain.data.packing import IGNORE
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.alpaca import Example, Examples, encode
 from dlr_pretrain.deploy.export import WRITTEN, write_weights
-from dlr_pretrain.deploy.folder import check_folder, open_folder
+from dlr_pretrain.deploy.folder import check_folder, open_folder, weight_files
 from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.durable import sync, sync_all
@@ -96,7 +96,7 @@ def _check_room(output: Path, needed: int) -> None:
 
 def _digest_of_weights(folder: Path) -> str:
     digests = []
-    for file in sorted(folder.glob("model*.safetensors")):
+    for file in weight_files(folder):
         with file.open("rb") as weights:
             digests.append(hashlib.file_digest(weights, "sha256").hexdigest())
     return _digest(" ".join(digests).encode())
@@ -132,7 +132,7 @@ def fine_tune(
 ) -> dict:
     """Tune ``folder`` on the examples in the order of ``facts["seed"]``, and write ``output``; returns its record.
 
-    On rank 0's disk alone, whole or not at all: everything of ``folder``, with fp32 weights and ``sft.json``.
+    On rank 0's disk alone, whole or not at all: the files of the export, with fp32 weights and ``sft.json``.
     """
     model, _ = open_folder(folder, torch.float32)
     trainer = trainer_of(model, learned.kept, recipe, facts["seed"], output.parent, device, say)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dlr_pretrain.deploy import sft
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import attach_dlr, fold_
@@ -44,6 +45,18 @@ def rewrite(folder: Path, change) -> None:
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewrite(folder, change)
     with pytest.raises(UserError, match=message):
+        open_folder(folder)
+
+
+def test_a_users_copy_of_weights_is_no_part_of_the_model(folder):
+    digest = sft._digest_of_weights(folder)
+    save_file({"extra": torch.ones(2)}, folder / "model_ema.safetensors")
+    save_file({"extra": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")  # transformers reads the whole one
+    open_folder(folder)
+    assert sft._digest_of_weights(folder) == digest
+    shutil.copy(folder / WEIGHTS, folder / "model_before.safetensors")
+    rewrite(folder, lambda t: t.pop("model.norm.weight"))
+    with pytest.raises(UserError, match=r"model\.norm\.weight: missing"):
         open_folder(folder)
 
 
