@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import KNOWN, is_fixed
 from dlr_pretrain.config.problems import MISSING, Problem, nearest, no_home
+from dlr_pretrain.config.secrets import HIDDEN, named_in, redact, variable
 from dlr_pretrain.config.tree import GROUPS
 
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
@@ -61,7 +62,7 @@ def read(argv: list[str]) -> CommandLine:
         answers=args.help or args.hydra_help,
         shows=bool(args.cfg or args.info),
     )
-    line.problems += map(_flag_problem, strangers)
+    line.problems += [_secret(word) or _flag_problem(word) for word in strangers]
     line.problems += _conflicting_flags(args)
     line.problems += _malformed(words)
     for part in itertools.chain.from_iterable(map(spread, words)):
@@ -135,6 +136,18 @@ def _flag_problem(word: str) -> Problem:
     return Problem(word, MISSING, "not a flag of this command", mend)
 
 
+def _secret(word: str) -> Problem | None:
+    """A password or a token in a word: Hydra, the record of the run and the console would show it."""
+    key, _, value = word.partition("=")
+    if name := named_in(word):
+        rule = f"{name.rpartition('.')[2]} is a password or a token, and words are written down and shown"
+        return Problem(key, HIDDEN, rule, f"Set the environment variable {variable(name)} instead")
+    if redact(word) != word:
+        rule = "holds a password or a token, and words are written down and shown"
+        return Problem(key.lstrip("+"), redact(value), rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
+    return None
+
+
 def _malformed(words: list[str]) -> list[Problem]:
     """Words without a key and a value; neighbours are one problem, since blanks around = are the usual cause."""
     runs: list[list[str]] = [[]]
@@ -149,12 +162,15 @@ def _malformed(words: list[str]) -> list[Problem]:
         empty = re.fullmatch(r"[+]*(\S+?)\s*=\s*", joined)
         mend = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
         mend = f"Write {empty[1]}=<value>" if empty else mend
-        problems.append(Problem(" ".join(run), MISSING, "not of the form key=value", mend))
+        problems.append(_secret(joined) or Problem(" ".join(run), MISSING, "not of the form key=value", mend))
     return problems
 
 
 def _admit(word: str, line: CommandLine) -> None:
     """Append ``word`` to the command line in normal form, or the problem that keeps it out."""
+    if problem := _secret(word):
+        line.problems.append(problem)
+        return
     if is_hydra(word):
         if problem := _grammar_problem(word, line.multirun):
             line.problems.append(problem)

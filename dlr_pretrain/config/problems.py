@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dlr_pretrain.config.secrets import redact
+from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.errors import EXIT_CONFIG, UserError
 
 
@@ -24,7 +24,11 @@ class Problem:
     mend: str = ""
 
     def __str__(self) -> str:
-        given = self.key if self.value is MISSING else f"{self.key}={_shown(self.value)}"
+        given = (
+            self.key
+            if self.value is MISSING
+            else f"{self.key}={HIDDEN if named_in(f'{self.key}=') else _shown(self.value)}"
+        )
         return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
 
 

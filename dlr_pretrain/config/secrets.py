@@ -8,6 +8,7 @@ import re
 HIDDEN = "***"
 SHORTEST = 8  # characters of a variable's value that counts as a secret
 NAME = re.compile(r"[\w.+]*(?:token|api_?key|access_?key|secret|passw(?:or)?d)", re.IGNORECASE)  # of what holds one
+ENTRY = re.compile(rf"(?:^[-~]*|^--\w+=|[,{{]\s*['\"]?)({NAME.pattern})['\"]?\s*[=:]", re.IGNORECASE)
 FORMS = (
     re.compile(r"(?<=://)[^/\s@]+(?=@)"),  # user:password of a URL
     re.compile(r"\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_)\w{20,}"),
@@ -22,6 +23,18 @@ def redact(text: str) -> str:
     for form in FORMS:
         text = form.sub(HIDDEN, text)
     return text
+
+
+def named_in(text: str) -> str | None:
+    """The name of the first secret that a word sets, or an entry of a list or mapping in it; None where none is."""
+    found = ENTRY.search(text)
+    return found[1].lstrip("+") if found else None
+
+
+def variable(name: str) -> str:
+    """The environment variable from which what ``name`` means is read."""
+    last = name.rpartition(".")[2]
+    return last if last.isupper() else "WANDB_API_KEY" if "key" in last.lower() or "wandb" in name else "HF_TOKEN"
 
 
 def redact_word(word: str) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlr_pretrain.config.secrets import named_in
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import Run
 
@@ -71,6 +72,9 @@ def resources(words: Sequence[str]) -> Resources:
         asked, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(f"the words for sbatch, {shlex.join(words)}: {error}") from None
+    if name := next(filter(None, map(named_in, words)), None):
+        rule = f"{name} is a password or a token, and these words are written down and shown"
+        raise UserError(f"of the words for sbatch: {rule}. Export it where you submit: sbatch passes it on")
     if asked.ours is not None:
         raise UserError(f"of the words for sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")
     nodes = _number(asked.nodes or "1", "--nodes")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.secrets import redact, redact_word
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.launch.queue import resources
+from dlr_pretrain.launch.runs import expand
 
 TOKEN = "hf_" + "aB3" * 10
 
@@ -41,6 +45,40 @@ def test_values_of_secret_variables_are_hidden(monkeypatch, name):
 ])  # fmt: skip
 def test_words_of_a_command_hide_what_their_key_names_a_secret(word, shown):
     assert redact_word(word) == shown
+
+
+@pytest.mark.parametrize(("word", "named"), [
+    ("+wandb.api_key=planted", "WANDB_API_KEY"),
+    ("wandb.api_key=planted", "WANDB_API_KEY"),
+    ("data.token=planted,other", "HF_TOKEN"),
+    ("hydra.job.env_set.HF_TOKEN=planted", "HF_TOKEN"),
+    ("+hydra.job.env_set.MY_SECRET=planted", "MY_SECRET"),
+    ("hydra.job.env_set={A:1,HF_TOKEN:planted}", "HF_TOKEN"),
+    ("hydra.job.env_set={'WANDB_API_KEY': planted}", "WANDB_API_KEY"),
+    ("--wandb.api_key=planted", "WANDB_API_KEY"),
+    ("logger.api_key= planted", "WANDB_API_KEY"),
+    (f"hydra.run.dir=planted/{TOKEN}", "HF_TOKEN"),
+])  # fmt: skip
+@pytest.mark.parametrize("check", [lambda words: load(words), lambda words: expand(words)], ids=["train", "submit"])
+def test_a_word_with_a_secret_is_refused_and_the_variable_named(word, named, check):
+    with pytest.raises(ConfigError) as refused:
+        check(["scale=tiny", "data=sample", "logger=jsonl", *word.split(" ", 1 if "= " in word else 0)])
+    assert "a password or a token" in str(refused.value) and named in str(refused.value)
+    assert "planted" not in str(refused.value).replace("planted/***", "")
+
+
+@pytest.mark.parametrize("word", ["--export=ALL,HF_TOKEN=planted", "--export=HF_TOKEN=planted", "HF_TOKEN=planted"])
+def test_words_for_sbatch_with_a_secret_are_refused(word):
+    with pytest.raises(UserError, match=r"HF_TOKEN is a password or a token.*Export it where you submit") as refused:
+        resources(["--export", word] if word[0] == "H" else [word])
+    assert "planted" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["eval.tokens=7", "tokenizer.path='/x/token=3/m'", "data.root=/token/x", "data=tokens"]
+)
+def test_words_that_only_speak_of_tokens_are_none(word):
+    assert read([word]).problems == []
 
 
 @pytest.mark.parametrize("word", [
