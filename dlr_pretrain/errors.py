@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
@@ -33,6 +36,31 @@ class Stopped(UserError):
     """The run was asked to stop before its last step, and has saved its state."""
 
     exit_code = EXIT_STOPPED
+
+
+def command(act: Callable[[], int | None]) -> int:
+    """What a script exits with: the answer of ``act`` (None: 0), or the code of what has ended it.
+
+    What a user can mend is said in a line, under torchrun with the rank where that is not the first; a reader of the
+    output that has gone, such as ``| head``, is no error.
+    """
+    rank = os.environ.get("RANK", "0")
+    try:
+        code = act() or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # what is left in the buffer goes nowhere as Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except (UserError, OSError) as error:
+        kind = "stopped" if isinstance(error, Stopped) else "error"
+        print(f"{kind}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
+        record(error)
+        return getattr(error, "exit_code", EXIT_FAILED)
+    except KeyboardInterrupt:
+        if rank == "0":
+            print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def record(error: BaseException) -> None:

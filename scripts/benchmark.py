@@ -10,7 +10,7 @@ from pathlib import Path
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
-from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, command
 
 DLR_ARMS = ("dlr=off", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]
@@ -18,18 +18,16 @@ KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", 
 
 def main() -> int:
     given, words = arguments()
-    try:
-        bounds = {"tokens": 1, "warmup": 0, "rounds": 1 if given.part in ("data", "checkpoint") else 2}
-        low = {f"--{name}": bound for name, bound in bounds.items() if getattr(given, name, bound) < bound}
-        if low or not 0 <= getattr(given, "padding", 0) < 1:
-            problems = [Problem(name, MISSING, f"must be at least {bound}") for name, bound in low.items()]
-            raise ConfigError(problems or [Problem("--padding", given.padding, "must be at least 0 and below 1")])
-        return PARTS[given.part](given, words)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    return command(lambda: measure(given, words))
+
+
+def measure(given: argparse.Namespace, words: list[str]) -> int:
+    bounds = {"tokens": 1, "warmup": 0, "rounds": 1 if given.part in ("data", "checkpoint") else 2}
+    low = {f"--{name}": bound for name, bound in bounds.items() if getattr(given, name, bound) < bound}
+    if low or not 0 <= getattr(given, "padding", 0) < 1:
+        problems = [Problem(name, MISSING, f"must be at least {bound}") for name, bound in low.items()]
+        raise ConfigError(problems or [Problem("--padding", given.padding, "must be at least 0 and below 1")])
+    return PARTS[given.part](given, words)
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:

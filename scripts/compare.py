@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import command
 
 
 def main() -> int:
@@ -16,18 +16,17 @@ def main() -> int:
     parser.add_argument("run", nargs="+", help="run directory, folder of them, or glob")
     parser.add_argument("--json", action="store_true", help="all of it as JSON: every common step, all digits")
     given = parser.parse_args()
+    return command(lambda: compare(given))
+
+
+def compare(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.records import find_runs
     from dlr_pretrain.analysis.versus import render, versus
 
-    try:
-        runs, remarks = find_runs(given.run)
-        found = versus(runs)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", UserError.exit_code)
+    runs, remarks = find_runs(given.run)
+    found = versus(runs)
     found["warnings"] = remarks + found["warnings"]
     print(json.dumps(found, indent=2, default=str) if given.json else render(found))
-    return 0
 
 
 if __name__ == "__main__":

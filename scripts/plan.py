@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import signal
 import sys
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.launch.runs import expand
 
 AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real steps"
@@ -47,23 +45,18 @@ def main() -> int:
         parser.error("--assume is of estimates: add --gpus")
     if given.ranks and given.gpus:
         parser.error("--gpus takes the numbers of GPUs: leave out --ranks")
-    try:
-        if given.table1:
-            print(table1(given.json))
-        elif given.measured:
-            print(measured(given))
-        elif given.gpus:
-            print(scaling(words, given))
-        else:
-            print(one(words, given.ranks or 1, given.json, given.device))
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # plan.py ... | head; what is left in the buffer goes nowhere as Python ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return 0
+    return command(lambda: print(text(given, words)))
+
+
+def text(given: argparse.Namespace, words: list[str]) -> str:
+    """What was asked for."""
+    if given.table1:
+        return table1(given.json)
+    if given.measured:
+        return measured(given)
+    if given.gpus:
+        return scaling(words, given)
+    return one(words, given.ranks or 1, given.json, given.device)
 
 
 def at_least_1(text: str) -> int:

@@ -18,7 +18,7 @@ from dlr_pretrain.data.prepare import Progress, prepare
 from dlr_pretrain.data.sample import TOKENIZER_BYTES, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError
+from dlr_pretrain.errors import UserError, command
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
@@ -46,31 +46,27 @@ def main() -> int:
         help="with a sentencepiece model of so many pieces, trained on the first shards: <output>.<PIECES>.model",
     )
     given, words = parser.parse_known_args()
-    try:
-        for name, least in (("workers", 1), ("train_tokenizer", FEWEST_PIECES)):
-            if (value := getattr(given, name)) is not None and value < least:
-                raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
-        refuse_unused(words)
-        cfg = load([*words, "logger=jsonl"])  # the default one needs a package that this command does not
-        if cfg.data.source == "tokens":
-            raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
-        source = open_source(cfg, say)
-        if given.train_tokenizer is not None:
-            if cfg.tokenizer.path is not None:
-                rule = "--train-tokenizer makes another one"
-                raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
-            cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
-        tokenizer = open_tokenizer(cfg, source)
-        print(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} pieces")
-        made = prepare(source, tokenizer, given.output, given.workers, Display(sys.stdout))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command continues", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return command(lambda: run(given, words))
+
+
+def run(given: argparse.Namespace, words: list[str]) -> None:
+    for name, least in (("workers", 1), ("train_tokenizer", FEWEST_PIECES)):
+        if (value := getattr(given, name)) is not None and value < least:
+            raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
+    refuse_unused(words)
+    cfg = load([*words, "logger=jsonl"])  # the default one needs a package that this command does not
+    if cfg.data.source == "tokens":
+        raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
+    source = open_source(cfg, say)
+    if given.train_tokenizer is not None:
+        if cfg.tokenizer.path is not None:
+            rule = "--train-tokenizer makes another one"
+            raise ConfigError([Problem("tokenizer.path", cfg.tokenizer.path, rule, "Leave one of them out")])
+        cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
+    tokenizer = open_tokenizer(cfg, source)
+    print(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} pieces")
+    made = prepare(source, tokenizer, given.output, given.workers, Display(sys.stdout))
     print(f"finished    {made.describe()}\n\n    python train.py data=tokens data.root={given.output}")
-    return 0
 
 
 def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:

@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import EXIT_INTERRUPTED, command
 from dlr_pretrain.train.wandb_replay import replay
 
 
@@ -21,13 +22,12 @@ def main() -> int:
     parser.add_argument("--entity", help="W&B entity (default: the run's)")
     given = parser.parse_args()
     sys.stdin = open(os.devnull)  # noqa: SIM115 - or wandb would ask for a key, unseen
-    code = 0
+    where, code = {"project": given.project, "entity": given.entity}, 0
     for run_dir in given.run:
-        try:
-            replay(run_dir, print, given.partial, given.new_id, project=given.project, entity=given.entity)
-        except (UserError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = UserError.exit_code
+        ended = command(partial(replay, run_dir, print, given.partial, given.new_id, **where))
+        if ended == EXIT_INTERRUPTED:
+            return ended
+        code = code or ended
     return code
 
 

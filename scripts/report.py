@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import command
 
 
 def main() -> int:
@@ -24,18 +24,17 @@ def main() -> int:
         "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, tables, figures"
     )
     given = parser.parse_args()
+    return command(lambda: report(given))
+
+
+def report(given: argparse.Namespace) -> None:
     from dlr_pretrain.analysis.reports import write_reports  # torch is imported only now
 
-    try:
-        remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", UserError.exit_code)
+    remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
     for remark in remarks:
         print(f"note: {remark}")
     print(f"report      {given.output / 'index.html'}\ntables      {given.output / 'tables'}: md, csv, tex")
     print(f"figures     {given.output / 'figures'}: png, svg")
-    return 0
 
 
 if __name__ == "__main__":

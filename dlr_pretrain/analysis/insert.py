@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 
 TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -43,12 +43,7 @@ def _there(path: Path) -> Path:
 
 
 def main(page: str, reports: str) -> int:
-    try:
-        insert(Path(page), Path(reports))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", UserError.exit_code)
-    return 0
+    return command(lambda: insert(Path(page), Path(reports)))
 
 
 if __name__ == "__main__":

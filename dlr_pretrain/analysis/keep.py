@@ -21,7 +21,7 @@ from dlr_pretrain.analysis.comparison import ENDED
 from dlr_pretrain.analysis.costs import exported_vocabulary
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 
 EVERY = 25
 
@@ -107,12 +107,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("output", type=Path)
     parser.add_argument("--every", type=int, default=EVERY, help=f"updates between kept records (default: {EVERY})")
     given = parser.parse_args(argv)
-    try:
+
+    def act() -> None:
         print(f"{keep(given.comparisons, given.output, given.every)} runs are in {given.output / 'runs'}")
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "exit_code", UserError.exit_code)
-    return 0
+
+    return command(act)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch
 from dlr_pretrain.bench.rounds import seconds, warm_up_products
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.train.runtime import Runtime
 
 SETTLING, STEPS = 2, 3  # before memory counts, and while it does
@@ -93,8 +93,8 @@ def _highest() -> int:
 def alone(words: list[str], caches: Path | None = None) -> dict:
     """What ``main`` prints in a new process, whose compiled code is kept in ``caches`` alone where that is given."""
     own = {name: str(caches / folder) for name, folder in CACHES.items()} if caches else {}
-    command = [sys.executable, "-m", "dlr_pretrain.bench.alone", *words]
-    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    line = [sys.executable, "-m", "dlr_pretrain.bench.alone", *words]
+    done = subprocess.run(line, env=os.environ | own, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(words)}: no step was taken. {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -116,7 +116,4 @@ def memory(words: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    sys.exit(command(lambda: main(sys.argv[1:])))

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from dlr_pretrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, UserError, record
+from dlr_pretrain import errors
+from dlr_pretrain.errors import EXIT_FAILED, UserError
 
 LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
 
@@ -25,20 +26,9 @@ def world_size() -> int:
 
 
 def command(act: Callable[[], None]) -> int:
-    """The exit code of ``act``. What a user can mend is said in a line, with the rank where that is not the first."""
-    where = f" on rank {rank()}" if rank() else ""
+    """``errors.command``, without the bars that libraries draw."""
     os.environ["TQDM_DISABLE"] = "1"  # read when torch is imported; the harness draws a bar for each of MMLU's subjects
-    try:
-        act()
-    except (UserError, OSError) as error:
-        print(f"error{where}: {error}", file=sys.stderr)
-        record(error)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    except KeyboardInterrupt:
-        if not rank():
-            print("\ninterrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return errors.command(act)
 
 
 def device_of(given: str | None):

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,7 @@ from dlr_pretrain.config import Config, ConfigError, identity
 from dlr_pretrain.config.identity import differences
 from dlr_pretrain.doctor import machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.train.record import read_record
 
 
@@ -32,15 +31,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", action="store_true", help="train a recipe of minutes whose loss is known")
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="X", help="times the time of each check")
     given, words = parser.parse_known_args(argv)
-    try:
+
+    def act() -> int:
         if given.reference:
             return 0 if reference.train(words) else 1
-        cfg, outcome = configuration(words)
-        ranks = Ranks()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return _examine(cfg, outcome, ranks, given.patience)
+        return _examine(*configuration(words), Ranks(), given.patience)
+
+    return command(act)
 
 
 def _factor(text: str) -> float:

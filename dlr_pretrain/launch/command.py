@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlr_pretrain.analysis.show import amount
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
 from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, number, table
@@ -29,15 +29,7 @@ Words with several values make a run of each combination; beside a file they are
 
 def main(argv: list[str]) -> int:
     """The exit code: 0, or that of a UserError."""
-    try:
-        submit(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    return 0
+    return command(lambda: submit(argv))
 
 
 def submit(argv: list[str]) -> None:

@@ -23,7 +23,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import jobs, session
 from dlr_pretrain.config.rules import unnamed
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, command
 
 FEW = 12  # lines that this process composes itself, a quarter of a second each
 
@@ -149,17 +149,12 @@ def _places(origins: list[str]) -> str:
     return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
 
 
-def main(path: str, number: str) -> int:
-    try:
-        lines = read_runs(Path(path))
-        if not 1 <= int(number) <= len(lines):
-            raise UserError(f"{path} has {len(lines)} runs, and this is task {number}. Submit --array=1-{len(lines)}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def write_words(path: str, number: str) -> None:
+    lines = read_runs(Path(path))
+    if not 1 <= int(number) <= len(lines):
+        raise UserError(f"{path} has {len(lines)} runs, and this is task {number}. Submit --array=1-{len(lines)}")
     sys.stdout.write("".join(f"{word}\0" for word in lines[int(number) - 1].words))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(command(lambda: write_words(*sys.argv[1:])))

@@ -9,18 +9,12 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import command
 from dlr_pretrain.launch.trained import last_saved
 
 
 def main(words: list[str]) -> int:
-    try:
-        cfg = load(words, ranks=None, machine=False)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(last_saved(Path(cfg.run.dir)))
-    return 0
+    return command(lambda: print(last_saved(Path(load(words, ranks=None, machine=False).run.dir))))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from dlr_pretrain.analysis.comparison_view import console, write
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.launch.command import at_least_1, summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
@@ -39,14 +38,7 @@ where this one stopped."""
 
 def main(argv: list[str]) -> int:
     """The exit code: 0; EXIT_FAILED where runs have failed; or that of a UserError."""
-    try:
-        return tune(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return command(lambda: tune(argv))
 
 
 def tune(argv: list[str]) -> int:

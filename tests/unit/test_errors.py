@@ -1,0 +1,51 @@
+"""Every script says in one line, and by its exit code, what has ended it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from dlr_pretrain.errors import Stopped, UserError, command
+from tests.conftest import ROOT
+
+
+def test_its_own_answer_is_the_exit_code():
+    assert [command(lambda: None), command(lambda: 0), command(lambda: 1)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("error", "code", "said"), [
+    (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
+    (Stopped("what had begun is saved"), 75, "stopped: what had begun is saved\n"),
+    (FileNotFoundError(2, "No such file", "x.json"), 3, "error: [Errno 2] No such file: 'x.json'\n"),
+    (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+])  # fmt: skip
+def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
+    def act() -> None:
+        raise error
+
+    assert command(act) == code
+    assert capsys.readouterr().err == said
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        command(lambda: 1 / 0)
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    code = "import sys; from dlr_pretrain.errors import command; sys.exit(command(lambda: print('x' * 10**6)))"
+    words = [sys.executable, "-c", code]
+    done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    done.stdout.read(1)
+    done.stdout.close()
+    assert done.stderr.read() == b""
+    assert done.wait() == 141
+
+
+def test_no_other_script_has_a_way_of_its_own():
+    pages = [path for folder in ("dlr_pretrain", "scripts", "slurm") for path in (ROOT / folder).rglob("*.py")]
+    speaks = {str(path.relative_to(ROOT)) for path in pages if re.search(r"""print\(f?["']error""", path.read_text())}
+    assert speaks == {"scripts/launch.py"}  # the stand-in of torchrun
