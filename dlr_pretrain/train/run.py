@@ -90,22 +90,22 @@ def recall(run_dir: Path) -> None:
         update_record(run_dir, {"saved": checkpoint.step_of(found[0])})
 
 
-def newest(run_dir: Path, say: Callable[[str], None]) -> Path | None:
-    """The newest valid checkpoint of a run; says what is passed over, and where it is not the one saved last.
-
-    That one is waited for, for ``LATE`` seconds.
+def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
+    """The newest valid checkpoint of a run, and the damaged ones that it was preferred to; says which these are, and
+    where it is not the one saved last, which is waited for, for ``LATE`` seconds.
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
     late = time.monotonic() + LATE
     while saved not in (0, *map(checkpoint.step_of, checkpoint.finished(root))) and time.monotonic() < late:
         time.sleep(0.1)
+    there = checkpoint.finished(root)  # one that shows later still is not known to be damaged
     found, skipped = checkpoint.newest(root)
     for reason in skipped:
         say(f"warning: passed over {reason}")
     if found is not None and checkpoint.step_of(found) < saved:
         lost = f"the checkpoint of step {saved:,}, the last that was saved, is not there whole"
         say(f"warning: {root}: {lost}. Going on from {found.name}: the steps after it are trained again")
-    return found
+    return found, [d for d in there if found is not None and checkpoint.step_of(d) > checkpoint.step_of(found)]
 
 
 class Run:
@@ -120,6 +120,7 @@ class Run:
         self.validation: ValidationSet
         self.vocab_size: int
         self.metrics: MetricsFile | None = None  # of rank 0
+        self.passed_over: list[Path] = []  # damaged checkpoints, found by rank 0
 
     def complete(self) -> None:
         """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
@@ -183,7 +184,8 @@ class Run:
             note_shards(self.dir, self.source)
             pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
             write_durably(self.dir / "spiece.model", pieces)
-            found, record = newest(self.dir, self.console.say), read_record(self.dir)
+            found, self.passed_over = newest(self.dir, self.console.say)
+            record = read_record(self.dir)
             if found is None and "saved" in record:
                 mend = "Bring it back, or move the run directory away to start over"
                 raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {mend}")
@@ -300,7 +302,8 @@ class Run:
             step = snapshot.step if snapshot else 0
             about = {"identity": runtime.on_main(lambda: read_record(self.dir)["identity"])}
             root = self.dir / "checkpoints"
-            saver = opened.enter_context(Saver(root, runtime, keep, permit, saved, about, saved_step=step))
+            given = keep, permit, saved, about, step, self.passed_over
+            saver = opened.enter_context(Saver(root, runtime, *given))
             trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, saver, suspects)
             opened.enter_context(trainer.profiler)
             if snapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +27,8 @@ class Saver:
     """Writes the checkpoints of all ranks under ``root``, one at a time: each rank its part, rank 0 the manifest.
 
     On rank 0 ``permit()`` is called before a checkpoint counts; what it raises keeps it from counting. ``done(step)``
-    is called when it does. ``about`` goes into its state: what the run is.
+    is called when it does. ``about`` goes into its state: what the run is. ``passed_over`` are the damaged checkpoints
+    that rank 0 has found at the start: the first save deletes them.
     The ranks' threads agree in a process group of their own: collectives of two threads in one group would mix.
     """
 
@@ -40,12 +41,13 @@ class Saver:
         done: Callable[[int], None] = lambda step: None,
         about: dict | None = None,
         saved_step: int = 0,
+        passed_over: Collection[Path] = (),
     ):
         self.root, self.runtime, self.keep, self.permit, self.done = root, runtime, keep, permit, done
         self.about = about or {}
         self.saved = saved_step  # the last step that a checkpoint holds; the same on all ranks after ``wait``
         self.error: Exception | None = None  # why the last save failed; of all ranks, though not at the same instant
-        self._passed_over = {d for d in checkpoint.directories(root) if checkpoint.step_of(d) > saved_step}
+        self._passed_over = passed_over
         self._group = runtime.new_group()
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
@@ -126,14 +128,17 @@ class Saver:
 
     def _begin(self, step: int) -> Path | None:
         self.permit()
-        return checkpoint.begin(self.root, step)
+        aside = checkpoint.begin(self.root, step)
+        if aside is None:
+            self.done(step)
+        return aside
 
     def _commit(self, aside: Path, step: int, parts: list[dict], state: dict, layout: dict[str, dict]) -> None:
         self.permit()
         files = {name: entry for part in parts for name, entry in part.items()}
         checkpoint.commit(aside, step, files, state | self.about, layout, self.keep, self._passed_over)
         self.done(step)
-        self._passed_over = set()
+        self._passed_over = ()
 
     def _together(self, act: Callable[[], T]) -> list[T]:
         """What ``act`` returned on every rank; where it raised on any, all raise."""

@@ -76,6 +76,15 @@ def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice_in_a_row(ba
     assert asked[-1] == "scontrol requeue 5" and "job 5: saved; back to the queue" in log.read_text()
 
 
+def test_what_a_job_says_stands_on_lines_of_its_own(batch, tmp_path):
+    """A kill may cut off what the ranks were writing; the counts of the test above and submit.py read whole lines."""
+    log = tmp_path / "log"
+    log.write_text("step 7  lo")
+    done, _ = batch("train.sbatch", "scale=tiny", commands={"srun": "printf 'step 9  lo'; exit 3"}, log=log, **JOB)
+    lines = ["step 7  lo", "job 5, start 1: 1 x 1 ranks: scale=tiny", "step 9  lo", "job 5: ended with exit code 3"]
+    assert done.returncode == 3 and log.read_text().splitlines() == lines
+
+
 @pytest.mark.parametrize("code", [0, 2, 3, 130])
 def test_what_has_finished_or_said_why_it_ended_is_not_requeued(batch, tmp_path, code):
     done, asked = crashed(batch, tmp_path, code, "0 500")

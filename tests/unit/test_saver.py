@@ -140,6 +140,24 @@ def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
         saving.wait()
 
 
+def test_a_step_that_is_there_already_counts_as_saved(tmp_path):
+    for _ in range(2):
+        done = []
+        with Saver(tmp_path, ALONE, Keep(2), done=done.append) as saving:
+            saving.save(1, snapshot(1))
+            saving.wait()
+        assert done == [1] and saving.saved == 1
+
+
+def test_only_what_was_found_damaged_at_the_start_is_deleted_as_such(tmp_path):
+    for step in (5, 10, 15):
+        with Saver(tmp_path, ALONE, Keep(9)) as saving:
+            saving.save(step, snapshot(step))
+    with Saver(tmp_path, ALONE, Keep(9), saved_step=5, passed_over=[tmp_path / "step_00000010"]) as saving:
+        saving.save(7, snapshot(7))
+    assert [checkpoint.step_of(d) for d in checkpoint.directories(tmp_path)] == [15, 7, 5]
+
+
 def test_what_is_not_permitted_does_not_count(tmp_path):
     def refuse():
         raise UserError("the lease is another's")
