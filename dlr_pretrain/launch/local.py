@@ -44,7 +44,7 @@ def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]
                 ended(run, time.monotonic() - since)
             time.sleep(0.05)
     if asked:
-        raise Stopped("stopped; what had begun is saved. The same command continues")
+        raise Stopped("asked to stop; what had begun is saved. The same command continues")
 
 
 def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
