@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dlr_pretrain.analysis.comparison import Design, Trial, compare
-from dlr_pretrain.analysis.groups import Group, Spread
-from dlr_pretrain.analysis.paper import TASKS, facts
+from dlr_pretrain.analysis.groups import Group, Spread, grouped
+from dlr_pretrain.analysis.paper import TASKS, facts, marks
 from dlr_pretrain.analysis.records import Run, read_run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.errors import UserError
@@ -138,13 +138,19 @@ def zero_shot_table(reports: Sequence[tuple[Path, dict]]) -> Table:
         n = len(report["checkpoints"])
         cells: list[Cell] = [_accuracy(report["tasks"].get(task), n) for task in TASKS]
         same = set(report["tasks"]) == set(TASKS)
-        rows.append([f"{checkpoint_method(report)}, ours", *cells, _accuracy(report["average"], n) if same else None])
+        rows.append([f"{_methods(report)}, ours", *cells, _accuracy(report["average"], n) if same else None])
         notes.append(
             f"{path.name}: convention {report['convention']}, contexts of {report['context_length']:,} tokens, "
             f"{report['dtype']}, data: {report['data']}"
             + (f", the first {report['limit']:,} documents" if report["limit"] else "")
             + ("" if report["convention"] == "as_in_paper" else "; the paper's is as_in_paper")
         )
+        groups = _groups_of(report)
+        if len(groups) > 1:
+            notes.append(f"{path.name}: a mean over checkpoints that differ in more than the seed")
+        other = dict.fromkeys(mark for group in groups for mark in marks(group))
+        if other:
+            notes.append(f"{path.name}: not trained in the paper's setting: {'; '.join(other)}")
     fill = ["python scripts/evaluate.py runs/1b-cola-dlr_on-s4?/folded --as-in-paper --output cola_dlr.json"]
     title = "Zero-shot accuracy, %"
     return Table("zero_shot", title, HEADER, rows, notes, [] if reports else fill, bool(reports))
@@ -182,11 +188,18 @@ def _accuracy(task: dict | None, n: int) -> Figure | None:
     return Figure(100 * task["acc"], None if spread is None else 100 * spread, n, note=always)
 
 
-def checkpoint_method(report: dict) -> str:
-    """The method and scale of the run of the first checkpoint; its folder where that is not beside a run."""
-    folder = Path(report["checkpoints"][0]["folder"])
-    for above in (folder, *folder.parents[:2]):
-        if (above / "config.yaml").exists():
-            run = read_run(above)
-            return f"{run.method} {run.scale}"
-    return str(folder)
+def _methods(report: dict) -> str:
+    """The methods and scales of the checkpoints' runs; the first folder where none is beside a run."""
+    names = dict.fromkeys(f"{group.method} {group.scale}" for group in _groups_of(report))
+    return " and ".join(names) or report["checkpoints"][0]["folder"]
+
+
+def _groups_of(report: dict) -> list[Group]:
+    """The runs beside the checkpoints of a file of evaluate.py."""
+    runs = {}
+    for folder in (Path(checkpoint["folder"]) for checkpoint in report["checkpoints"]):
+        for above in (folder, *folder.parents[:2]):
+            if (above / "config.yaml").exists():
+                runs[above.resolve()] = read_run(above)
+                break
+    return grouped(list(runs.values()))[0]

@@ -133,7 +133,8 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
     converted = _convert(value, hint)
     if converted is MISSING:
         others = [*spec.rules.get("words", ()), *(["null"] if optional else [])]
-        mend = f"Quote a number that is meant as text: \"{name}='...'\"" if hint is str and value is not None else ""
+        number = hint is str and isinstance(value, (int, float))
+        mend = f"Quote a number that is meant as text: \"{name}='...'\"" if number else ""
         problems.append(Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), mend))
     elif rule := _broken_rule(converted, spec.rules):
         mend = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""

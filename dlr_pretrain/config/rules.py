@@ -69,8 +69,7 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["data.root"] = "data=c4 streams from the hub; data=c4_local reads a folder"
     if source in ("sample", "tokens"):
         idle |= dict.fromkeys(["data.train_files", "data.validation_files", "data.text_key"], f"data={source}")
-    if source == "tokens":
-        idle["tokenizer.hub"] = "the tokens come with their tokenizer"
+        idle["tokenizer.hub"] = f"data={source} comes with its tokenizer"
     if cfg.tokenizer.path is not None:
         idle["tokenizer.hub"] = "tokenizer.path is given"
     for group in ("probe", "profile"):

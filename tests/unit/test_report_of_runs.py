@@ -21,6 +21,7 @@ from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
 from dlr_pretrain.analysis import figures, layouts
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Spread, grouped, pairs
+from dlr_pretrain.analysis.measured import zero_shot_table
 from dlr_pretrain.analysis.paper import fact, facts, marks
 from dlr_pretrain.analysis.records import THINNED, find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
@@ -400,9 +401,22 @@ def test_accuracies(tmp_path, no_figures):
     assert ours["boolq"] == ["25.00 (1) always the same choice", 25.0]
     assert page.rows("sft")[-1]["boolq"] == ["40.00 ± 1.50 (2)", 40.0]
     assert page.rows("zero_shot")[3]["boolq"][1] == 37.83
+    assert "z.json: not trained in the paper's setting: not a scale of the paper" in (out / "report.md").read_text()
     (tmp_path / "z.json").write_text("{}")
     with pytest.raises(UserError, match=r"z\.json cannot be read as a file of scripts/evaluate\.py"):
         write_reports([str(tmp_path / "z.json")], out, "")
+
+
+def test_a_mean_over_checkpoints_of_different_methods_says_so(tmp_path):
+    folders = [a_run(tmp_path / dlr, *words) / "folded" for dlr, words in (("off", COLA), ("on", COLA_DLR))]
+    report = {
+        "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "as_in_paper",
+        "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
+        "checkpoints": [{"folder": str(folder)} for folder in folders],
+    }  # fmt: skip
+    table = zero_shot_table([(tmp_path / "z.json", report)])
+    assert table.rows[-1][0] == "cola tiny and cola+dlr tiny, ours"
+    assert "z.json: a mean over checkpoints that differ in more than the seed" in table.notes
 
 
 # ----------------------------------------------------------------------------------------------------
