@@ -239,9 +239,12 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     caption = (
         f"{scale}: what DLR changes by backbone, all else equal; small marks are the seeds of both, large ones means."
     )
-    if lost:
-        caption += f" Not drawn, since a seed has diverged: {', '.join(lost)}."
-    return save(figure, folder, f"pairs_{scale}", caption)
+    return save(figure, folder, f"pairs_{scale}", caption + _without(lost))
+
+
+def _without(lost: Sequence[str]) -> str:
+    """What a caption says of the groups that have no mean."""
+    return f" Not drawn, since a seed has diverged: {', '.join(dict.fromkeys(lost))}." if lost else ""
 
 
 def _name(plain: Group, other: Group) -> str:
@@ -250,6 +253,7 @@ def _name(plain: Group, other: Group) -> str:
 
 def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     found: dict[str, list[tuple[Group, Spread, Spread]]] = {}
+    lost = []
     for machine in dict.fromkeys(run.machine for group in groups for run in group.finished):
         for group in groups:
             runs = [run for run in group.finished if run.machine == machine]
@@ -257,6 +261,8 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
             quality = spread(run.final.get(PERPLEXITY) for run in runs)
             if speed and quality and quality.finite:
                 found.setdefault(machine, []).append((group, speed, quality))
+            elif quality and not quality.finite:
+                lost.append(group.label)
     if not found:
         return None
     figure, axes = grid(len(found), width=5.5, height=4.2, shared=False)
@@ -277,7 +283,7 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
         f"{scale}: perplexity against throughput, mean and standard deviation over seeds (filled: with DLR); "
         "down and to the right is better."
     )
-    return save(figure, folder, f"throughput_{scale}", caption)
+    return save(figure, folder, f"throughput_{scale}", caption + _without(lost))
 
 
 def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
@@ -301,7 +307,8 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     _legend(ax, beside=len(studies) > CROWDED)
     label_axes([ax], "rank", "perplexity after the last update, unbiased", shown=None)
     caption = f"{scale}: what a lower rank costs, all else equal; bars are standard deviations over seeds."
-    return save(figure, folder, f"rank_{scale}", caption)
+    lost = [group.label for study in studies for group in study if not group.final(PERPLEXITY).finite]
+    return save(figure, folder, f"rank_{scale}", caption + _without(lost))
 
 
 # ----------------------------------------------------------------------------------------------------

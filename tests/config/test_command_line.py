@@ -238,7 +238,8 @@ def test_a_mistake_is_told_with_its_mend(word, problem):
       "scale.steps=50: would be ignored: train.steps and train.warmup_steps are set without it"]),
     (("experiment=table1/cola_authors", "scale=60m", "scale.steps=5000"),
      "scale.steps=5000: would be ignored: train.steps and train.warmup_steps are set without it"),
-    (("data=sample", "tokenizer.hub=me/mine"), "tokenizer.hub=me/mine: would be ignored: data=sample comes with its tokenizer"),
+    (("data=sample", "tokenizer.hub=me/mine"),
+     "tokenizer.hub=me/mine: would be ignored: data=sample comes with its tokenizer"),
     (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
 ])  # fmt: skip
 def test_a_knob_that_nothing_would_read_is_refused(words, rule):

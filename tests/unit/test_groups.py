@@ -11,6 +11,7 @@ from run_folders import FINGERPRINTS, SHORT, TINY, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.costs import costs
+from dlr_pretrain.analysis.figures import draw
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, grouped, pairs
 from dlr_pretrain.analysis.measured import system
 from dlr_pretrain.analysis.paper import marks
@@ -301,3 +302,11 @@ def test_recipes_of_a_pair_are_toggled(tmp_path):
     a_run(tmp_path / "paper", *PAPER, step=1)
     (command,) = (line for line in layouts.pairs_table(groups_in(tmp_path)).fill if "60m" in line)
     assert "experiment=table1/cola " in command and "dlr=" not in command
+
+
+def test_figures_name_the_groups_that_they_cannot_draw(tmp_path):
+    for rank in (8, 16, 32):
+        a_run(tmp_path / f"r{rank}", *COLA, f"backbone.rank={rank}", final=math.inf if rank == 8 else None)
+    groups = groups_in(tmp_path)
+    told = [p.caption for p in draw(groups, [None] * len(groups), tmp_path / "figures") if "Not drawn" in p.caption]
+    assert len(told) == 2 and all("a seed has diverged: cola (backbone.rank=8)." in caption for caption in told)
