@@ -24,6 +24,7 @@ from dlr_pretrain.config.secrets import HIDDEN, named_in, redact, variable
 from dlr_pretrain.config.tree import GROUPS
 
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
+HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
 # dlr is a group with the options on and off, which YAML and Hydra know by other spellings as well
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
 
@@ -172,7 +173,7 @@ def _admit(word: str, line: CommandLine) -> None:
         line.problems.append(problem)
         return
     if is_hydra(word):
-        if problem := _grammar_problem(word, line.multirun):
+        if problem := _folder_problem(word) or _grammar_problem(word, line.multirun):
             line.problems.append(problem)
         else:
             line.words.append(word)
@@ -202,6 +203,15 @@ def _admit(word: str, line: CommandLine) -> None:
         line.problems.append(problem)
     else:
         line.words.append(word)
+
+
+def _folder_problem(word: str) -> Problem | None:
+    """Hydra's own folders are not those of a run, whatever they are called."""
+    key, value = key_of(word), value_of(word)
+    if key not in HYDRA_FOLDERS:
+        return None
+    rule = "would be ignored: Hydra writes nothing, and a run makes its own directory"
+    return Problem(key, value, rule, "Use run.dir=<folder>, or run.root=<folder of the runs>")
 
 
 def _admit_deletion(word: str, line: CommandLine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -133,13 +134,21 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
     converted = _convert(value, hint)
     if converted is MISSING:
         others = [*spec.rules.get("words", ()), *(["null"] if optional else [])]
-        number = hint is str and isinstance(value, (int, float))
-        mend = f"Quote a number that is meant as text: \"{name}='...'\"" if number else ""
-        problems.append(Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), mend))
+        problems.append(
+            Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), _quotes(name, value, hint))
+        )
     elif rule := _broken_rule(converted, spec.rules):
         mend = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
         problems.append(Problem(name, value, rule, mend))
     return converted
+
+
+def _quotes(name: str, value: object, hint: object) -> str:
+    """The mend of a number that is quoted and should not be, or the other way round."""
+    if hint is str and isinstance(value, (int, float)):
+        return f"Quote a number that is meant as text: \"{name}='...'\""
+    number = re.fullmatch(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) if isinstance(value, str) else None
+    return "It is quoted, and so text: leave the quotes out" if number and hint in (int, float) else ""
 
 
 def _convert(value: object, hint: object) -> object:

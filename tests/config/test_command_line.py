@@ -218,6 +218,9 @@ HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. 
         ("backbone.factorized=true", "backbone.factorized=true: says what the option is, and its file sets it. "
          "Choose another option: backbone=<option>"),
         ("dlr.alpha=2", "dlr.alpha=2.0: would be ignored: dlr=off. Leave it out"),
+        ("hydra.run.dir=/runs/a", "hydra.run.dir=/runs/a: would be ignored: Hydra writes nothing, and a run makes its "
+         "own directory. Use run.dir=<folder>, or run.root=<folder of the runs>"),
+        ("train.lr='1e-3'", "train.lr=1e-3: must be a number. It is quoted, and so text: leave the quotes out"),
         ("hydra.nope=1", "configuration: Could not override 'hydra.nope'. "
          "To append to your config use +hydra.nope=1"),
     ],
