@@ -12,7 +12,7 @@ CURVES = len(SERIES)  # projections that a figure shows
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
 EXPLAINED = (
     "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of B^T g, "
-    "which reaches it through B; in brackets the mean of the ratios of single positions. Isotropic, dashed: what a "
+    "which reaches it through B; the mean of ratios is over single positions. Isotropic, dashed in a figure: what a "
     "gradient without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F."
 )
 Probes = dict[str, list[tuple[int, dict[str, float]]]]  # projection -> (update whose step was next, its numbers)
@@ -35,7 +35,7 @@ def section(found: Probes) -> str:
     lines = [
         "## Gradient paths",
         "![gradient paths](plots/gradient_paths.png)",
-        EXPLAINED,
+        f"{EXPLAINED} In brackets: the mean of ratios.",
     ]
     rows = []
     for layer, looks in found.items():
