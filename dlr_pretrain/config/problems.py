@@ -24,11 +24,8 @@ class Problem:
     mend: str = ""
 
     def __str__(self) -> str:
-        given = (
-            self.key
-            if self.value is MISSING
-            else f"{self.key}={HIDDEN if named_in(f'{self.key}=') else _shown(self.value)}"
-        )
+        value = HIDDEN if named_in(f"{self.key}=") else _shown(self.value)
+        given = self.key if self.value is MISSING else f"{self.key}={value}"
         return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
 
 
