@@ -75,7 +75,7 @@ def give_gradients(parameters: dict[str, Tensor], seed: int) -> None:
 def updated(optimizer: optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
         give_gradients(optimizer.parameters, seed)
-        optimizer.update(0.01, skip=GO)
+        optimizer.update(0.01, skip=GO, index=seed)
 
 
 def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def test_a_masked_update_changes_nothing(choice, dtype):
     before = copied(everything(optimizer))
     for p in optimizer.parameters.values():
         p.grad = torch.full_like(p, math.nan)
-    optimizer.update(0.1, skip=SKIP)
+    optimizer.update(0.1, skip=SKIP, index=3)
     assert_same_bits(everything(optimizer), before)
 
 
@@ -167,7 +167,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype, apar
                 for name in optimizer.parameters:
                     optimizer.update_one(name, 0.01, GO, factor)
             else:
-                optimizer.update(0.01, GO, factor)
+                optimizer.update(0.01, GO, factor, index=seed)
         ways.append(copied(everything(optimizer)))
     assert_same_bits(*ways)
 
@@ -186,7 +186,7 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
 def test_after_a_masked_first_update_the_run_is_as_if_it_had_not_been(choice):
     masked, other = optim.build(choice, draw()), optim.build(choice, draw())
     give_gradients(masked.parameters, seed=99)
-    masked.update(0.1, skip=SKIP)
+    masked.update(0.1, skip=SKIP, index=0)
     fresh = optim.build(choice, masked.parameters)
     fresh.load_state_tensors(copied(masked.state_tensors()), masked.state_layout())
     for optimizer in (fresh, other):
@@ -246,7 +246,7 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
         give_gradients(optimizer.parameters, seed)
         for name in idle:
             optimizer.parameters[name].grad = None
-        optimizer.update(0.01, skip=GO)
+        optimizer.update(0.01, skip=GO, index=seed)
     for name in idle:
         assert torch.equal(optimizer.parameters[name].detach(), draw()[name].detach())
         assert not any(full.startswith(f"{name}/") for full in optimizer.state_tensors())
@@ -266,7 +266,7 @@ def test_undecayed_parameters_have_no_decay(choice):
     optimizer = optim.build(choice, draw(), undecayed)
     for name, p in optimizer.parameters.items():
         p.grad = zero_gradients[name]
-    optimizer.update(0.5, skip=GO)
+    optimizer.update(0.5, skip=GO, index=0)
     for name, start in draw().items():
         value = optimizer.parameters[name].detach()
         assert torch.equal(value, start.detach()) == (name in undecayed), name
