@@ -96,6 +96,7 @@ paths() { # how the gradient splits on its way to the latents, over a run; those
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # of what is kept
+  rm -rf "$root/report"             # a table that an earlier one drew would pass for one of this
   for piece in "${all[@]}"; do
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"

@@ -8,10 +8,11 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.launch.runs import expand
 
+DEVICE = "h200"
 AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real steps"
 
 
@@ -25,9 +26,8 @@ def main() -> int:
     parser.add_argument(
         "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
     )
-    parser.add_argument(
-        "--device", choices=("a100", "h100", "h200", "b200"), default="h200", help="GPU that is estimated for (h200)"
-    )
+    devices = ("a100", "h100", "h200", "b200")
+    parser.add_argument("--device", choices=devices, help=f"GPU that is estimated for ({DEVICE})")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="results of benchmark.py step beside estimates")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
@@ -41,6 +41,8 @@ def main() -> int:
         parser.error(f"--table1 is of the recipes as they stand: {' '.join(words)} has no place beside it")
     if given.measured and (words or given.gpus):
         parser.error("--measured names the words and the GPU of each result: leave out others")
+    if given.device and given.table1:
+        parser.error("--device is of estimates: --table1 has none")
     if given.assume and not (given.gpus or given.measured):
         parser.error("--assume is of estimates: add --gpus")
     if given.ranks and given.gpus:
@@ -69,8 +71,11 @@ def numbers(text: str) -> list[int]:
     return [at_least_1(number) for number in text.split(",")]
 
 
-def one(words: list[str], ranks: int, as_json: bool, device: str) -> str:
+def one(words: list[str], ranks: int, as_json: bool, device: str | None) -> str:
     cfg = load(words, ranks, machine=False)
+    if device and cfg.train.micro_batch != "auto":
+        raise ConfigError([Problem("--device", device, "changes nothing", "Add --gpus, or train.micro_batch=auto")])
+    device = device or DEVICE
     from dlr_pretrain.analysis.plan import plan, render  # torch is imported only now, when nothing is left to refuse
     from dlr_pretrain.analysis.scaling import assume, on_paper
 
@@ -85,12 +90,13 @@ def scaling(words: list[str], given: argparse.Namespace) -> str:
     configs = [load(list(run.words), None, machine=False) for run in expand(words)]
     from dlr_pretrain.analysis.scaling import Scaling, assume, render, titled
 
-    assumed = assume(given.device, given.assume, {cfg.precision.name for cfg in configs})
+    device = given.device or DEVICE
+    assumed = assume(device, given.assume, {cfg.precision.name for cfg in configs})
     found = [(cfg, Scaling(cfg, assumed).estimates(given.gpus)) for cfg in configs]
     if not given.json:
-        return render(found, assumed, given.device)
+        return render(found, assumed, device)
     runs = [{"run": titled(cfg), "estimates": [e and asdict(e) for e in of.values()]} for cfg, of in found]
-    return json.dumps({"device": given.device, "assumptions": asdict(assumed), "runs": runs}, indent=2)
+    return json.dumps({"device": device, "assumptions": asdict(assumed), "runs": runs}, indent=2)
 
 
 def measured(given: argparse.Namespace) -> str:
@@ -102,13 +108,14 @@ def measured(given: argparse.Namespace) -> str:
         on = found["device"] if found["arms"] else None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"--measured {given.measured}: no results of scripts/benchmark.py step ({error})") from None
-    if given.device not in str(on).lower():
-        rule = f"measured on {on}, and the estimates are for --device {given.device}"
+    device = given.device or DEVICE
+    if device not in str(on).lower():
+        rule = f"measured on {on}, and the estimates are for --device {device}"
         raise UserError(f"--measured {given.measured}: {rule}. Name the GPU that it was measured on")
     configs = {
         tuple(arm["words"]): load(arm["words"], machine=False) for arm in found["arms"] if arm["words"] is not None
     }
-    assumed = assume(given.device, given.assume, {cfg.precision.name for cfg in configs.values()})
+    assumed = assume(device, given.assume, {cfg.precision.name for cfg in configs.values()})
     return against(found, lambda words: configs[tuple(words)], assumed)
 
 

@@ -348,6 +348,8 @@ def test_a_plan_says_how_long_a_resume_in_compressed_text_takes():
     (["-m", "scale=1b,7b"], "error: -m: asks for several runs, where one is expected. Leave it out"),
     (["backbone=colla"], "error: backbone=colla: must be one of"),
     (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
+    (["--table1", "--device", "h100"], "--device is of estimates"),
+    (["scale=1b", "--device", "h100"], "--device=h100: changes nothing. Add --gpus"),
 ])  # fmt: skip
 def test_mistakes_are_told_as_by_the_training_command(words, error):
     done = command(*words)
