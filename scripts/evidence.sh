@@ -55,7 +55,8 @@ paper() { # the same at the paper's one rate
 }
 
 mechanism() { # a residual, an initial offset, decay towards it: with and without decay, by the rounding of the updates
-  local three=cola,cola+dlr,cola+init_offset four=cola,cola+dlr,cola+init_offset,cola+init_offset_decay
+  local three=cola+dlr,cola,cola+init_offset # the residual first: what it is compared with stands against it
+  local four=$three,cola+init_offset_decay
   tune bf16_as_the_papers "pair=$three" "lr=$lower,$paper" "seeds=$seeds" # in whose rounding decay changes no weight
   for decay in 0.0 0.1; do
     local shared=("lr=$lower" "seeds=$seeds" "optimizer.weight_decay=$decay")
