@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, Spread, difference, pairs
@@ -134,7 +133,7 @@ def without_partner(group: Group) -> str:
     command = run.starts[-1].get("command", ["train.py"]) if run.starts else ["train.py"]
     residual = "off" if group.config["dlr"]["name"] == "on" else "on"
     kept, toggled = [], [f"dlr={residual}"]
-    for word in chain.from_iterable(map(spread, command[1:])):
+    for word in spread(command[1:]):
         key, _, value = word.lstrip("+").partition("=")
         recipe = value.removesuffix("_dlr") if residual == "off" else f"{value}_dlr"
         if key == "experiment" and recipe != value and (CONFIG_DIR / "experiment" / f"{recipe}.yaml").exists():

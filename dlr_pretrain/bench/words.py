@@ -5,12 +5,12 @@ from dlr_pretrain.config.arguments import key_of, spread
 
 def with_source(words: list[str]) -> list[str]:
     """``words`` with a source that needs no download, where they name none."""
-    named = {key_of(part) for word in words for part in spread(word)}
+    named = set(map(key_of, spread(words)))
     return words if {"data", "experiment"} & named else ["data=sample", *words]
 
 
 def joined(words: list[str], more: list[str]) -> list[str]:
     """``words``, but for the keys that ``more`` sets."""
-    words, more = ([part for word in given for part in spread(word)] for given in (words, more))
+    words, more = spread(words), spread(more)
     set_anew = set(map(key_of, more))
     return [*(word for word in words if key_of(word) not in set_anew), *more]

@@ -7,10 +7,9 @@ is checked on the composed tree, where the nearest existing one is known.
 
 from __future__ import annotations
 
-import itertools
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hydra._internal.utils import get_args_parser
@@ -66,14 +65,18 @@ def read(argv: list[str]) -> CommandLine:
     line.problems += [_secret(word) or _flag_problem(word) for word in strangers]
     line.problems += _conflicting_flags(args)
     line.problems += _malformed(words)
-    for part in itertools.chain.from_iterable(map(spread, words)):
+    for part in spread(words):
         if WORD.fullmatch(part) or part.startswith("~"):
             _admit(part, line)
     return line
 
 
-def spread(word: str) -> list[str]:
+def spread(words: Iterable[str]) -> list[str]:
     """``train={lr: 1e-3, steps: 9}`` as ``train.lr=0.001`` and ``train.steps=9``; a word without a mapping as it is."""
+    return [part for word in words for part in _spread(word)]
+
+
+def _spread(word: str) -> list[str]:
     found = WORD.fullmatch(word)
     if not found or found["sign"] == "~" or not found["value"].startswith("{"):
         return [word]

@@ -10,7 +10,6 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from dlr_pretrain.analysis.comparison import Design
@@ -58,7 +57,7 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
     """The grid that a command line asks for; raises one ConfigError with every problem of its lists."""
     lists: dict[str, str] = {}
     shared, problems = [], []
-    for word in chain.from_iterable(map(spread, words)):
+    for word in spread(words):
         key, _, value = word.lstrip("+").partition("=")
         if key not in LISTS:
             shared.append(word)

@@ -68,13 +68,14 @@ def test_a_save_waits_for_the_one_before(tmp_path, gate):
     assert [d.name for d in checkpoint.directories(tmp_path)] == ["step_00000002", "step_00000001"]
 
 
-def test_a_failure_is_told_once_and_the_next_save_is_a_new_one(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
 
+
+def test_a_failure_is_told_once_and_the_next_save_is_a_new_one(tmp_path, monkeypatch):
     with Saver(tmp_path, ALONE, Keep(2)) as saving:
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "write_part", full)
+            patched.setattr(checkpoint, "write_part", full_disk)
             saving.save(1, snapshot(1))
             with pytest.raises(UserError, match=r"checkpoint of step 1 could not be written: .*No space left"):
                 saving.wait()
@@ -87,12 +88,9 @@ def test_a_failure_is_told_once_and_the_next_save_is_a_new_one(tmp_path, monkeyp
 def test_a_save_takes_the_place_of_one_that_has_failed(tmp_path, monkeypatch):
     """Such as that of a stop, or the last: a disk that was full once, and nobody has looked since, costs no steps."""
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with Saver(tmp_path, ALONE, Keep(2)) as saving:
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "write_part", full)
+            patched.setattr(checkpoint, "write_part", full_disk)
             assert saving.save(1, snapshot(1)) is None
             saving._thread.join()
         assert "checkpoint of step 1 could not be written" in str(saving.save(2, snapshot(2)))
