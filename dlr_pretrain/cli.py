@@ -106,7 +106,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
 
 
 def _report(error: UserError) -> int:
-    """Print an error that a user can mend, record it for torchrun, and return its exit code."""
+    """Print an error that a user can fix, record it for torchrun, and return its exit code."""
     if isinstance(error, Stopped):
         _say(f"stopped: {error}")
     else:

@@ -1,4 +1,4 @@
-"""Errors that a user can mend. They end a run with one clear message and no traceback."""
+"""Errors that a user can fix. They end a run with one clear message and no traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXIT_STOPPED = 75  # stopped early and saved: the same command continues the run
 
 
 class UserError(Exception):
-    """What went wrong, with the file or key, and the mend; ``exit_code`` ends the process."""
+    """What went wrong, with the file or key, and the fix; ``exit_code`` ends the process."""
 
     exit_code = EXIT_FAILED
 
@@ -41,7 +41,7 @@ class Stopped(UserError):
 def command(act: Callable[[], int | None]) -> int:
     """What a script exits with: the answer of ``act`` (None: 0), or the code of what has ended it.
 
-    What a user can mend is said in a line, under torchrun with the rank where that is not the first; a reader of the
+    What a user can fix is said in a line, under torchrun with the rank where that is not the first; a reader of the
     output that has gone, such as ``| head``, is no error.
     """
     rank = os.environ.get("RANK", "0")

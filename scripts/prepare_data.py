@@ -99,10 +99,10 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
 
 def refuse_unused(words: list[str]) -> None:
     """Raise for keys of a run that say nothing about its texts and tokens."""
-    mend = "Leave it out, and give it to train.py"
+    fix = "Leave it out, and give it to train.py"
     parts = [part for part in spread(words) if "=" in part and not part.startswith("-")]
     problems = [
-        Problem(key, value_of(word), "says nothing about texts or tokens", mend)
+        Problem(key, value_of(word), "says nothing about texts or tokens", fix)
         for key, word in zip(map(key_of, parts), parts, strict=True)
         if key not in USED
     ]

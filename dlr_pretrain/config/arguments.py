@@ -129,15 +129,15 @@ def _conflicting_flags(args: Namespace) -> Iterator[Problem]:
     if args.resolve and not (args.cfg or args.help):
         yield Problem("--resolve", MISSING, "belongs to --cfg", "Add --cfg job")
     if args.config_path:
-        mend = "Use --config-dir to add a folder of options and recipes"
-        yield Problem("--config-path", MISSING, "the configuration tree cannot be replaced", mend)
+        fix = "Use --config-dir to add a folder of options and recipes"
+        yield Problem("--config-path", MISSING, "the configuration tree cannot be replaced", fix)
 
 
 def _flag_problem(word: str) -> Problem:
     name, _, value = word.lstrip("-").partition("=")
     meant = nearest(name, [*GROUPS, *KNOWN])
-    mend = f"Write {meant}={value or '<value>'}" if meant else "See --help"
-    return Problem(word, MISSING, "not a flag of this command", mend)
+    fix = f"Write {meant}={value or '<value>'}" if meant else "See --help"
+    return Problem(word, MISSING, "not a flag of this command", fix)
 
 
 def _secret(word: str) -> Problem | None:
@@ -164,9 +164,9 @@ def _malformed(words: list[str]) -> list[Problem]:
     for run in filter(None, runs):
         joined = "".join(run)
         empty = re.fullmatch(r"[+]*(\S+?)\s*=\s*", joined)
-        mend = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
-        mend = f"Write {empty[1]}=<value>" if empty else mend
-        problems.append(_secret(joined) or Problem(" ".join(run), MISSING, "not of the form key=value", mend))
+        fix = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
+        fix = f"Write {empty[1]}=<value>" if empty else fix
+        problems.append(_secret(joined) or Problem(" ".join(run), MISSING, "not of the form key=value", fix))
     return problems
 
 
@@ -222,8 +222,8 @@ def _admit_deletion(word: str, line: CommandLine) -> None:
     if key == "experiment":
         line.words.append("~experiment")
         return
-    mend = f"Choose another option: {key}=<option>" if key in GROUPS else f"Set it instead: {key}=<value>"
-    line.problems.append(Problem(word, MISSING, "a run needs every group and key", mend))
+    fix = f"Choose another option: {key}=<option>" if key in GROUPS else f"Set it instead: {key}=<value>"
+    line.problems.append(Problem(word, MISSING, "a run needs every group and key", fix))
 
 
 def _grammar_problem(word: str, multirun: bool) -> Problem | None:
@@ -237,8 +237,8 @@ def _grammar_problem(word: str, multirun: bool) -> Problem | None:
     if any(isinstance(each, dict) and (_is_swept(each) or len(several) > 1) for each in several):
         return Problem(key, value, "a sweep has plain values", f"Sweep over a key of it: {key}.<key>=<value>,<value>")
     if override.is_sweep_override() and not multirun:
-        mend = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
-        return Problem(key, value, "several values for one run", mend)
+        fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
+        return Problem(key, value, "several values for one run", fix)
     if override.is_sweep_override() and not override.is_discrete_sweep():
         return Problem(key, value, "an interval has no list of values", f"Write {key}=<value>,<value>")
     return None

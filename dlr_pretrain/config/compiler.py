@@ -20,8 +20,8 @@ def compiler_problem(cfg: Config, device: str) -> Problem | None:
     rules = {"cpu": _of_inductor, "cuda": _of_triton}
     if not cfg.compile or device not in rules or (lack := rules[device]()) is None:
         return None
-    rule, mend = lack
-    return Problem("compile", True, rule, f"Use compile=false, or {mend}")
+    rule, fix = lack
+    return Problem("compile", True, rule, f"Use compile=false, or {fix}")
 
 
 def _of_inductor() -> tuple[str, str] | None:

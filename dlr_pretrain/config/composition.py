@@ -155,8 +155,8 @@ def _compose(config_name: str, words: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         text = " ".join(str(error if str(error) else error.__cause__).split()).partition(" Config search path:")[0]
         quoted = 'Quote "on" and "off" in defaults lists: YAML reads them as booleans'
-        mend = quoted if "bool" in text else ""
-        raise ConfigError([Problem("configuration", MISSING, text.rstrip("."), mend)]) from error
+        fix = quoted if "bool" in text else ""
+        raise ConfigError([Problem("configuration", MISSING, text.rstrip("."), fix)]) from error
     OmegaConf.set_struct(composed, False)
     return composed
 

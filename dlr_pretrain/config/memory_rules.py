@@ -28,8 +28,8 @@ def memory_problems(cfg: Config, world_size: int | None) -> Iterator[Problem]:
         taken = "auto" if t.micro_batch == "auto" else cfg.micro_batch(world_size)
         if taken != share:
             rule = f"{LOW} sums no micro-batches, so it must be a rank's whole share of train.global_batch, {share}"
-            mend = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
-            yield Problem("train.micro_batch", taken, rule, mend)
+            fix = f"Use train.micro_batch={share}, a smaller train.global_batch, or more ranks"
+            yield Problem("train.micro_batch", taken, rule, fix)
     if t.accumulate == "fp32":
         rule = f"needs a buffer of all gradients, which {LOW} does not keep"
         yield Problem("train.accumulate", "fp32", rule, "Use train.accumulate=native")

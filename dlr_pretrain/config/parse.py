@@ -138,13 +138,13 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
             Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), _quotes(name, value, hint))
         )
     elif rule := _broken_rule(converted, spec.rules):
-        mend = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
-        problems.append(Problem(name, value, rule, mend))
+        fix = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
+        problems.append(Problem(name, value, rule, fix))
     return converted
 
 
 def _quotes(name: str, value: object, hint: object) -> str:
-    """The mend of a number that is quoted and should not be, or the other way round."""
+    """The fix of a number that is quoted and should not be, or the other way round."""
     if hint is str and isinstance(value, (int, float)):
         return f"Quote a number that is meant as text: \"{name}='...'\""
     number = re.fullmatch(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) if isinstance(value, str) else None

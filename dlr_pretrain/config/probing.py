@@ -48,5 +48,5 @@ def probe_problems(cfg: Config) -> Iterator[Problem]:
     known = carrying(cfg)
     for pattern in (cfg.probe.layers or "").split():
         if not any(fnmatchcase(name, pattern) for name in known):
-            mend = did_you_mean(pattern, known, f"Names are such as {known[0]}, or *.{known[-1].partition('.')[2]}")
-            yield Problem("probe.layers", cfg.probe.layers, f"{pattern} is no projection with a residual", mend)
+            fix = did_you_mean(pattern, known, f"Names are such as {known[0]}, or *.{known[-1].partition('.')[2]}")
+            yield Problem("probe.layers", cfg.probe.layers, f"{pattern} is no projection with a residual", fix)

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that it can be mended."""
+"""What is wrong with a configuration, said so that it can be fixed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class MISSING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the key, its value (or MISSING), the rule it breaks, and the mend."""
+    """One thing that is wrong: the key, its value (or MISSING), the rule it breaks, and the fix."""
 
     key: str
     value: object
     rule: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         value = HIDDEN if named_in(f"{self.key}=") else _shown(self.value)
         given = self.key if self.value is MISSING else f"{self.key}={value}"
-        return redact(f"{given}: {self.rule}" + (f". {self.mend}" if self.mend else ""))
+        return redact(f"{given}: {self.rule}" + (f". {self.fix}" if self.fix else ""))
 
 
 def no_home(key: str, value: str) -> Problem | None:
     """A ``~`` at the start of a path that the shell has not replaced, if there is one."""
     if value.partition("/")[0] != "~":
         return None
-    mend = f"Write {key}=$HOME{value.removeprefix('~')}"
-    return Problem(key, value, "a shell knows ~ only where a word begins, and a run does not", mend)
+    fix = f"Write {key}=$HOME{value.removeprefix('~')}"
+    return Problem(key, value, "a shell knows ~ only where a word begins, and a run does not", fix)
 
 
 class ConfigError(UserError):
@@ -91,7 +91,7 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    """A mend that names the nearest of the known names, or ``otherwise`` where none is near."""
+    """A fix that names the nearest of the known names, or ``otherwise`` where none is near."""
     near = nearest(name, known)
     return f"Did you mean {near}?" if near else otherwise
 

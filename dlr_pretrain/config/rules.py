@@ -151,8 +151,8 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("WORLD_SIZE", world_size, rule, f"Start {largest_divisor(MAX_STREAMS, world_size)} ranks")
     elif batch % world_size:
         below = batch // world_size * world_size
-        mend = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
-        yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", mend)
+        fix = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
+        yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", fix)
     elif micro_batch not in (None, "auto") and (share := batch // world_size) % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
@@ -161,8 +161,8 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
 def _schedule(cfg: Config) -> Iterator[Problem]:
     t, every, kept = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
     if kept is not None and kept % every:
-        mend = f"Try {max(1, round(kept / every)) * every}"
-        yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", mend)
+        fix = f"Try {max(1, round(kept / every)) * every}"
+        yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)
     if t.warmup_steps is not None and t.warmup_steps >= t.steps:
         yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
     elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:

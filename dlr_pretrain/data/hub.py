@@ -33,7 +33,7 @@ _jitter = random.Random()  # its own: a wait must not move a random state that a
 
 
 def list_files(
-    dataset: str, revision: str | None, patterns: list[str], mend: str, patient: bool = False
+    dataset: str, revision: str | None, patterns: list[str], fix: str, patient: bool = False
 ) -> tuple[str, list[dict[str, int]]]:
     """The commit of a dataset, and for each glob the files of that commit which match it: path to size, sorted.
 
@@ -47,7 +47,7 @@ def list_files(
     def commit_of() -> str:
         return api.dataset_info(dataset, revision=revision, expand=["sha"], timeout=FIRST_CONTACT_SECONDS).sha
 
-    commit = first_contact(dataset, commit_of, mend, patient=patient)
+    commit = first_contact(dataset, commit_of, fix, patient=patient)
     folders: dict[str, dict[str, int]] = {}
     for folder in {_folder(pattern) for pattern in patterns}:
 
@@ -58,7 +58,7 @@ def list_files(
         try:
             folders[folder] = _insist(dataset, files, LISTING_SECONDS, silence_passes=True)
         except Exception as error:  # whatever the client raises: it differs between its versions
-            raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {mend}") from error
+            raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {fix}") from error
     found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
     return commit, [{path: files[path] for path in sorted(files) if matches(path, pattern)} for files, pattern in found]
 
@@ -86,7 +86,7 @@ def _folder(pattern: str) -> str:
     return "/".join(parts[:fixed])
 
 
-def download(repository: str, filename: str, mend: str) -> str:
+def download(repository: str, filename: str, fix: str) -> str:
     """Path of one file of a model repository: from the local cache where it is there, without asking the hub."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
@@ -94,16 +94,16 @@ def download(repository: str, filename: str, mend: str) -> str:
     if isinstance(cached, str):
         return cached
     first_contact(
-        repository, lambda: HfApi().model_info(repository, expand=["sha"], timeout=FIRST_CONTACT_SECONDS), mend
+        repository, lambda: HfApi().model_info(repository, expand=["sha"], timeout=FIRST_CONTACT_SECONDS), fix
     )
     try:
         return hf_hub_download(repository, filename)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{repository}: {filename} cannot be fetched: {reason(error)}. {mend}") from error
+        raise UserError(f"{repository}: {filename} cannot be fetched: {reason(error)}. {fix}") from error
 
 
 def first_contact(
-    what: str, ask: Callable[[], T], mend: str, seconds: float = FIRST_CONTACT_SECONDS, patient: bool = False
+    what: str, ask: Callable[[], T], fix: str, seconds: float = FIRST_CONTACT_SECONDS, patient: bool = False
 ) -> T:
     """The answer of ``ask``, or a UserError: at once where it is refused, or, unless one is ``patient``, when no answer
     has come in ``seconds``.
@@ -113,7 +113,7 @@ def first_contact(
     try:
         return _insist(what, ask, seconds, silence_passes=patient)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {mend}") from error
+        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {fix}") from error
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:

@@ -79,12 +79,12 @@ class HubSource(TextSource):
             address = f"hf://datasets/{listing.dataset}@{listing.commit}/{shard}"
             yield from islice(read_with_datasets(address, self._text_key, start), 0, None, step)
             return
-        name, mend = f"{listing.dataset}: {shard}", AGAIN
+        name, fix = f"{listing.dataset}: {shard}", AGAIN
         if self._cache is not None:
-            name, mend = f"{name} (kept in {self._folder})", "Delete it there, and it is fetched again"
+            name, fix = f"{name} (kept in {self._folder})", "Delete it there, and it is fetched again"
         parts = _Parts(listing, shard, self._sizes[shard], self._cache)
         parts.look_ahead(AHEAD_SKIPPING if start else AHEAD)
-        wanted = islice(lines(parts, start, name, mend), 0, None, step)
+        wanted = islice(lines(parts, start, name, fix), 0, None, step)
         for document, line in zip(count(start, step), wanted, strict=False):
             if document == start:
                 parts.look_ahead(AHEAD)

@@ -27,11 +27,11 @@ def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
         yield from lines(iter(lambda: file.read(READ_BYTES), b""), start, path, "Fetch this shard again")
 
 
-def lines(parts: Iterable[bytes], start: int, name: object, mend: str) -> Iterator[bytes]:
+def lines(parts: Iterable[bytes], start: int, name: object, fix: str) -> Iterator[bytes]:
     """The lines from line ``start`` on, without their line feeds, of a shard whose bytes are ``parts``.
 
     The lines before are decompressed and counted, neither split nor parsed. Raises a UserError with ``name``, the line
-    and ``mend`` where the shard is damaged.
+    and ``fix`` where the shard is damaged.
     """
     number, rest = 0, b""  # lines passed so far; the open end of the last block
     try:
@@ -48,7 +48,7 @@ def lines(parts: Iterable[bytes], start: int, name: object, mend: str) -> Iterat
                 yield line
                 number += 1
     except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"{name}: damaged or cut off after document {number} ({error}). {mend}") from error
+        raise UserError(f"{name}: damaged or cut off after document {number} ({error}). {fix}") from error
     if rest:
         yield rest
 
@@ -107,11 +107,11 @@ def parse_text(line: bytes, text_key: str, path: object, document: int) -> str:
     try:
         record = json.loads(line.decode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
-        mend = "A shard holds one JSON object a line"
-        raise UserError(f"{path}: document {document} (line {document + 1}) is not JSON ({error}). {mend}") from error
+        fix = "A shard holds one JSON object a line"
+        raise UserError(f"{path}: document {document} (line {document + 1}) is not JSON ({error}). {fix}") from error
     text = record.get(text_key) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        mend = "Set data.text_key to the field that holds the text"
+        fix = "Set data.text_key to the field that holds the text"
         found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
-        raise UserError(f"{path}: document {document} (line {document + 1}) has no text {text_key!r}: {found}. {mend}")
+        raise UserError(f"{path}: document {document} (line {document + 1}) has no text {text_key!r}: {found}. {fix}")
     return text

@@ -158,8 +158,8 @@ class LocalSource(TextSource):
         try:
             sizes = [{os.path.abspath(path): path.stat().st_size for path in paths} for paths in splits]
         except OSError as error:
-            mend = "Fetch this shard again, or narrow the glob that matches it"
-            raise UserError(f"{error.filename}: cannot be opened ({error.strerror}). {mend}") from error
+            fix = "Fetch this shard again, or narrow the glob that matches it"
+            raise UserError(f"{error.filename}: cannot be opened ({error.strerror}). {fix}") from error
         self.contents = Contents.of(text_key, *sizes)
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:

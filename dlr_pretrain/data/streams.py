@@ -131,5 +131,5 @@ class DocumentStream:
         names = [self._names[shard] for shard in self._shards]
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         share = f"document {self._residue} of every {self._step} in {shown}" if self._step > 1 else shown
-        mend = "Give more text, or fewer streams: gcd(train.global_batch, 64) of them share the documents out"
-        return f"Data stream {self._stream} ({share}) holds no text. {mend}"
+        fix = "Give more text, or fewer streams: gcd(train.global_batch, 64) of them share the documents out"
+        return f"Data stream {self._stream} ({share}) holds no text. {fix}"

@@ -33,8 +33,8 @@ class Tokenizer:
             self._model = sentencepiece.SentencePieceProcessor()
             self._model.LoadFromSerializedProto(self.path.read_bytes())
         except (OSError, RuntimeError) as error:
-            mend = "Set tokenizer.path to a sentencepiece model such as T5's spiece.model"
-            raise UserError(f"{self.path}: not a readable sentencepiece model ({error}). {mend}") from error
+            fix = "Set tokenizer.path to a sentencepiece model such as T5's spiece.model"
+            raise UserError(f"{self.path}: not a readable sentencepiece model ({error}). {fix}") from error
         found = (self._model.pad_id(), self._model.eos_id(), self._model.unk_id())
         if found != (PAD, EOS, UNK):
             rule = f"its pad, eos and unk are {found}, and must be {(PAD, EOS, UNK)} as in T5's model"
@@ -86,6 +86,6 @@ def open_tokenizer(cfg: Config, source) -> Tokenizer:
     """The tokenizer of ``tokenizer.path``, else the source's own, else that of ``tokenizer.hub``."""
     path = cfg.tokenizer.path or source.tokenizer_path
     if path is None:
-        mend = "Give a sentencepiece model with tokenizer.path=<spiece.model>, or train offline with data=sample"
-        path = hub.download(cfg.tokenizer.hub, "spiece.model", mend)
+        fix = "Give a sentencepiece model with tokenizer.path=<spiece.model>, or train offline with data=sample"
+        path = hub.download(cfg.tokenizer.hub, "spiece.model", fix)
     return Tokenizer(Path(path))

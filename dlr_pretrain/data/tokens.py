@@ -138,8 +138,8 @@ class TokenSource:
                 raise UserError(f"{path}: {error.strerror}. {PREPARE} again") from error
             if digest != self._pieces:
                 rule = f"not the tokenizer (sha256 {self._pieces[:12]}...) that {self.root} was tokenised with"
-                mend = "Leave tokenizer.path out" if path == given else "Put the original back"
-                raise UserError(f"{path}: {rule}. {mend}, or prepare the tokens again")
+                fix = "Leave tokenizer.path out" if path == given else "Put the original back"
+                raise UserError(f"{path}: {rule}. {fix}, or prepare the tokens again")
 
     def _check_size(self, name: str, entry: Entry) -> None:
         path = self.root / name

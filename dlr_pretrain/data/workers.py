@@ -61,8 +61,8 @@ def _received(pipe: Connection, process: BaseProcess) -> object:
     except EOFError:
         process.join()
         how = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
-        mend = "Use fewer --workers if memory ran out"
-        raise UserError(f"a worker process ended unexpectedly ({how}). {mend}; finished shards are kept") from None
+        fix = "Use fewer --workers if memory ran out"
+        raise UserError(f"a worker process ended unexpectedly ({how}). {fix}; finished shards are kept") from None
     if isinstance(message, Exception):
         raise message
     return message

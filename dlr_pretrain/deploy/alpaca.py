@@ -94,13 +94,13 @@ def _from_hub(name: str) -> list:
     from datasets import load_dataset
     from huggingface_hub import HfApi, constants
 
-    mend = "Name a local .json or .jsonl file with --data"
+    fix = "Name a local .json or .jsonl file with --data"
     if not constants.HF_HUB_OFFLINE:  # then the library looks into its cache alone
-        hub.first_contact(name, lambda: HfApi().dataset_info(name, timeout=hub.FIRST_CONTACT_SECONDS), mend)
+        hub.first_contact(name, lambda: HfApi().dataset_info(name, timeout=hub.FIRST_CONTACT_SECONDS), fix)
     try:
         return load_dataset(name, split="train").to_list()
     except Exception as error:  # whatever the library raises: it differs between its versions
-        raise UserError(f"{name}: cannot be loaded: {hub.reason(error)}. {mend}") from error
+        raise UserError(f"{name}: cannot be loaded: {hub.reason(error)}. {fix}") from error
 
 
 def prompt_of(instruction: str, given: str = "") -> str:

@@ -10,12 +10,12 @@ from dlr_pretrain.errors import UserError
 
 def need(package: str, extra: str, oldest: tuple[int, ...] = ()) -> str:
     """The version of an installed package of ``pip install -e ".[extra]"``; UserError where it is absent or older."""
-    mend = f'Install it with: pip install -e ".[{extra}]"'
+    fix = f'Install it with: pip install -e ".[{extra}]"'
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise UserError(f"this command needs {package}, which is not installed. {mend}") from None
+        raise UserError(f"this command needs {package}, which is not installed. {fix}") from None
     if tuple(map(int, re.findall(r"\d+", found)[: len(oldest)])) < oldest:
         wanted = ".".join(map(str, oldest))
-        raise UserError(f"this command needs {package} {wanted} or newer, and finds {found}. {mend}")
+        raise UserError(f"this command needs {package} {wanted} or newer, and finds {found}. {fix}")
     return found

@@ -35,10 +35,10 @@ def check_folder(folder: Path) -> tuple[dict[str, list[int]], Tokenizer]:
     folder = Path(folder)
     for name in FILES:
         if not (folder / name).is_file():
-            mend = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
+            fix = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
             if (folder / "folded" / name).is_file():
-                mend = f"Name {folder / 'folded'}"
-            raise UserError(f"{folder}: has no {name}. {mend}")
+                fix = f"Name {folder / 'folded'}"
+            raise UserError(f"{folder}: has no {name}. {fix}")
     tokenizer = Tokenizer(folder / "spiece.model")
     config, shapes = _described(folder)
     check_weights(folder, shapes)
@@ -77,9 +77,9 @@ def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
     """Hold names and shapes of the folder's safetensors against ``expected``; UserError names what differs."""
     found = stored_shapes(folder)
     if unfolded := [name for name in found if name.endswith((".dlr_mark", ".dlr_alpha"))]:
-        mend = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
+        fix = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
         more = f" and {len(unfolded) - 1} more" if unfolded[1:] else ""
-        raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {mend}")
+        raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {fix}")
     wrong = [f"{name}: missing" for name in expected if name not in found]
     wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
     wrong += [

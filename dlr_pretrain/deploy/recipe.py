@@ -50,6 +50,6 @@ class Recipe:
         if rest or share % micro:
             at_once = f" x {self.micro_batch} rows at once" if self.micro_batch else ""
             rule = f"must be a multiple of {ranks} ranks{at_once}"
-            mend = "Change --batch, --micro-batch or the number of ranks"
-            raise ConfigError([Problem("--batch", self.batch, rule, mend)])
+            fix = "Change --batch, --micro-batch or the number of ranks"
+            raise ConfigError([Problem("--batch", self.batch, rule, fix)])
         return micro, share // micro

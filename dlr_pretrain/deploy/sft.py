@@ -232,8 +232,8 @@ def trainer_of(
     ranks = world_size()
     if not on_cpu and ranks == 1 and torch.cuda.device_count() > 1:
         gpus = torch.cuda.device_count()
-        mend = f"Start with torchrun --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to one"
-        raise UserError(f"{gpus} GPUs are visible to one process. {mend}")
+        fix = f"Start with torchrun --nproc-per-node {gpus}, or set CUDA_VISIBLE_DEVICES to one"
+        raise UserError(f"{gpus} GPUs are visible to one process. {fix}")
     micro, accumulated = recipe.accumulation(ranks)
     model.config.use_cache = False
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, or an earlier Trainer: it overrules bf16=

@@ -24,8 +24,8 @@ def names(text: str) -> list[str]:
         return list(TASKS)
     for name in sorted(given.difference(TASKS)):
         near = get_close_matches(name, TASKS, 1)
-        mend = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}, or all"
-        raise ArgumentTypeError(f"{name!r} is no task: {mend}")
+        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}, or all"
+        raise ArgumentTypeError(f"{name!r} is no task: {fix}")
     return [name for name in TASKS if name in given]
 
 

@@ -61,8 +61,8 @@ def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, 
         if data:
             rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
             raise UserError(f"{data}: its files of {name} have {rule}") from error
-        mend = f"Name a folder that has them with {WITH_DATA}"
-        raise UserError(f"the documents of {name} do not come from the hub: {reason(error)}. {mend}") from error
+        fix = f"Name a folder that has them with {WITH_DATA}"
+        raise UserError(f"the documents of {name} do not come from the hub: {reason(error)}. {fix}") from error
 
 
 def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:

@@ -32,14 +32,14 @@ LABEL = 6 + 12  # columns before the text
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found; ``mend`` says what to do about it."""
+    """What a check found; ``fix`` says what to do about it."""
 
     level: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.mend}" if self.mend else self.text
+        return f"{self.text}. {self.fix}" if self.fix else self.text
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _worst(check: Check, ranks: Ranks, own: Outcome) -> Outcome:
         told = ranks.ask(f"{check.name}/found/{rank}", end - time.monotonic())
         other = Outcome(**told) if told else Outcome(FAIL, "no answer")
         if LEVELS.index(other.level) > LEVELS.index(found.level):
-            found = Outcome(other.level, f"rank {rank}: {other.text}", other.mend)
+            found = Outcome(other.level, f"rank {rank}: {other.text}", other.fix)
     return found
 
 
@@ -154,8 +154,8 @@ def alone(check: Check, environment: dict[str, str]) -> Outcome:
         if outcome is not None:
             return outcome
         if not there:
-            mend = "Look at what it waits for, or give it more time with --patience"
-            return Outcome(FAIL, f"no answer within {check.limit:.0f} s", mend)
+            fix = "Look at what it waits for, or give it more time with --patience"
+            return Outcome(FAIL, f"no answer within {check.limit:.0f} s", fix)
         said.seek(0)
         last = (said.read().strip().splitlines() or [""])[-1]
         code = process.exitcode

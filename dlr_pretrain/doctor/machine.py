@@ -77,8 +77,8 @@ def gpus(cfg: Config) -> Outcome:
     if free < 0.9 * total:
         return Outcome(WARN, f"{text}: another process holds some", "Look at nvidia-smi")
     if (cores := len(os.sched_getaffinity(0))) < 2 * local:
-        mend = "Each rank tokenises its own text: ask for more, under SLURM with --cpus-per-gpu=8 or --exclusive"
-        return Outcome(WARN, f"{text}; {cores} CPU cores for {local} ranks", mend)
+        fix = "Each rank tokenises its own text: ask for more, under SLURM with --cpus-per-gpu=8 or --exclusive"
+        return Outcome(WARN, f"{text}; {cores} CPU cores for {local} ranks", fix)
     if peak_flops(torch.device("cuda", 0), cfg.precision.name) is None:
         return Outcome(OK, f"{text}; its peak in {cfg.precision.name} is not known, so perf/mfu stays empty")
     return Outcome(OK, text)
@@ -94,12 +94,12 @@ def caches(cfg: Config) -> Outcome:
         return Outcome(OK, "not used: compile=false")
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
     if problem := compiler_problem(cfg, "cuda" if on_gpu else "cpu"):
-        return Outcome(FAIL, f"compile=true: {problem.rule}", problem.mend)
+        return Outcome(FAIL, f"compile=true: {problem.rule}", problem.fix)
     usual = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     folders = {Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual)}
     if torch.cuda.is_available() and "TRITON_CACHE_DIR" in os.environ:
         folders.add(Path(os.environ["TRITON_CACHE_DIR"]))
-    mend = "Set TORCHINDUCTOR_CACHE_DIR (and TRITON_CACHE_DIR) to a folder on a local disk"
+    fix = "Set TORCHINDUCTOR_CACHE_DIR (and TRITON_CACHE_DIR) to a folder on a local disk"
     for folder in sorted(folders):
         there = existing(folder)
         try:
@@ -107,12 +107,12 @@ def caches(cfg: Config) -> Outcome:
                 file.write(b"x")
                 file.flush()
         except OSError as error:
-            return Outcome(FAIL, f"{folder}: cannot be written ({error.strerror})", mend)
+            return Outcome(FAIL, f"{folder}: cannot be written ({error.strerror})", fix)
         kind, free = file_system(there), shutil.disk_usage(there).free
         if kind in NETWORK_FILE_SYSTEMS:
-            return Outcome(WARN, f"{folder} is on {kind}: compilation is slow there, and ranks collide", mend)
+            return Outcome(WARN, f"{folder} is on {kind}: compilation is slow there, and ranks collide", fix)
         if free < CACHE_BYTES:
-            return Outcome(WARN, f"{folder}: {free / 1e9:.1f} GB free", mend)
+            return Outcome(WARN, f"{folder}: {free / 1e9:.1f} GB free", fix)
     return Outcome(OK, f"{', '.join(map(str, sorted(folders)))} ({kind}, {free / 1e9:.0f} GB free)")
 
 
@@ -145,8 +145,8 @@ def wandb(cfg: Config) -> Outcome:
     if cfg.logger.name != "wandb":
         return Outcome(OK, f"not used: logger={cfg.logger.name}")
     if (mode := choose_mode()) != "online":
-        mend = "python scripts/replay_wandb.py <run> sends it later" if mode == "offline" else ""
-        return Outcome(OK, f"{mode}, as WANDB_MODE says", mend)
+        fix = "python scripts/replay_wandb.py <run> sends it later" if mode == "offline" else ""
+        return Outcome(OK, f"{mode}, as WANDB_MODE says", fix)
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB)).hostname
     offline = "The run trains all the same: metrics.jsonl is kept, and scripts/replay_wandb.py sends it later"
     if not (os.environ.get("WANDB_API_KEY") or _in_netrc(host)):
@@ -173,7 +173,7 @@ def slurm() -> Outcome:
     asked = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=ANSWER)
     version = (asked.stdout or asked.stderr).strip().splitlines()[0] if asked.stdout or asked.stderr else "sbatch"
     if asked.returncode:
-        return Outcome(WARN, f"sbatch is here and fails: {version}", "slurm/ cannot be used before that is mended")
+        return Outcome(WARN, f"sbatch is here and fails: {version}", "slurm/ cannot be used before that is fixed")
     inside = f"; inside job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
     try:
         asked = subprocess.run(["scontrol", "ping"], capture_output=True, text=True, timeout=ANSWER)

@@ -69,9 +69,9 @@ def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
     usage = shutil.disk_usage(run_dir if run_dir.is_dir() else above)
     text = f"{above} ({file_system(above)}): {amount(usage.free)} free"
     needs = f"the run keeps {amount(sizes['run'])}, of checkpoints of {amount(sizes['checkpoint'])} each"
-    mend = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
+    fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
     if scratch is None:
-        return Outcome(FAIL, f"{text}, and nothing can be written there; {needs}", mend)
+        return Outcome(FAIL, f"{text}, and nothing can be written there; {needs}", fix)
     blocks = min(WRITTEN, max(len(BLOCK), usage.free // 2)) // len(BLOCK)
     began = time.perf_counter()
     path = scratch / "written"
@@ -84,14 +84,14 @@ def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
         path.rename(scratch / "renamed")
         sync(scratch)
     except OSError as error:
-        return Outcome(FAIL, f"{text}, and writing fails: {error.strerror}; {needs}", mend)
+        return Outcome(FAIL, f"{text}, and writing fails: {error.strerror}; {needs}", fix)
     finally:
         for name in ("written", "renamed"):
             (scratch / name).unlink(missing_ok=True)
     rate = blocks * len(BLOCK) / (time.perf_counter() - began)
     text += f", {rate / 1e6:.0f} MB/s with fsync; {needs}"
     if usage.free + held < sizes["run"]:
-        return Outcome(FAIL, text, mend)
+        return Outcome(FAIL, text, fix)
     if rate < SLOW_DISK:
         return Outcome(WARN, text, f"A save takes {sizes['checkpoint'] / rate:.0f} s: the run goes on meanwhile")
     return Outcome(OK, text)
@@ -116,8 +116,8 @@ def data(cfg: Config, rank: int, ranks: int) -> Outcome:
         f'{source.describe()}; first batch in {took:.1f} s: "{sample}..." ({tokenizer.vocab_size:,} pieces; {prints})'
     )
     if unknown > 0.02:
-        mend = "The tokenizer is of other text: look at tokenizer.path"
-        return Outcome(WARN, f"{text}; {unknown:.0%} of its tokens are unknown", mend)
+        fix = "The tokenizer is of other text: look at tokenizer.path"
+        return Outcome(WARN, f"{text}; {unknown:.0%} of its tokens are unknown", fix)
     return Outcome(OK, text)
 
 
@@ -150,8 +150,8 @@ def collectives(cfg: Config) -> Outcome:
         text = f"all-reduce of {tensor.nbytes / 1e6:.0f} MB over {world} ranks by {backend}: {rate:.2f} GB/s of a ring"
         usual = Assumptions.infiniband_gbs
         if on_gpu and rate < usual:
-            mend = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and IB rather than sockets"
-            return Outcome(WARN, f"{text}, less than one adapter's {usual:g}", mend)
+            fix = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and IB rather than sockets"
+            return Outcome(WARN, f"{text}, less than one adapter's {usual:g}", fix)
         return Outcome(OK, text)
 
 

@@ -165,10 +165,10 @@ def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> s
     return table(header, rows, width, [status.reason for status in stands]) + "\n" + summary(stands, "--resubmit")
 
 
-def summary(stands: Sequence[Status], mend: str) -> str:
+def summary(stands: Sequence[Status], fix: str) -> str:
     """6 runs: 2 finished, 1 failed."""
     counts = Counter(status.state for status in stands)
     parts = [f"{counts[state]} {state}" for state in STATES if counts[state]]
     again = sum(counts[state] for state in AGAIN)
-    hint = f" ({mend} takes {'it' if again == 1 else f'those {again}'})" if again and mend else ""
+    hint = f" ({fix} takes {'it' if again == 1 else f'those {again}'})" if again and fix else ""
     return f"{len(stands)} run{'s' * (len(stands) > 1)}: {', '.join(parts)}{hint}"

@@ -66,9 +66,9 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
         else:
             lists[key] = value
     problems += [_reserved(word) for word in shared if _key(word) in OURS]
-    for name, mend in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
+    for name, fix in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
         if name not in lists:
-            problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={mend}"))
+            problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={fix}"))
     methods: dict[str, tuple[str, ...]] = {}
     before = ""
     for written in _items(lists.get("pair", ""), "pair", problems):
@@ -125,8 +125,8 @@ def _method(written: str, before: str, config_dir: str | None, problems: list[Pr
             problems.append(_unknown(written, backbone, "backbone", known["backbone"]))
             if "=" in before:
                 rule = "a comma ends a method, and a value with one is not possible here"
-                mend = "If it is one, give its key to all methods, beside pair="
-                problems.append(Problem("pair", f"{before},{written}", rule, mend))
+                fix = "If it is one, give its key to all methods, beside pair="
+                problems.append(Problem("pair", f"{before},{written}", rule, fix))
         chosen: dict[str, str] = {}
         for option in options:
             group = "optimizer" if option in known["optimizer"] else "dlr"

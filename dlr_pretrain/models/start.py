@@ -41,8 +41,8 @@ class DenseStart:
 
     def _refused(self, wrong: list[str]) -> UserError:
         more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        mend = "Name the folder of a dense model of this scale, with as many rows as scale.vocab_size"
-        return UserError("\n  ".join([f"train.init_from={self.folder}: {mend}", *wrong[:10], *more]))
+        fix = "Name the folder of a dense model of this scale, with as many rows as scale.vocab_size"
+        return UserError("\n  ".join([f"train.init_from={self.folder}: {fix}", *wrong[:10], *more]))
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:

@@ -54,8 +54,8 @@ def choose(cfg: Config, runtime: Runtime, vocab_size: int) -> int:
     chosen = min(runtime.gather(own))
     if not chosen:
         rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {room / 1e9:.1f} GB"
-        mend = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
-        raise UserError(f"train.micro_batch=auto: {rule}. {mend}")
+        fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
+        raise UserError(f"train.micro_batch=auto: {rule}. {fix}")
     return chosen
 
 

@@ -48,8 +48,8 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
     changed = differences(before, entries)
     if changed and "saved" in record:
         lines = [f"  {name}: {there} there, {here} here" for name, (there, here) in changed.items()]
-        mend = f"Restore these keys, choose another run.dir, or go on from it there with run.fork_from={run_dir}"
-        raise UserError(f"{run_dir} holds another run:\n" + "\n".join(lines) + f"\n{mend}")
+        fix = f"Restore these keys, choose another run.dir, or go on from it there with run.fork_from={run_dir}"
+        raise UserError(f"{run_dir} holds another run:\n" + "\n".join(lines) + f"\n{fix}")
     update_record(run_dir, {"identity": before | entries})
 
 

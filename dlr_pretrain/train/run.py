@@ -187,8 +187,8 @@ class Run:
             found, self.passed_over = newest(self.dir, self.console.say)
             record = read_record(self.dir)
             if found is None and "saved" in record:
-                mend = "Bring it back, or move the run directory away to start over"
-                raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {mend}")
+                fix = "Bring it back, or move the run directory away to start over"
+                raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {fix}")
             if found is None and self.cfg.run.fork_from is not None:
                 shapes = {name: tuple(value.shape) for name, value in self.empty_state().items()}
                 origin = Path(self.cfg.run.fork_from)

@@ -154,8 +154,8 @@ class Runtime:
             pairs = {name: (values.get(name, "not there"), other.get(name, "not there")) for name in values | other}
             lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
             if lines:
-                mend = "Start every rank with the same command, on the same files and kind of device"
-                raise UserError("\n".join(["the ranks differ:", *lines, mend]))
+                fix = "Start every rank with the same command, on the same files and kind of device"
+                raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def use_device(self) -> None:
         """Touch the GPU for the first time, when nothing is left to refuse."""
@@ -255,7 +255,7 @@ def _stopped(when: str) -> Stopped:
 
 
 def decided(decide: Callable[[], T]) -> T:
-    """The result of ``decide``; what the file system refuses is for the user to mend."""
+    """The result of ``decide``; what the file system refuses is for the user to fix."""
     try:
         return decide()
     except OSError as error:

@@ -149,7 +149,7 @@ class Watch:
     def _give_up(self) -> None:
         """End this process, as every rank does by itself that stands still; the lowest one that can speaks."""
         beats = self._listen()
-        lost = f"no step for {self._still:.0f} s: {self._suspicion(beats)}. {self._mend()}"
+        lost = f"no step for {self._still:.0f} s: {self._suspicion(beats)}. {self._fix()}"
         leave(RankLost(lost), say=self.rank == self.speaker(beats))
 
     # ------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Watch:
         self.dump("".join(traceback.format_exception(error)))
         reason = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
         beats = self._listen()
-        return RankLost(f"{self._suspicion(beats)} ({reason}). {self._mend()}"), self.speaker(beats)
+        return RankLost(f"{self._suspicion(beats)} ({reason}). {self._fix()}"), self.speaker(beats)
 
     def dump(self, reason: str) -> None:
         """Append the stacks of this rank's threads to its file in ``<run>/stacks``."""
@@ -220,7 +220,7 @@ class Watch:
         others = f"; the others wait at {first + 1:,}" if len(suspects) < len(beats) else ""
         return named + more + others
 
-    def _mend(self) -> str:
+    def _fix(self) -> str:
         stacks = f"The ranks' stacks are in {self._folder / 'stacks'}. " if self._folder else ""
         return f"{stacks}The same command continues from the last checkpoint"
 

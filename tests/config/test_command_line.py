@@ -225,7 +225,7 @@ HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. 
          "To append to your config use +hydra.nope=1"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_its_mend(word, problem):
+def test_a_mistake_is_told_with_its_fix(word, problem):
     assert problems(word) == [problem]
 
 
@@ -266,7 +266,7 @@ def test_flags_that_exclude_each_other():
 
 
 def test_all_mistakes_of_a_command_line_are_told_at_once():
-    """Rules that span keys are judged as if the mends were taken, and not where a key that they need is in doubt."""
+    """Rules that span keys are judged as if the fixes were taken, and not where a key that they need is in doubt."""
     argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "train.stop_after=10", "--compile=no"]
     assert problems(*argv, "train.global_batch=7", "logger.entity=me", "logger=jsonl", ranks=2) == [
         "--compile=no: not a flag of this command. Write compile=no",

@@ -1,4 +1,4 @@
-"""What train.memory=low cannot do is refused before the run, all at once, each with the reason and the mend."""
+"""What train.memory=low cannot do is refused before the run, all at once, each with the reason and the fix."""
 
 from __future__ import annotations
 

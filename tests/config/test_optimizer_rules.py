@@ -1,4 +1,4 @@
-"""What an optimizer cannot do is refused before the run, with the reason and the mend."""
+"""What an optimizer cannot do is refused before the run, with the reason and the fix."""
 
 from __future__ import annotations
 

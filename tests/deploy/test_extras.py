@@ -11,7 +11,7 @@ from dlr_pretrain.errors import UserError
 from tests.conftest import ROOT
 
 
-def test_a_package_that_is_absent_or_old_is_named_with_its_mend(monkeypatch):
+def test_a_package_that_is_absent_or_old_is_named_with_its_fix(monkeypatch):
     versions = {"fine": "1.10.2rc1", "old": "1.9"}
     monkeypatch.setattr("dlr_pretrain.deploy.extras.version", lambda name: _version(versions, name))
     assert need("fine", "eval", (1, 10)) == "1.10.2rc1"

@@ -92,11 +92,11 @@ def test_a_foreign_tokenizer_is_refused(folder, tmp_path, pieces):
 
 
 def test_what_is_no_export_says_what_to_name(folder, tmp_path):
-    for name, mend in (("spiece.model", "Name a folder that an export wrote"), ("config.json", "for a checkpoint")):
+    for name, fix in (("spiece.model", "Name a folder that an export wrote"), ("config.json", "for a checkpoint")):
         other = tmp_path / name
         shutil.copytree(folder, other)
         (other / name).unlink()
-        with pytest.raises(UserError, match=rf"has no {name}.*{mend}"):
+        with pytest.raises(UserError, match=rf"has no {name}.*{fix}"):
             open_folder(other)
 
 

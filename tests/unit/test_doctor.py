@@ -1,4 +1,4 @@
-"""scripts/doctor.py: each check by itself and in its time, what it finds named with a mend, no run touched."""
+"""scripts/doctor.py: each check by itself and in its time, what it finds named with a fix, no run touched."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_versions_are_held_against_those_that_are_declared(monkeypatch):
     real = machine.metadata.version
     monkeypatch.setattr(machine.metadata, "version", lambda name: "1.0" if name == "torch" else real(name))
     found = machine.software()
-    assert (found.level, found.mend) == (FAIL, "pip install -e .") and "torch 1.0 is not" in found.text
+    assert (found.level, found.fix) == (FAIL, "pip install -e .") and "torch 1.0 is not" in found.text
 
 
 def test_wandb_says_mode_key_and_server(words, monkeypatch, tmp_path):
@@ -254,7 +254,7 @@ def test_caches_on_a_network_file_system_are_warned_of(words, tmp_path, monkeypa
     assert machine.caches(load(words("compile=false"))).text.startswith("not used")
     monkeypatch.setattr(machine, "file_system", lambda _: "nfs4")
     found = machine.caches(cfg)
-    assert found.level == WARN and "is on nfs4" in found.text and "TORCHINDUCTOR_CACHE_DIR" in found.mend
+    assert found.level == WARN and "is on nfs4" in found.text and "TORCHINDUCTOR_CACHE_DIR" in found.fix
     assert not (tmp_path / "cache").exists()
 
 
@@ -274,7 +274,7 @@ def test_data_that_the_tokenizer_does_not_know_is_warned_of(words, corpus, tmp_p
     found = start.data(load(words()), 0, 1)
     assert found.level == OK and f"{corpus}" in found.text and "120 pieces" in found.text
     small = load(words("scale.vocab_size=119"))
-    assert start.data(small, 0, 1).mend == "Set scale.vocab_size=120 or more"
+    assert start.data(small, 0, 1).fix == "Set scale.vocab_size=120 or more"
 
 
 # ---------------------------------------------------------------------------------------------------- the reference

@@ -202,7 +202,7 @@ def test_a_damaged_lease_is_no_lease(tmp_path, content):
     with RunLock(tmp_path) as own:
         own.acquire()
         assert lease(tmp_path)["pid"] == os.getpid()
-        own._stopped.set()  # no beat mends it
+        own._stopped.set()  # no beat fixes it
         (tmp_path / ".lock").write_bytes(content)
         with pytest.raises(UserError, match="in use by another process"):
             RunLock(tmp_path).acquire()

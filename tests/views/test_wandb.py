@@ -221,7 +221,7 @@ def test_a_client_that_is_broken_is_named(run, tmp_path, monkeypatch):
     run.end()
 
 
-def test_without_wandb_the_mend_is_said_before_anything_starts(monkeypatch):
+def test_without_wandb_the_fix_is_said_before_anything_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"package wandb, which is not installed. Install it, or use logger=jsonl"):
         load(["scale=tiny", "data=sample", "logger=wandb"])
