@@ -9,9 +9,10 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, device_of, joined, rank
-from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, at_least_1, names
+from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, names
 from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.flags import at_least_1
 from dlr_pretrain.process import die_with_agent
 
 CONVENTIONS = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.runs import expand
 
 DEVICE = "h200"
@@ -37,16 +38,17 @@ def main() -> int:
         name = word.partition("=")[0]
         if word.startswith("--") and (meant := get_close_matches(name, parser._option_string_actions)):
             parser.error(f"{name}: did you mean {meant[0]}?")
-    if given.table1 and words:
-        parser.error(f"--table1 is of the recipes as they stand: {' '.join(words)} has no place beside it")
-    if given.measured and (words or given.gpus):
-        parser.error("--measured names the words and the GPU of each result: leave out others")
-    if given.device and given.table1:
-        parser.error("--device is of estimates: --table1 has none")
-    if given.assume and not (given.gpus or given.measured):
-        parser.error("--assume is of estimates: add --gpus")
-    if given.ranks and given.gpus:
-        parser.error("--gpus takes the numbers of GPUs: leave out --ranks")
+    if words and (given.table1 or given.measured):
+        fixed = "--table1 is of the recipes" if given.table1 else "--measured is of the configurations in FILE"
+        parser.error(f"{fixed} as they stand: leave out {' '.join(words)}")
+    if given.table1:
+        refuse(parser, given, ("--ranks", "--gpus", "--device", "--assume", "--measured"), "says nothing of --table1")
+    elif given.measured:
+        refuse(parser, given, ("--ranks", "--gpus", "--json"), "has no place beside --measured")
+    elif given.gpus:
+        refuse(parser, given, ("--ranks",), "is what --gpus lists: leave it out")
+    else:
+        refuse(parser, given, ("--assume",), "is of estimates: add --gpus")
     return command(lambda: print(text(given, words)))
 
 
@@ -59,12 +61,6 @@ def text(given: argparse.Namespace, words: list[str]) -> str:
     if given.gpus:
         return scaling(words, given)
     return one(words, given.ranks or 1, given.json, given.device)
-
-
-def at_least_1(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
-    return number
 
 
 def numbers(text: str) -> list[int]:

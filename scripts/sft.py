@@ -11,8 +11,9 @@ from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, decided, device_of, joined, rank
 from dlr_pretrain.deploy.recipe import DATASET, PRECISIONS, Recipe
-from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, at_least_1, names
+from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, names
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.process import die_with_agent
 
 
@@ -58,7 +59,10 @@ def named(folders: list[str]) -> dict[str, Path]:
 
 def main() -> int:
     die_with_agent()
-    given = arguments().parse_args()
+    parser = arguments()
+    given = parser.parse_args()
+    if not given.tasks:
+        refuse(parser, given, ("--eval-data", "--limit", "--context", "--as-in-paper"), "is of the tasks: add --tasks")
     return command(lambda: run(given))
 
 

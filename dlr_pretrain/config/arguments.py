@@ -24,6 +24,7 @@ from dlr_pretrain.config.tree import GROUPS
 
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
 HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
+HYDRA_READ = ("hydra.mode", "hydra.searchpath", "hydra.sweeper", "hydra.launcher", "hydra.job.env_set")
 # dlr is a group with the options on and off, which YAML and Hydra know by other spellings as well
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
 
@@ -144,10 +145,10 @@ def _secret(word: str) -> Problem | None:
     """A password or a token in a word: Hydra, the record of the run and the console would show it."""
     key, _, value = word.partition("=")
     if name := named_in(word):
-        rule = f"{name.rpartition('.')[2]} is a password or a token, and words are written down and shown"
+        rule = f"{name.rpartition('.')[2]} is a password or a token, and a command line is recorded and shown"
         return Problem(key, HIDDEN, rule, f"Set the environment variable {variable(name)} instead")
     if redact(word) != word:
-        rule = "holds a password or a token, and words are written down and shown"
+        rule = "holds a password or a token, and a command line is recorded and shown"
         return Problem(key.lstrip("+"), redact(value), rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
     return None
 
@@ -176,7 +177,7 @@ def _admit(word: str, line: CommandLine) -> None:
         line.problems.append(problem)
         return
     if is_hydra(word):
-        if problem := _folder_problem(word) or _grammar_problem(word, line.multirun):
+        if problem := _hydra_problem(word) or _grammar_problem(word, line.multirun):
             line.problems.append(problem)
         else:
             line.words.append(word)
@@ -208,13 +209,15 @@ def _admit(word: str, line: CommandLine) -> None:
         line.words.append(word)
 
 
-def _folder_problem(word: str) -> Problem | None:
-    """Hydra's own folders are not those of a run, whatever they are called."""
+def _hydra_problem(word: str) -> Problem | None:
+    """Hydra's own folders are not those of a run, whatever they are called; nor are its logs, names and callbacks."""
     key, value = key_of(word), value_of(word)
-    if key not in HYDRA_FOLDERS:
+    if key in HYDRA_FOLDERS:
+        rule = "would be ignored: Hydra writes nothing, and a run makes its own directory"
+        return Problem(key, value, rule, "Use run.dir=<folder>, or run.root=<folder of the runs>")
+    if f"{key}.".replace("/", ".").startswith(tuple(f"{name}." for name in HYDRA_READ)):
         return None
-    rule = "would be ignored: Hydra writes nothing, and a run makes its own directory"
-    return Problem(key, value, rule, "Use run.dir=<folder>, or run.root=<folder of the runs>")
+    return Problem(key, value, "would be ignored", f"Of Hydra's own settings a run has {', '.join(HYDRA_READ)}")
 
 
 def _admit_deletion(word: str, line: CommandLine) -> None:

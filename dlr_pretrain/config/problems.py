@@ -34,7 +34,7 @@ def no_home(key: str, value: str) -> Problem | None:
     if value.partition("/")[0] != "~":
         return None
     fix = f"Write {key}=$HOME{value.removeprefix('~')}"
-    return Problem(key, value, "a shell knows ~ only where a word begins, and a run does not", fix)
+    return Problem(key, value, "~ is replaced by the shell, only at the start of a word, and not by this program", fix)
 
 
 class ConfigError(UserError):

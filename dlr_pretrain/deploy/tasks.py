@@ -27,13 +27,3 @@ def names(text: str) -> list[str]:
         fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}, or all"
         raise ArgumentTypeError(f"{name!r} is no task: {fix}")
     return [name for name in TASKS if name in given]
-
-
-def at_least_1(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r}: must be a whole number") from None
-    if number < 1:
-        raise ArgumentTypeError(f"{number}: must be at least 1")
-    return number

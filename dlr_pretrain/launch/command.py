@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
 from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, number, table
@@ -83,19 +84,18 @@ def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--resubmit", action="store_true", help="those that failed, were cancelled, or stopped")
     parser.add_argument("--time", action="store_true", help="estimate, where such a run has been timed in run.root")
     parser.add_argument("--limit", type=at_least_1, metavar="N", help="tasks of the array that run at once")
-    parser.add_argument("--sbatch", type=shlex.split, default=[], metavar="WORDS", help="the same as behind --")
     parser.add_argument("--write", metavar="FILE", help="write the runs to a new runs file, and submit nothing")
     parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
     given = parser.parse_intermixed_args(argv[:cut])
     if not given.what:
         parser.error("name a runs file, or overrides such as scale=60m,130m")
-    return given, given.sbatch + argv[cut + 1 :]
-
-
-def at_least_1(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
-    return int(text)
+    if given.write:
+        refuse(
+            parser, given, ("--status", "--dry-run", "--resubmit", "--time", "--limit"), "has no place beside --write"
+        )
+    elif given.status:
+        refuse(parser, given, ("--resubmit", "--time"), "has no place beside --status, which submits nothing")
+    return given, argv[cut + 1 :]
 
 
 def _lines(what: list[str], config_dir: str | None) -> tuple[str, list[Line]]:

@@ -15,7 +15,8 @@ from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import EXIT_FAILED, UserError, command
-from dlr_pretrain.launch.command import at_least_1, summary
+from dlr_pretrain.flags import at_least_1, refuse
+from dlr_pretrain.launch.command import summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.queue import Array, Queued, queue, resources
@@ -187,6 +188,10 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dry-run", action="store_true", help="name the runs of the grid, and train none")
     parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
     given = parser.parse_intermixed_args(argv[:cut])
-    if (given.limit or argv[cut:]) and not given.slurm:
-        parser.error("--limit and words for sbatch belong to --slurm")
+    if given.slurm:
+        refuse(parser, given, ("--jobs",), "is of this machine: --limit says how many run at once under --slurm")
+    else:
+        refuse(parser, given, ("--limit",), "is of a job array: add --slurm")
+        if argv[cut:]:
+            parser.error("words for sbatch belong to --slurm")
     return given, argv[cut + 1 :]

@@ -155,7 +155,7 @@ def test_mistakes_in_a_recipe(own):
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 
-HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. Write {0}=$HOME{1}"
+HOME = "{0}=~{1}: ~ is replaced by the shell, only at the start of a word, and not by this program. Write {0}=$HOME{1}"
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,12 @@ HOME = "{0}=~{1}: a shell knows ~ only where a word begins, and a run does not. 
         ("hydra.run.dir=/runs/a", "hydra.run.dir=/runs/a: would be ignored: Hydra writes nothing, and a run makes its "
          "own directory. Use run.dir=<folder>, or run.root=<folder of the runs>"),
         ("train.lr='1e-3'", "train.lr=1e-3: must be a number. It is quoted, and so text: leave the quotes out"),
-        ("hydra.nope=1", "configuration: Could not override 'hydra.nope'. "
-         "To append to your config use +hydra.nope=1"),
+        ("hydra.verbose=true", "hydra.verbose=true: would be ignored. Of Hydra's own settings a run has hydra.mode, "
+         "hydra.searchpath, hydra.sweeper, hydra.launcher, hydra.job.env_set"),
+        ("hydra/job_logging=none", "hydra/job_logging=none: would be ignored. Of Hydra's own settings a run has "
+         "hydra.mode, hydra.searchpath, hydra.sweeper, hydra.launcher, hydra.job.env_set"),
+        ("hydra.sweeper.nope=1", "configuration: Could not override 'hydra.sweeper.nope'. "
+         "To append to your config use +hydra.sweeper.nope=1"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_told_with_its_fix(word, problem):

@@ -366,6 +366,9 @@ def test_what_is_wrong_is_said_before_anything_is_read(command, folders, texts, 
         with pytest.raises(SystemExit):
             command(folders["cola"], "--tasks", word)
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command(folders["cola"], *texts, "--limit", 9)
+    assert "--limit is of the tasks: add --tasks" in capsys.readouterr().err
     code, _, said = command(folders["cola"], *texts, "--output", tmp_path / "sft", "--seeds", 1, -1, 2**32)
     assert code == 2 and "--seeds=[-1, 4294967296]: must be at least 0 and below 2^32" in said
     code, _, said = command(f"a={folders['cola']}", f"a={folders['full']}")

@@ -18,18 +18,20 @@ MAY_IMPORT = {
     "process": set(),
     "durable": set(),
     "markdown": set(),
+    "flags": set(),
     "config": {"errors", "markdown"},
     "cli": {"config", "errors"},
     "shards": set(),
     "models": {"config", "errors", "shards"},
     "optim": {"config", "errors", "shards"},
-    "data": {"config", "errors", "durable"},
+    "data": {"config", "errors", "durable", "process"},
     "deploy": {"models", "config", "data", "errors", "durable", "process", "markdown"},
     # a plan tells the optimizer's memory and rates
     "analysis": {"models", "optim", "config", "errors", "durable", "markdown"},
-    "launch": {"cli", "config", "analysis", "errors", "process"},  # of analysis the history, which needs no torch
-    "bench": {"cli", "train", "models", "data", "analysis", "config", "errors"},
-    "doctor": {"train", "data", "analysis", "config", "cli", "errors", "shards", "durable"},
+    # of analysis the history, which needs no torch
+    "launch": {"cli", "config", "analysis", "errors", "flags", "process"},
+    "bench": {"cli", "train", "models", "data", "analysis", "config", "errors", "process"},
+    "doctor": {"train", "data", "analysis", "config", "cli", "errors", "flags", "process", "shards", "durable"},
     "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process", "durable"},
 }
 
@@ -38,12 +40,16 @@ def room(path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def is_room(name: str) -> bool:
+    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
+
+
 def imported_rooms(path) -> set[str]:
     rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dlr_pretrain":
             parts = node.module.split(".")
-            rooms |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names if (PACKAGE / a.name).is_dir()}
+            rooms |= {parts[1]} if len(parts) > 1 else {a.name for a in node.names if is_room(a.name)}
     return rooms - {room(path)}
 
 

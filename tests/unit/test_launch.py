@@ -217,7 +217,7 @@ def test_words_for_sbatch_that_cannot_be_are_refused(words):
 
 
 def test_an_array_is_queued_with_its_limit_and_the_words_for_sbatch(scheduler, table_of, capsys):
-    assert command.main([*table_of, "--limit", "1", "--sbatch=--mem=4G", "--", "--ntasks-per-node=2"]) == 0
+    assert command.main([*table_of, "--limit", "1", "--", "--mem=4G", "--ntasks-per-node=2"]) == 0
     runs = loaded(table_of)
     words = asked(scheduler)
     assert "--array=1-2%1" in words and {"--mem=4G", "--ntasks-per-node=2"} < set(words)
@@ -226,6 +226,19 @@ def test_an_array_is_queued_with_its_limit_and_the_words_for_sbatch(scheduler, t
     ]
     assert last_job(runs[1].dir)["job"] == "70_2" and last_job(runs[1].dir)["log"].endswith("/70_2.log")
     assert "as job 70" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--status", "--resubmit"), "--resubmit has no place beside --status, which submits nothing"),
+        (("--write", "a.runs", "--limit", "3"), "--limit has no place beside --write"),
+    ],
+)
+def test_a_flag_that_would_be_ignored_is_refused(flags, told, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["scale=60m,130m", *flags])
+    assert told in capsys.readouterr().err
 
 
 def test_a_line_that_a_kill_cut_off_costs_no_other(tmp_path):

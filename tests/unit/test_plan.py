@@ -348,7 +348,12 @@ def test_a_plan_says_how_long_a_resume_in_compressed_text_takes():
     (["-m", "scale=1b,7b"], "error: -m: asks for several runs, where one is expected. Leave it out"),
     (["backbone=colla"], "error: backbone=colla: must be one of"),
     (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
-    (["--table1", "--device", "h100"], "--device is of estimates"),
+    (["--table1", "--device", "h100"], "--device says nothing of --table1"),
+    (["--table1", "--gpus", "8"], "--gpus says nothing of --table1"),
+    (["--measured", "found.json", "--json"], "--json has no place beside --measured"),
+    (["scale=1b", "--gpus", "8,64", "--ranks", "8"], "--ranks is what --gpus lists"),
+    (["scale=1b", "--ranks", "x"], "argument --ranks: 'x': must be a whole number of at least 1"),
+    (["scale=1b", "--assume", "overlap=0.5"], "--assume is of estimates: add --gpus"),
     (["scale=1b", "--device", "h100"], "--device=h100: changes nothing. Add --gpus"),
 ])  # fmt: skip
 def test_mistakes_are_told_as_by_the_training_command(words, error):
