@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
@@ -203,9 +203,7 @@ def _spread(e: dict | None) -> str:
 def _mean_and_std(values: Sequence[float]) -> str:
     if not values:
         return ""
-    mean = sum(values) / len(values)
-    std = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else None
-    return f"{mean:.2f}" + (f" ± {std:.2f}" if std is not None else "")
+    return f"{fmean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def _count(choice: dict) -> str:

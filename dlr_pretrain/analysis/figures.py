@@ -15,6 +15,7 @@ from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, 
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import THINNED, Run, column
 from dlr_pretrain.analysis.report import finite, smoothed
+from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.style import BLACK, BLUE, GREEN, GREY, MARKS, ORANGE, PINK, SKY, VERMILLION
 
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
@@ -44,8 +45,13 @@ class Axis:
     shown: Callable[[float, int], str]
 
 
-def amount(number: float, _position: int) -> str:
-    """1500000 -> 1.5M."""
+def tokens(number: float, _position: int) -> str:
+    """1500000000 -> 1.5B."""
+    return amount(number, 4)
+
+
+def metric(number: float, _position: int) -> str:
+    """1500000000 -> 1.5G."""
     units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
     size, unit = next(((size, unit) for size, unit in units if number >= size), (1, ""))
     return f"{number / size:.4g}{unit}"
@@ -57,11 +63,11 @@ def duration(hours: float, _position: int) -> str:
     return f"{hours / size:.4g} {unit}"
 
 
-TOKENS = Axis("tokens", "tokens seen (positions)", lambda run, _: run.column("train/tokens"), amount)
+TOKENS = Axis("tokens", "tokens seen (positions)", lambda run, _: run.column("train/tokens"), tokens)
 AXES = (
     TOKENS,
     Axis("time", "time of training", lambda run, _: run.hours(), duration),
-    Axis("flops", "FLOPs", lambda run, cost: cost and run.column("train/tokens") * cost.flops, amount),
+    Axis("flops", "FLOPs", lambda run, cost: cost and run.column("train/tokens") * cost.flops, metric),
 )
 
 
@@ -332,7 +338,7 @@ def grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
     return figure, list(axes[:n])
 
 
-def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=amount) -> None:
+def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=metric) -> None:
     columns = min(len(axes), COLUMNS)
     for i, ax in enumerate(axes):
         ax.grid(alpha=0.25)

@@ -89,8 +89,8 @@ class _Products(TorchDispatchMode):
 
 @contextmanager
 def attention_as_on_a_gpu() -> Iterator[None]:
-    """Within, attention on the meta device is an operator that a GPU runs: meta would take the one that forms all
-    weights [T, T].
+    """Within, attention on the meta device is one of the fused operators of a GPU: by itself meta takes the one that
+    forms the weights [T, T].
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:

@@ -161,12 +161,16 @@ def sft_table(reports: Sequence[tuple[Path, dict]]) -> Table:
     rows, notes = _published("sft"), []
     for path, report in reports:
         for name, model in report["models"].items():
-            n = len(model["seeds"])
-            columns = [model["columns"].get(task) for task in (*TASKS, "average")]
+            n, found = len(model["seeds"]), model["columns"]
+            average = found.get("average") if set(TASKS) <= set(found) else None
+            columns = [*(found.get(task) for task in TASKS), average]
             rows.append([f"{name}, ours", *(Figure(c["mean"], c["std"], n) if c else None for c in columns)])
         setting = report["setting"]
         words = ", ".join(f"{key}={setting[key]}" for key in ("epochs", "batch", "lr", "length") if key in setting)
-        notes.append(f"{path}: {words}; zero-shot {report.get('zero_shot', 'not measured (--tasks)')}")
+        notes.append(
+            f"{path}: {words}; zero-shot {report.get('zero_shot', 'not measured (--tasks)')}; it does not record how "
+            "its models were pre-trained, nor of what scale they are"
+        )
     fill = [
         "torchrun --nproc-per-node 8 scripts/sft.py full=runs/1b-full-dlr_off-s42/folded "
         "cola=runs/1b-cola-dlr_off-s42/folded cola_dlr=runs/1b-cola-dlr_on-s42/folded --output sft --tasks all"

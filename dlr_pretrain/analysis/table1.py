@@ -180,8 +180,7 @@ def render(cells: list[Cell]) -> str:
     lines += [fill(f"{letter}  {text}", indent=3) for letter, text in CONVENTIONS.items()]
     wrong = [cell for cell in cells if not cell.agrees]
     lines += ["", f"{len(cells) - len(wrong)} of {len(cells)} cells agree to the printed digit. The others:"]
-    for (backbone, column), reason in UNREACHABLE.items():
-        where = [c.scale for c in wrong if (c.method, c.column) == (backbone, column)]
-        if where:
-            lines.append(fill(f"{backbone}, {column}, {' '.join(where)}: {reason}", indent=2))
+    for method, column, reason in dict.fromkeys((c.method, c.column, c.reason) for c in wrong):
+        where = " ".join(c.scale for c in wrong if (c.method, c.column) == (method, column))
+        lines.append(fill(f"{method}, {column}, {where}: {reason}", indent=2))
     return "\n".join(lines)
