@@ -68,9 +68,10 @@ eager=compile=false
 
 for file in tests/gpu/test_*.py; do
   piece=$(basename "$file" .py)
-  if [ "$piece" = test_gpu ]; then # compiled and eager models, each half of ten minutes
+  if [ "$piece" = test_gpu ]; then # three pieces, each of less than ten minutes
+    tests test_gpu_equal "$file" -k compiled_step
     tests test_gpu_compiled "$file" -k true
-    tests test_gpu_eager "$file" -k "not true"
+    tests test_gpu_eager "$file" -k "not true and not compiled_step"
   else
     tests "$piece" "$file"
   fi

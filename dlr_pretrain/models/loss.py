@@ -75,6 +75,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were formed once, and are gone; call the model again")
         (dx, dw), ctx.gradients = ctx.gradients, None
+        scale = scale.view(1, 1) if scale.is_cuda else scale  # a GPU would round one without dimensions to bf16 first
         dx = None if dx is None else dx.mul_(scale)
         dw = None if dw is None else dw.mul_(scale).to(ctx.dtype)
         return dx, dw, None, None

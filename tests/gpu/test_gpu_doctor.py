@@ -12,8 +12,8 @@ from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.bench.rounds import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import micro_batch
-from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import noise, trial
 from tests.conftest import ROOT
 
 WORDS = [
@@ -39,11 +39,11 @@ def test_the_largest_micro_batch_is_found_and_nothing_stays_behind(left):
             assert 1 <= rows < 256 and 256 % rows == 0
             assert not micro_batch.fits(cfg, runtime, 32_000, 2 * rows)
             pinned = with_micro_batch(cfg, rows)
-            trainer = bare_trainer(pinned, runtime, 32_000, lambda _: None)
-            trainer.update(noise(pinned, runtime, 32_000), 1e-3)
+            updates = trial(pinned, runtime, 32_000)
+            updates.update(noise(pinned, runtime, 32_000), 0, 1e-3)
             torch.cuda.synchronize()
         finally:
-            trainer = None
+            updates = None
             del ballast
             torch.cuda.empty_cache()
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import trial
 from tests.golden.regenerate import VOCAB, batches
 from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
 
@@ -17,10 +17,10 @@ def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Of eight steps, and the folded weights."""
     cfg = config("train.steps=8", *words)
     with Runtime(cfg) as runtime:
-        trainer = bare_trainer(cfg, runtime, VOCAB, lambda _: None)
+        updates = trial(cfg, runtime, VOCAB)
         some = itertools.islice(batches(BATCH, SEQ_LEN), 8)
-        found = [trainer.update(batch, 1e-3)[0] for batch in some]
-        return [loss.item() for loss in found], trainer.weights.folded(keep=True)
+        found = [updates.update(batch, index, 1e-3)[0] for index, batch in enumerate(some)]
+        return [loss.item() for loss in found], updates.weights.folded(keep=True)
 
 
 @pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])

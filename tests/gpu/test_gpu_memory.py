@@ -8,8 +8,8 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.bench.rounds import warm_up_products
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.benchmark import bare_trainer, noise
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import noise, trial
 
 V = 32_000
 SEVEN = ("scale=7b", "backbone=cola", "dlr=on", "train.activation_checkpointing=latent", "train.global_batch=8")
@@ -29,12 +29,12 @@ def test_7b_takes_what_the_plan_says(words, at_most):
         runtime.use_device()
         warm_up_products(runtime.device)
         before = torch.cuda.memory_allocated()
-        trainer = bare_trainer(cfg, runtime, V, lambda _: None)
+        updates = trial(cfg, runtime, V)
         batch = noise(cfg, runtime, V)
-        for step in range(4):
-            if step == 2:
+        for index in range(4):
+            if index == 2:
                 torch.cuda.reset_peak_memory_stats()
-            trainer.update(batch, 1e-4)
+            updates.update(batch, index, 1e-4)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     assert peak < at_most

@@ -10,7 +10,7 @@ import torch
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.trace import read_trace, tables
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.descent import Descent
 from tests.conftest import saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -19,12 +19,13 @@ COMMON = ("backbone=cola", "dlr=on", "device=cuda", "train.steps=8", "checkpoint
 
 @pytest.fixture
 def kernels_that_repeat():
-    """Those that add in one order: the backward passes of attention otherwise add in any."""
+    """Those that add in one order, as far as torch has them; what it has none for, it warns of."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
 @pytest.mark.usefixtures("kernels_that_repeat")
 @pytest.mark.parametrize("how", [("precision=bf16",), ("precision=bf16_mixed", "compile=true")], ids=" ".join)
 def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
@@ -39,10 +40,10 @@ def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
 
 
 def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):
-    def fails(self, batch, lr):
+    def fails(self, batch, index, lr, failed):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(Trainer, "update", fails)
+    monkeypatch.setattr(Descent, "update", fails)
     with pytest.raises(UserError, match=r"were asked for, .* GB were allocated at the peak"):
         train(tmp_path / "run", *COMMON, "profile=on", "profile.start=3")
     snapshot = pickle.loads((tmp_path / "run" / "profile" / "out_of_memory_rank0.pickle").read_bytes())
