@@ -1,11 +1,13 @@
-"""What a process owes its launcher before it imports anything large: to end with it, and to hear requests to stop."""
+"""What a process owes its launcher (to end with it, and to hear requests to stop), and the memory that it takes."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 _heard: list[int] = []
@@ -47,3 +49,33 @@ def die_with_agent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != agent:  # it died before the kernel knew whom to tell
             os._exit(1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Memory of the host, in bytes
+
+
+def resident_memory() -> int:
+    """What this process holds; on systems that do not tell, the most that it has held."""
+    return _kilobytes("/proc/self/status", "VmRSS:") or peak_memory()
+
+
+def peak_memory() -> int:
+    """The most that this process has held; on Linux since a 5 was last written to ``/proc/self/clear_refs``."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def available_memory() -> int:
+    """What processes could still take of the machine's; on systems that do not tell, half of all."""
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _kilobytes("/proc/meminfo", "MemAvailable:") or whole // 2
+
+
+def _kilobytes(path: str, label: str) -> int | None:
+    """A row of a file of the kernel's, in bytes; None where there is none."""
+    try:
+        rows = Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(row.split()[1]) for row in rows if row.startswith(label)), None)

@@ -17,7 +17,7 @@ class Ours:
         runtime = Runtime(cfg)
         runtime.use_device()
         self.arm = Arm("ours", cfg, runtime)
-        self.n = sum(p.numel() for p in self.arm.trainer.weights.optimized.values())
+        self.n = sum(p.numel() for p in self.arm.updates.weights.optimized.values())
 
     def step(self, ids):
         return self.arm.step(as_batch(ids, ids.numel()))

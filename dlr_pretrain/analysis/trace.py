@@ -1,7 +1,7 @@
 """Tables of a trace of some steps: where their time goes, by the parts of a step and by kernel. Needs no torch.
 
 A trace is what ``torch.profiler`` exports. A step is one of its ``ProfilerStep#`` ranges with an update;
-``PARTS`` are ranges, too.
+``PARTS`` are ranges, too, and so is ``ASIDE``: evaluations and saves, which count for nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from dlr_pretrain.markdown import table
 
 PARTS = ("data", "publish", "forward", "backward", "communication", "optimizer")
+ASIDE = "aside"
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a GPU
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 TOP = 15  # kernels that are shown
@@ -50,10 +51,12 @@ def tables(events: list[dict]) -> Tables:
     steps = [e for e in ranges if e["name"].startswith("ProfilerStep#") and any(_lies_in(ts, e) for ts in updates)]
     if not steps:
         raise ValueError("the trace holds no step")
-    kernels = [e for e in events if e.get("cat") in KERNELS]
+    pauses = [e for e in ranges if e["name"] == ASIDE and any(_lies_in(e["ts"], step) for step in steps)]
+    events = [e for e in events if e.get("cat") in KERNELS or not any(_lies_in(e["ts"], pause) for pause in pauses)]
     launched = {_correlation(e): e["ts"] for e in events if e.get("cat") in LAUNCHES}
+    kernels = [e for e in events if e.get("cat") in KERNELS and (not pauses or _correlation(e) in launched)]
     inside = [e for e in events if e.get("cat") not in KERNELS and any(_lies_in(e["ts"], step) for step in steps)]
-    number, wall = len(steps), sum(e["dur"] for e in steps)
+    number, wall = len(steps), sum(e["dur"] for e in steps) - sum(e["dur"] for e in pauses)
 
     parts = [e for e in inside if e.get("cat") == "user_annotation" and e["name"] in PARTS]
     host = dict.fromkeys(PARTS, 0.0) | _total(own_times(parts), lambda e: e["name"])

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch
 from dlr_pretrain.bench.rounds import seconds, warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.process import peak_memory
 from dlr_pretrain.train.runtime import Runtime
 
 SETTLING, STEPS = 2, 3  # before memory counts, and while it does
@@ -52,7 +52,7 @@ def main(words: list[str]) -> None:
         if runtime.device.type == "cuda":
             memory = {"peak": torch.cuda.max_memory_allocated() - before, "reserved": torch.cuda.max_memory_reserved()}
         else:
-            grown = _highest() - before
+            grown = peak_memory() - before
             memory = {"peak": live() + allocated_by(lambda: arm.step(batch)), "reserved": grown}
     print(json.dumps({"build_s": built, "first_step_s": first, "step_s": later} | memory))
 
@@ -78,16 +78,7 @@ def _begin() -> int:
     """Let the highest resident memory begin anew (Linux), and return it, in bytes."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    return _highest()
-
-
-def _highest() -> int:
-    """The highest resident memory of this process, in bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return peak_memory()
 
 
 def alone(words: list[str], caches: Path | None = None) -> dict:

@@ -12,35 +12,34 @@ from dlr_pretrain.cli import world_size
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
-from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import trial
 
 LR = 1e-3
 
 
 class Arm:
-    """One configuration: a trainer with weights and optimizer of its own."""
+    """One configuration: updates of weights of its own."""
 
     def __init__(self, name: str, cfg: Config, runtime: Runtime, model: Llama | None = None):
         self.name, self.cfg, self.device = name, cfg, runtime.device
         before = allocated(self.device)
-        self.trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None, model)
+        self.updates, self.taken = trial(cfg, runtime, cfg.planned_vocab_size, model), 0
         self.resident = allocated(self.device) - before  # bytes of this arm's own on the GPU
         self.peak = 0  # and at the highest point of a step
 
     def step(self, batch: Batch) -> Tensor:
         """One optimizer update; the loss, on the device."""
-        first = self.trainer.step == 0
-        before = allocated(self.device) if first else 0
-        self.trainer.step += 1
-        loss = self.trainer.update(batch, LR)[0]
-        if first:  # the optimizer's state is there now
+        before = allocated(self.device) if self.taken == 0 else 0
+        loss = self.updates.update(batch, self.taken, LR)[0]
+        if self.taken == 0:  # the optimizer's state is there now
             self.resident += allocated(self.device) - before
+        self.taken += 1
         return loss
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Start from ``tensors``, by the names of our parameters; raises ValueError where some are missing."""
-        state = self.trainer.weights.state
+        state = self.updates.weights.state
         if state.keys() != tensors.keys():
             names = sorted(state.keys() ^ tensors.keys())
             raise ValueError(f"{self.name}: {len(names)} names differ, {names[0]} among them")
@@ -51,7 +50,7 @@ class Arm:
     def clip_as_torch_does(self) -> None:
         """With the norm of ``clip_grad_norm_``, as peers clip: on a CPU it is inexact (``gradients.CACHED``), which
         moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
-        self.trainer.descent.gradients.norm = get_total_norm
+        self.updates.gradients.norm = lambda gradients: get_total_norm(gradients).float()  # fused kernels read fp32
 
     def measure_memory(self, batch: Batch) -> None:
         """Find ``peak``: what a step adds to what is there, over what this arm itself has there. GPUs only."""
@@ -96,9 +95,9 @@ def require_one_process(configs: Iterable[Config]) -> None:
             raise ConfigError([Problem("train.micro_batch", "auto", rule, "Give a number")])
 
 
-def fixed_batch(cfg: Config, runtime: Runtime, padding: float, rows: int | None = None) -> Batch:
+def fixed_batch(cfg: Config, runtime: Runtime, padding: float) -> Batch:
     """Random tokens on the device, the same on every call; that share of each row's positions is padding."""
-    rows, seq_len = rows or cfg.train.global_batch, cfg.train.seq_len
+    rows, seq_len = cfg.train.global_batch, cfg.train.seq_len
     real = seq_len + 1 if padding == 0 else max(2, round(seq_len * (1 - padding)))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, cfg.planned_vocab_size, (rows, seq_len + 1), generator=generator, dtype=torch.int32)

@@ -42,7 +42,7 @@ class Peer:
         ours = getattr(module, f"ours{function.removeprefix('build')}", getattr(module, "ours", None))
         self.ours: list[str] | None = ours(scale) if ours else None
 
-    def build(self, cfg: Config, device: torch.device, padding: float) -> PeerStep:
+    def build(self, cfg: Config, device: torch.device) -> PeerStep:
         """Their model and optimizer for the batch of ``cfg``."""
         dtype = WORKING_DTYPE[cfg.precision.name]
         shape = cfg.train.global_batch, cfg.train.seq_len

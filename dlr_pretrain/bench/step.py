@@ -17,7 +17,7 @@ and of each arm
                       not compared
     seconds           a value a round; ms is their median
     ratio             median, low, high (quartiles) of its seconds over the first arm's of the same round
-    tokens_per_second, real_tokens_per_second
+    tokens_per_second, real_tokens_per_second (null: of batches from the loader)
     flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak in the arm's own working dtype,
                       hfu with what is computed again
     memory            resident and peak bytes of this arm alone (GPUs)
@@ -77,7 +77,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
             batch = as_batch(peer_ids(batch), batch.real_tokens)
         ours = {name: Arm(name, c, runtime) for name, c in {first: cfg, first + NOISE: cfg, **configs}.items()}
         beside = {peer.name: Arm(peer.name, twins[peer.name], runtime) for peer in peers if peer.name in twins}
-        built = {peer.name: peer.build(cfg, runtime.device, how.padding) for peer in peers}
+        built = {peer.name: peer.build(cfg, runtime.device) for peer in peers}
         rows = cfg.train.global_batch if peers else gate_rows(configs.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
         verdicts = hold(ours, beside, built, runtime, few, say)
@@ -99,7 +99,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
             arm = ours.get(name, ours[first] if name == first + LOADED else None)
             rows.append(
                 {"name": name, "words": arms.get(name.removesuffix(NOISE).removesuffix(LOADED))}
-                | of_time(seconds, times[first], batch)
+                | of_time(seconds, times[first], batch, of_batch=name != first + LOADED)
                 | {"parity": asdict(v) | {"passes": v.passes} if (v := verdicts.get(name)) else None}
                 | (of_arm(arm, batch, seconds, peaks[arm.cfg.precision.name]) if arm else {})
             )
@@ -158,7 +158,8 @@ def timed(acts: dict, first: Arm, how: Protocol, runtime: Runtime) -> dict[str, 
         return interleaved(acts, how.warmup, how.rounds, runtime.device)
 
 
-def of_time(seconds: list[float], reference: list[float], batch: Batch) -> dict:
+def of_time(seconds: list[float], reference: list[float], batch: Batch, of_batch: bool = True) -> dict:
+    """Rates of steps of the size of ``batch``; its real tokens count where they were ``of_batch`` itself."""
     median = quartiles(seconds).median
     positions = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
     return {
@@ -166,14 +167,14 @@ def of_time(seconds: list[float], reference: list[float], batch: Batch) -> dict:
         "ms": 1e3 * median,
         "ratio": paired(seconds, reference)._asdict(),
         "tokens_per_second": positions / median,
-        "real_tokens_per_second": batch.real_tokens / median,
+        "real_tokens_per_second": batch.real_tokens / median if of_batch else None,
     }
 
 
 def of_arm(arm: Arm, batch: Batch, seconds: list[float], peaks: dict[str, float | None]) -> dict:
     cfg, median = arm.cfg, quartiles(seconds).median
     rows, width = batch.tokens.shape
-    counts = [flops_per_token(cfg, cfg.planned_vocab_size, arm.trainer.micro_batch, again) for again in (False, True)]
+    counts = [flops_per_token(cfg, cfg.planned_vocab_size, arm.updates.micro_batch, again) for again in (False, True)]
     used = [{n: p and count * rows * (width - 1) / median / p for n, p in peaks.items()} for count in counts]
     memory = {"resident": arm.resident, "peak": arm.peak} if arm.peak else None
     return {"config": choices(cfg), "flops_per_token": counts[0], "mfu": used[0], "hfu": used[1], "memory": memory}

@@ -65,7 +65,7 @@ def steps(found: dict) -> str:
         "ms/step": lambda a: number(a["ms"]),
         "ratio": lambda a: ratio(a["ratio"]),
         "positions/s": lambda a: number(a["tokens_per_second"]),
-        "real tokens/s": lambda a: number(a["real_tokens_per_second"]),
+        "real tokens/s": lambda a: number(a["real_tokens_per_second"]) if a["real_tokens_per_second"] else "",
         "MFU, datasheet": lambda a: percent(a, "mfu", "datasheet"),
         "MFU, measured": lambda a: percent(a, "mfu", "measured"),
         "HFU, measured": lambda a: percent(a, "hfu", "measured") if a.get("hfu") != a.get("mfu") else "",

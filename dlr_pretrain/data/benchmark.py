@@ -6,7 +6,6 @@ Rates are given by the clock and by processor time: on a machine that others use
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from dlr_pretrain.data.shards import read_lines
 from dlr_pretrain.data.sources import LocalSource, TextSource, open_source
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
+from dlr_pretrain.process import resident_memory
 
 RAW_CHARACTERS = 20_000_000  # of text for sentencepiece alone
 STAGGER = 4  # steps between the streams of a benchmark: 64 of them are spread over a block of C4
@@ -155,16 +155,8 @@ def memory(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> Measure:
     """Growth of the resident memory over ``STEADY_TOKENS``, after a tenth of them to warm up."""
     with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
         take(loader, STEADY_TOKENS // 10)
-        before = _resident()
+        before = resident_memory()
         take(loader, STEADY_TOKENS)
         return Measure(
-            f"memory after {STEADY_TOKENS // 10**6}M tokens more", "MB grown", [(_resident() - before) / 1e6]
+            f"memory after {STEADY_TOKENS // 10**6}M tokens more", "MB grown", [(resident_memory() - before) / 1e6]
         )
-
-
-def _resident() -> int:
-    """Bytes; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0

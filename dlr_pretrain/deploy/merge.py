@@ -29,7 +29,7 @@ def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tu
     for prefix, group in named_groups(model):
         for name, projection in zip(group.spec.names, group.projections, strict=True):
             own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
-            merged[f"{prefix}{name}.weight"] = layer.dense(own, cfg.backbone.knobs)
+            merged[f"{prefix}{name}.weight"] = group.dense(own)
     return replace(cfg, backbone=DENSE), merged
 
 

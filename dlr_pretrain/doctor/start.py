@@ -19,18 +19,20 @@ from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.scaling import Assumptions
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
+from dlr_pretrain.data import Batch, TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
 from dlr_pretrain.durable import sync
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.process import available_memory, peak_memory, resident_memory
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.benchmark import bare_trainer, noise
+from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.checkpoint import Keep
-from dlr_pretrain.train.micro_batch import available, choose
+from dlr_pretrain.train.descent import Descent
+from dlr_pretrain.train.micro_batch import choose
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.trial import noise, trial
 
 WRITTEN = 64 << 20  # bytes of the disk's test, at most
 BLOCK = os.urandom(1 << 20)
@@ -157,7 +159,7 @@ def collectives(cfg: Config) -> Outcome:
 
 def step(cfg: Config) -> Outcome:
     """Two updates of the configuration as it stands, of at most two micro-batches; peak memory against the plan's."""
-    vocab_size, before = vocabulary(cfg), resident()
+    vocab_size, before = vocabulary(cfg), resident_memory()
     with Runtime(cfg) as runtime:
         runtime.use_device()
         auto = cfg.train.micro_batch == "auto"
@@ -167,18 +169,18 @@ def step(cfg: Config) -> Outcome:
         train = replace(cfg.train, global_batch=runtime.world_size * rows * few, micro_batch=rows)
         short = replace(cfg, train=train)
         planned = memory(short, vocab_size, runtime.world_size).total
-        trainer = bare_trainer(short, runtime, vocab_size, lambda _: None)
+        updates = trial(short, runtime, vocab_size)
         batch = noise(short, runtime, vocab_size)
         try:
-            (first, loss), (second, _) = (_update(trainer, batch) for _ in range(2))
+            (first, loss), (second, _) = (_timed(updates, batch, index) for index in range(2))
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"out of GPU memory with {rows} sequences at once; the plan says {amount(planned)}. "
                 "Use train.micro_batch=auto, or train.activation_checkpointing=latent"
             ) from error
         on_gpu = runtime.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if on_gpu else resident(peak=True) - before
-        whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory() - before
+        whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available_memory()
     uniform = math.log(vocab_size) + HEAD_STD**2 * cfg.scale.hidden_size / 2  # of normal logits
     whole_update = f", a whole update about {second / few * (share // rows):.3g} s" if share // rows > few else ""
     text = (
@@ -193,19 +195,12 @@ def step(cfg: Config) -> Outcome:
     return Outcome(OK, text)
 
 
-def _update(trainer: Trainer, batch) -> tuple[float, float]:
+def _timed(updates: Descent, batch: Batch, index: int) -> tuple[float, float]:
     """Seconds of one update, and its loss."""
-    trainer.runtime.gather(None)
+    updates.runtime.gather(None)
     began = time.perf_counter()
-    loss = trainer.update(batch, trainer.cfg.train.lr)[0].item()
+    loss = updates.update(batch, index, updates.cfg.train.lr)[0].item()
     return time.perf_counter() - began, loss
-
-
-def resident(peak: bool = False) -> int:
-    """Bytes of this process in memory, now or at most so far."""
-    label = "VmHWM:" if peak else "VmRSS:"
-    rows = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(row.split()[1]) for row in rows if row.startswith(label))
 
 
 def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
@@ -220,14 +215,13 @@ def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
     short = replace(cfg, train=train, scale=replace(cfg.scale, num_layers=layers), compile=False)
     with Runtime(short) as runtime:
         runtime.use_device()
-        trainer = bare_trainer(short, runtime, vocab_size, lambda _: None)
-        trainer.update(noise(short, runtime, vocab_size), cfg.train.lr)
-        trainer.step = 1
-        began = time.perf_counter()
         with Saver(scratch / "checkpoints", runtime, Keep(1)) as saver:
-            trainer.saver = saver
+            trainer = bare_trainer(short, runtime, vocab_size, lambda _: None, saver)
+            trainer.descent.update(noise(short, runtime, vocab_size), 0, cfg.train.lr)
+            trainer.step = 1
+            began = time.perf_counter()
             trainer.checkpoint(None, wait=True)
-        wrote = time.perf_counter() - began
+            wrote = time.perf_counter() - began
         folder, skipped = checkpoint.newest(scratch / "checkpoints")
         if folder is None:
             return Outcome(FAIL, f"what was written is not valid: {'; '.join(skipped)}", "Look at the disk")

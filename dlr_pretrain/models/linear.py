@@ -198,13 +198,14 @@ class Group(ABC):
         """Take the start from the ``dense`` weights [d_out, d_in] of a trained model, one a projection."""
         raise UserError(f"train.init_from: {type(self).__name__} layers cannot start from dense weights")
 
-    @classmethod
-    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names within it.
 
         Formed in fp32 (fp64 for fp64) and rounded once. Raises UserError where a projection is more than one matrix.
         """
-        raise UserError(f"{cls.__name__} layers are no matrix: they cannot be merged into the weights of a plain LLaMA")
+        raise UserError(
+            f"{type(self).__name__} layers are no matrix: they cannot be merged into the weights of a LLaMA"
+        )
 
     def tie(self) -> None:
         """Restore the common storage after the parameters were moved, cast or copied."""
@@ -258,12 +259,12 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 @torch.no_grad()
-def share_memory_(model: nn.Module, among: Callable[[nn.Linear], bool]) -> None:
-    """Put all stacks of layers that are ``among`` those chosen into one memory: one kernel then reaches all of them.
+def share_memory_(model: nn.Module, chosen: Callable[[nn.Linear], bool]) -> None:
+    """Put the stacks all of whose linears are ``chosen`` into one storage: one kernel then reaches all of them.
 
-    Until the model is moved, cast, copied or loaded by assignment, which give each stack a memory of its own again.
+    It lasts until the model is moved, cast, copied or loaded by assignment: each stack then has its own storage again.
     """
-    stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(among, stack.linears))]
+    stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(chosen, stack.linears))]
     sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
     if stacks:
         memory = stacks[0].storage.new_zeros(sum(sizes))

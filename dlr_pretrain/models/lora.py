@@ -60,9 +60,8 @@ class Lora(Group):
             return tuple(y + b for y, b in zip(self.w.shared(z).unbind(-2), learned, strict=True))
         return tuple(z @ p.weight.T + p.b(self.scale * p.a(z)) for p in self.projections)
 
-    @classmethod
-    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
-        return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], knobs["alpha"] / knobs["rank"])
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
+        return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], self.scale)
 
 
 def down_factor(draw: Draw, name: str, shape: tuple[int, int]) -> Tensor:

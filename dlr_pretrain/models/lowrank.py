@@ -67,13 +67,13 @@ class LowRank(Group):
             p.a.weight.copy_(a)
             p.b.weight.copy_(b)
 
-    @classmethod
-    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
-        if cls is not LowRank:  # what a subclass puts between the factors is no matrix
-            return super().dense(tensors, knobs)
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
+        own = type(self)
+        if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # what stands between is no matrix
+            return super().dense(tensors)
         a, b = tensors["a.weight"], tensors["b.weight"]
         wide = torch.promote_types(a.dtype, torch.float32)
-        return (latent_scale(tensors, knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
+        return (latent_scale(tensors, self.knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
     def down(self, x: Tensor) -> Tensor:
         """x [..., pad_in] -> A x [..., G, r]."""

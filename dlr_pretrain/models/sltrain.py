@@ -69,12 +69,10 @@ class Sltrain(Group):
             y = rows @ _form_group(self.scale, *tensors[:2], tensors[2:], values, self.spec.d_in).flatten(0, 1).T
         return y.view(*z.shape[:-1], count, -1).unbind(-2)
 
-    @classmethod
-    def dense(cls, tensors: dict[str, Tensor], knobs: dict) -> Tensor:
+    def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         b, a, values = (tensors[name] for name in ("b.weight", "a.weight", "values"))
         wide = torch.promote_types(a.dtype, torch.float32)
-        scale = knobs["alpha"] / knobs["rank"]
-        return form(b.to(wide), a.to(wide), values.to(wide), tensors["index"], scale).to(a.dtype)
+        return form(b.to(wide), a.to(wide), values.to(wide), tensors["index"], self.scale).to(a.dtype)
 
 
 def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,8 @@ class Adam(torch.optim.Optimizer):
     the fused kernels. A parameter without a gradient is left alone. Counters are tensors on the CPU.
     """
 
-    advancing = staticmethod(iter)  # goes through the parameters; a trainer's own hears of each, which may take seconds
+    advancing = staticmethod(iter)  # goes through the parameters of an update; a run's own tells its watch of each
+    index: int | None = None  # of the update in the run, from 0, where it is known
 
     def __init__(self, groups: list[dict], knobs: dict):
         betas = knobs["beta1"], knobs["beta2"]

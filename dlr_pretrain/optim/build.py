@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dlr_pretrain.config import Choice
 from dlr_pretrain.config.optimizer_rules import ROUND_AT_WILL
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import quantized
+from dlr_pretrain.optim.adam import Adam
 from dlr_pretrain.optim.parameters import empty_state, wide
 from dlr_pretrain.shards import Stored
 
@@ -28,6 +29,7 @@ def build(
     compiled: bool = False,
     rounding_seed: int | None = None,
     apart: bool = False,
+    advancing: Callable[[Iterable], Iterable] = iter,
 ) -> Optimizer:
     """The optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
@@ -36,7 +38,7 @@ def build(
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
     rounded stochastically, which adamw and adamw_8bit can. ``apart`` gives each parameter a part of its own, for
-    ``Optimizer.update_one``.
+    ``Optimizer.update_one``. ``advancing`` goes through the parameters of an update that takes seconds.
     """
     module, options = _module(choice), {}
     if choice.name in ROUND_AT_WILL:
@@ -45,7 +47,11 @@ def build(
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
     named = dict(parameters)
     pieces = [{name: p} for name, p in named.items()] if apart else [named]
-    return Optimizer(named, [part for of in pieces for part in module.build(of, choice.knobs, undecayed, **options)])
+    parts = [part for of in pieces for part in module.build(of, choice.knobs, undecayed, **options)]
+    for part in parts:
+        if isinstance(part, Adam):
+            part.advancing = advancing
+    return Optimizer(named, parts)
 
 
 def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
@@ -83,7 +89,8 @@ class Optimizer:
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
-            part.index = index
+            if isinstance(part, Adam):
+                part.index = index
             _step(part, lr, skip, factor)
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None
@@ -168,7 +175,8 @@ def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor, factor: Tensor |
         part.grad_scale, part.found_inf = None if factor is None else factor.reciprocal(), skip
     elif factor is not None:
         gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(gradients, factor)
+        exact = factor.item() if factor.is_cuda else factor  # what each kernel does not round to bf16 first
+        torch._foreach_mul_(gradients, exact)
     part.step()
 
 

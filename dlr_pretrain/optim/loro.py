@@ -42,8 +42,6 @@ class Loro(Adam):
     so k counts from there.
     """
 
-    index: int | None = None  # of the update in the run, from 0; ``Optimizer.update`` sets it
-
     def __init__(self, groups: list[dict], knobs: dict, hidden_size: int):
         super().__init__(groups, knobs)
         self.exact_every, self.hidden_size = knobs["exact_every"], hidden_size

@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.data.benchmark import Measure
-from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.checkpoint import Keep, directories
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.weights import place
+from dlr_pretrain.train.trial import noise, trial
 
 WARM_UP, BEFORE, AFTER = 5, 4, 4  # steps: before all, and around each save
 LR = 1e-3
@@ -43,32 +39,21 @@ def bare_trainer(
     runtime: Runtime,
     vocab_size: int,
     write: Callable[[dict], None],
-    model: Llama | None = None,
-    compiled_for: int | None = None,
+    saver: Saver | None = None,
 ) -> Trainer:
-    """A trainer without data room and run directory, of ``model`` if given: it neither evaluates nor saves.
-
-    Its graphs are those of ``compiled_for`` ranks (default: the runtime's).
-    """
-    if model is None:
-        model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
-    weights = place(cfg, model)
-    if cfg.compile:
-        torch._dynamo.reset()
-        weights.compile_(cfg.train, compiled_for or runtime.world_size)
-    unmeasured = {"eval/loss": 0.0}
-    return Trainer(cfg, runtime, weights, lambda _: unmeasured, Console(cfg, False), write, NoSaver(), None)
+    """A trainer of a new model without data room and run directory, which does not evaluate."""
+    updates, unmeasured = trial(cfg, runtime, vocab_size), {"eval/loss": 0.0}
+    return Trainer(cfg, runtime, updates, lambda *_: unmeasured, Console(cfg, False), write, saver or NoSaver(), None)
 
 
 def saving(cfg: Config, rounds: int) -> Iterator[Measure]:
     """Steps before, during and after asynchronous saves; call on all ranks."""
     with Runtime(cfg) as runtime, tempfile.TemporaryDirectory() as scratch:
         runtime.use_device()
-        trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None)
         batch = noise(cfg, runtime, cfg.planned_vocab_size)
         root = Path(runtime.on_main(lambda: scratch))
         with Saver(root, runtime, Keep(1)) as saver:
-            trainer.saver = saver
+            trainer = bare_trainer(cfg, runtime, cfg.planned_vocab_size, lambda _: None, saver)
             for _ in range(WARM_UP):
                 step(trainer, batch)
             found = [one_round(trainer, batch) for _ in range(rounds)]
@@ -100,7 +85,7 @@ def one_round(trainer: Trainer, batch: Batch) -> tuple[list[float], float, float
 def step(trainer: Trainer, batch: Batch) -> float:
     """Seconds of one update, from end to end."""
     trainer.step += 1
-    return timed(trainer, lambda: trainer.update(batch, LR))
+    return timed(trainer, lambda: trainer.descent.update(batch, trainer.step - 1, LR))
 
 
 def timed(trainer: Trainer, act: Callable[[], object]) -> float:
@@ -109,11 +94,3 @@ def timed(trainer: Trainer, act: Callable[[], object]) -> float:
     act()
     trainer.runtime.synchronize()
     return time.perf_counter() - start
-
-
-def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:
-    """A rank's batch of random tokens."""
-    rows = cfg.train.global_batch // runtime.world_size
-    generator = torch.Generator().manual_seed(runtime.rank)
-    tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
-    return Batch(tokens, torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32), rows * cfg.train.seq_len, {})

@@ -1,4 +1,4 @@
-"""One update, from micro-batches to changed weights; where loss or gradient is not finite, to unchanged ones."""
+"""One update, from a batch to changed weights; where loss or gradient is not finite, to unchanged ones."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import inputs_and_targets
+from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets
 from dlr_pretrain.models import dlr
-from dlr_pretrain.optim.build import Optimizer
+from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.passing import PassingGradients
@@ -23,24 +24,53 @@ Micro = Sequence[tuple[Tensor, ...]]  # the model's inputs, a micro-batch each
 class Descent:
     """All gradients of an update, then the optimizer's step."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights, optimizer: Optimizer):
-        self.cfg, self.runtime, self.weights, self.optimizer = cfg, runtime, weights, optimizer
+    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
+        require_tied(weights.model)
+        self.cfg, self.runtime, self.weights = cfg, runtime, weights
+        self.micro_batch = cfg.micro_batch(runtime.world_size)
+        self.optimizer = optim.build(
+            cfg.optimizer,
+            weights.optimized,
+            weights.undecayed,
+            compiled=cfg.compile,
+            rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
+            apart=cfg.train.memory == "low",
+            advancing=runtime.advancing,
+        )
         self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
         self.norm_before = torch.zeros((), device=runtime.device)  # of the last update that was applied
-        for each in optimizer.parts:
-            each.advancing = runtime.advancing
         self.prepare()
 
     def prepare(self) -> None:
-        self.gradients = self.weights.gradients(self.cfg.train.accumulate, self.runtime.world_size)
+        self.gradients = self.weights.gradients(self.runtime.world_size)
 
-    def rehearse(self, micro_batch: int) -> None:
+    def update(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
+        """One optimizer update from one global batch, of which ``batch`` has this rank's rows. With adamw and
+        adamw_8bit the host never waits for the device; with others once, for whether to mask.
+
+        ``index`` is the update's in the run, from 0. An update whose loss or gradient is not finite changes nothing;
+        for train.memory=low see ``PassingDescent``. Where ``train.on_nonfinite`` is "stop", or this or another rank has
+        ``failed``, neither does any after it. Returns device metrics: mean loss, gradient norm before clipping, whether
+        the update was masked, whether all from here on are, real tokens, and how many ranks were asked to stop.
+        """
+        to_device = self.runtime.to_device
+        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
+        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, failed]))
+        counts[0] = (inputs[1] != IGNORE).sum()
+        count, real_tokens, stop, failures = self.runtime.sum(counts)
+
+        micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
+        loss, norm, masked = self.take(micro, count, index, lr, failures)
+        metrics = loss, norm, masked, self.halted, real_tokens, stop
+        return torch.stack([metric.double() for metric in metrics])  # which holds any number of tokens
+
+    def rehearse(self) -> None:
         """A pass without a target, before the first step of a start. DDP sorts its buckets anew after a process's first
         backward pass, and from three ranks on a sum rounds by its place in them: the step after a resume would differ.
         """
         if isinstance(self.gradients, Gradients) and self.gradients.bucketed:
             device, train = self.runtime.device, self.cfg.train
-            rows = torch.zeros(micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
+            rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
             nothing = inputs_and_targets(rows, rows[:, 0], self.cfg.data.mask_documents)
             with self.weights.published():
                 self.gradients.add(nothing, torch.ones((), device=device), last=True)
@@ -110,3 +140,8 @@ class PassingDescent(Descent):
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
         self.remember(norm, masked)
         return loss, norm, masked
+
+
+def descent(cfg: Config, runtime: Runtime, weights: Weights) -> Descent:
+    """The updates of ``weights`` as ``cfg`` has them."""
+    return (PassingDescent if cfg.train.memory == "low" else Descent)(cfg, runtime, weights)

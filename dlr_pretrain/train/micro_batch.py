@@ -19,9 +19,11 @@ import torch
 from dlr_pretrain.analysis.scaling import fitting, with_micro_batch
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.process import available_memory
 from dlr_pretrain.train.out_of_memory import is_out_of_memory
 from dlr_pretrain.train.record import read_record, update_record
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import noise, trial
 
 RECORDED = "micro_batch"  # in manifest.json: {ranks: sequences}
 CPU_SHARE = 0.5  # of the memory that is free: the estimate is of tensors, and the machine has other uses
@@ -73,13 +75,7 @@ def free_memory(runtime: Runtime) -> float:
     """Bytes that this rank may count on."""
     if runtime.device.type == "cuda":
         return GPU_SHARE * torch.cuda.mem_get_info(runtime.device)[0]
-    return CPU_SHARE * available() / int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
-
-
-def available() -> int:
-    """Bytes of the machine's memory that processes could still take."""
-    rows = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(row.split()[1]) for row in rows if row.startswith("MemAvailable:"))
+    return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
 
 
 def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
@@ -87,8 +83,6 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
 
     This rank tries by itself; nothing that the run draws or measures is moved.
     """
-    from dlr_pretrain.train.benchmark import bare_trainer, noise
-
     alone = copy.copy(runtime)
     alone.rank, alone.world_size = 0, 1
     summed = 2 if cfg.train.global_batch // runtime.world_size > rows or runtime.world_size > 1 else 1
@@ -98,17 +92,17 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
     torch.cuda.reset_peak_memory_stats(device)
     with torch.random.fork_rng(devices=[device]):
         try:
-            trainer = bare_trainer(tried, alone, vocab_size, lambda _: None, compiled_for=runtime.world_size)
+            updates = trial(tried, alone, vocab_size, compiled_for=runtime.world_size)
             batch = noise(tried, alone, vocab_size)
-            for _ in range(2):
-                trainer.update(batch, cfg.train.lr)
+            for index in range(2):
+                updates.update(batch, index, cfg.train.lr)
             torch.cuda.synchronize(device)
             enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             enough = False
-        trainer = batch = None
+        updates = batch = None
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

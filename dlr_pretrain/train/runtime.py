@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -107,6 +108,11 @@ class Runtime:
             self.watch.ticks += 1
             yield item
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds that the training may wait for data, and save before the watch would end it; None for any."""
+        return 0.8 * self.limit if self.limit is not None and self.watch.started else None
+
     def patient(self) -> AbstractContextManager[None]:
         """In here this rank may wait for longer than ``run.timeout_minutes``: for a disk, or for another rank's."""
         return self.watch.patient()
@@ -161,7 +167,15 @@ class Runtime:
         """Touch the GPU for the first time, when nothing is left to refuse."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.cuda.reset_peak_memory_stats()  # a multirun's earlier runs are not this one's
+            gc.collect()  # of a multirun's earlier runs; a compiled model is a cycle of references
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_memory(self) -> int:
+        """The most bytes that this rank has held: of the GPU's allocator, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return process.peak_memory()
 
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """``value`` of every rank, in the order of ranks, on every rank; by ``group`` instead of ``control``."""

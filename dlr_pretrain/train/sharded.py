@@ -28,17 +28,17 @@ from dlr_pretrain.train.weights import Weights
 class ShardedWeights(Weights):
     """The parameters of ``model``, given whole on every rank in ``STATE_DTYPE[precision]``, as rows on each.
 
-    ``accumulate`` as in ``ShardedGradients``. Makes the process group of a single rank where there is none.
+    Makes the process group of a single rank where there is none.
     """
 
     sharded = True
 
     def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
         shard_(model, WORKING_DTYPE[precision], torch.float32 if accumulate == "fp32" else None)
-        super().__init__(model, precision)
+        super().__init__(model, precision, accumulate)
 
-    def gradients(self, accumulate: str, world_size: int) -> ShardedGradients:
-        return ShardedGradients(self, accumulate)
+    def gradients(self, world_size: int) -> ShardedGradients:
+        return ShardedGradients(self, self.accumulate)
 
     @contextmanager
     def published(self) -> Iterator[None]:

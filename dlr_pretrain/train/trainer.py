@@ -1,28 +1,28 @@
-"""The training step, and the loop around it."""
+"""The loop around the updates: data, records, evaluations, checkpoints, and how a run ends."""
 
 from __future__ import annotations
 
 import math
-import resource
 import time
-from collections.abc import Callable
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch.profiler import record_function
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
+from dlr_pretrain.analysis.trace import ASIDE
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, Batch, TrainLoader, inputs_and_targets
-from dlr_pretrain.errors import Diverged, Stopped, UserError
+from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.errors import Diverged, Stalled, Stopped, UserError
 from dlr_pretrain.models.linear import require_tied
-from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.descent import Descent, PassingDescent
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
@@ -30,12 +30,14 @@ from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import Profiler
 from dlr_pretrain.train.runtime import Runtime
-from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.train.saver import NotSaved, Saver
+
+CONTINUES = "The same command continues"
+TRIES, PAUSE = 11, 30.0  # of a last save, and the seconds between them
 
 
 class Trainer:
-    """Brings ``weights`` from step ``self.step`` to the end of the schedule.
+    """Brings the weights of ``descent`` from step ``self.step`` to the end of the schedule.
 
     ``write(record)`` receives each completed update's metrics, in order, on rank 0.
     """
@@ -44,29 +46,21 @@ class Trainer:
         self,
         cfg: Config,
         runtime: Runtime,
-        weights: Weights,
+        descent: Descent,
         evaluator: Evaluator,
         console: Console,
         write: Callable[[dict], None],
         saver: Saver,
         suspects: Suspects,
     ):
-        self.cfg, self.runtime, self.weights, self.evaluator = cfg, runtime, weights, evaluator
+        self.cfg, self.runtime, self.descent, self.evaluator = cfg, runtime, descent, evaluator
+        self.weights, self.optimizer = descent.weights, descent.optimizer
         self.console, self.write, self.saver, self.suspects = console, write, saver, suspects
-        self.optimizer = optim.build(
-            cfg.optimizer,
-            weights.optimized,
-            weights.undecayed,
-            compiled=cfg.compile,
-            rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
-            apart=cfg.train.memory == "low",
-        )
-        low = cfg.train.memory == "low"
-        self.descent = (PassingDescent if low else Descent)(cfg, runtime, weights, self.optimizer)
-        require_tied(weights.model)
-        self.probe, self.probed = Probe(cfg, runtime, weights), {}  # and what it has found, by the step that followed
+        self.probe, self.probed = (
+            Probe(cfg, runtime, self.weights),
+            {},
+        )  # and what it has found, by the step that followed
         self.profiler = Profiler(cfg, runtime, console)
-        self.micro_batch = cfg.micro_batch(runtime.world_size)
         self.step = self.tokens = self.real_tokens = 0
         self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
         self.streams: dict[str, list[int]] = {}  # and the position before them
@@ -80,31 +74,8 @@ class Trainer:
         self.owed: dict | None = None  # the record of the last step, where its evaluation had to wait
         self.pending, self.throughput = Pending(runtime.device), Throughput()
         self.peak = peak_flops(runtime.device, cfg.precision.name)
-        vocab_size = weights.model.lm_head.out_features
-        self.flops_per_token = flops_per_token(cfg, vocab_size, self.micro_batch) if self.peak else None
-
-    # ------------------------------------------------------------------------------------------------
-    # One step
-
-    def update(self, batch: Batch, lr: float) -> Tensor:
-        """One optimizer update from one global batch. With adamw and adamw_8bit the host never waits
-        for the device; with others once, for whether to mask.
-
-        An update whose loss or gradient is not finite changes nothing; for train.memory=low see ``PassingDescent``.
-        Where ``train.on_nonfinite`` is "stop", or a rank has failed, neither does any after it. Returns device metrics:
-        mean loss, gradient norm before clipping, whether the update was masked, whether all from here on are, real
-        tokens, and how many ranks were asked to stop.
-        """
-        to_device = self.runtime.to_device
-        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
-        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, self.failure is not None]))
-        counts[0] = (inputs[1] != IGNORE).sum()
-        count, real_tokens, stop, failed = self.runtime.sum(counts)
-
-        micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
-        loss, norm, masked = self.descent.take(micro, count, self.step, lr, failed)
-        metrics = loss, norm, masked, self.descent.halted, real_tokens, stop
-        return torch.stack([metric.double() for metric in metrics])  # which holds any number of tokens
+        vocab_size = self.weights.model.lm_head.out_features
+        self.flops_per_token = flops_per_token(cfg, vocab_size, descent.micro_batch) if self.peak else None
 
     # ------------------------------------------------------------------------------------------------
     # The loop
@@ -113,10 +84,12 @@ class Trainer:
         """Run to the last step; raises ``Stopped`` after saving where the run was asked to stop before it."""
         steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
         if self.owed is not None:
-            self.report([self.owed | self.evaluate()])
+            if (found := self.evaluate(interruptible=True)) is None:
+                raise Stopped(f"stopped after step {self.step} of {steps} (asked to stop); saved. {CONTINUES}")
+            self.report([self.owed | found])
             self.owed = None
         if self.step < steps:
-            self.descent.rehearse(self.micro_batch)
+            self.descent.rehearse()
         while self.step < steps:
             if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
                 why = f"train.stop_after={stop_after}"
@@ -124,7 +97,7 @@ class Trainer:
             batch = self.next_batch(loader)
             if self.probe.is_due(self.step):
                 self.look_at_gradients(batch)
-            values = self.update(batch, self.lr(self.step))
+            values = self.descent.update(batch, self.step, self.lr(self.step), failed=self.failure is not None)
             self.step += 1
             self.runtime.stepped(self.step)
             self.batches[self.step] = batch
@@ -146,27 +119,45 @@ class Trainer:
             if self.broken:
                 self.report(records)
                 self.give_up(*self.broken)
-            if evaluate and self.stopping and not (last or merge or self.cfg.checkpoint.keep_best):
-                self.owed = records.pop()  # the time that is left is for the checkpoint; the next start evaluates
-            elif evaluate:
-                with self.throughput.paused():
-                    records[-1] |= self.evaluate()
-                save = save or (self.cfg.checkpoint.keep_best and records[-1]["eval/loss"] < self.best)
-                self.best = min(self.best, records[-1]["eval/loss"])
+            if evaluate:
+                save = self.add_evaluation(records, at_once=last or merge or self.cfg.checkpoint.keep_best) or save
             self.report(records)
             if merge:
-                with self.throughput.paused():
+                with self.aside():
                     merging.merge(self.cfg, self.weights, self.optimizer, self.step)
             if save:
-                with self.throughput.paused():
+                with self.aside():
                     evaluation = records[-1].get("eval/loss") if records else None
-                    self.checkpoint(evaluation, wait=last or self.stopping or self.step == stop_after)
+                    leaving = last or self.stopping or self.step == stop_after
+                    self.save_or_wait(evaluation) if leaving else self.checkpoint(evaluation, wait=False)
             if self.stopping and not last:
                 where = f"stopped after step {self.step} of {steps}"
-                raise Stopped(f"{where} (asked to stop); saved. The same command continues")
+                raise Stopped(f"{where} (asked to stop); saved. {CONTINUES}")
         failures = list(filter(None, self.runtime.gather(self.failure)))
         if failures:  # of the last step; the updates before it would have ended the run
             raise failures[0]
+
+    def add_evaluation(self, records: list[dict], at_once: bool) -> bool:
+        """Evaluate what the last of ``records`` is of; returns whether that is to be saved for it.
+
+        Unless it must be ``at_once``, a request to stop goes before it: the record is then owed by the next start.
+        """
+        found = None
+        if at_once or not self.stopping:
+            with self.aside():
+                found = self.evaluate(interruptible=not at_once)
+        if found is None:
+            self.stopping, self.owed = True, records.pop()
+            return True
+        records[-1] |= found
+        best, self.best = self.best, min(self.best, found["eval/loss"])
+        return self.cfg.checkpoint.keep_best and self.best < best
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done in here is no part of a step, to the throughput and to a profile."""
+        with self.throughput.paused(), record_function(ASIDE):
+            yield
 
     @part("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
@@ -175,12 +166,22 @@ class Trainer:
             if self.saver.error is not None:
                 self.saver.wait()
             if self.failure is None:
-                return loader.take(lambda: self.runtime.stop_requested)
+                return self.take(loader)
         except UserError as error:
             self.failure = error
         rows = self.cfg.train.global_batch // self.runtime.world_size
         tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
         return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
+
+    def take(self, loader: TrainLoader) -> Batch:
+        """A batch of the loader; a UserError whatever kept it away, for what is trained so far is sound."""
+        try:
+            return loader.take(lambda: self.runtime.stop_requested, self.runtime.patience)
+        except UserError:
+            raise
+        except Exception as error:  # of a library, or the system
+            traceback.print_exc()
+            raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
     def lr(self, update: int) -> float:
         return rate(self.cfg, update)
@@ -201,7 +202,7 @@ class Trainer:
             self.tokens += positions
             self.real_tokens += int(real_tokens)
             self.stopping = self.stopping or stop > 0
-            rate = self.throughput.step(positions)
+            speed = self.throughput.step(positions)
             records.append(
                 {
                     "step": step,
@@ -212,9 +213,9 @@ class Trainer:
                     "train/skipped": self.skipped,
                     "train/tokens": self.tokens,
                     "train/real_tokens": self.real_tokens,
-                    "perf/tokens_per_second": rate,
-                    "perf/mfu": self.mfu(rate),
-                    "perf/max_memory_gb": self.peak_memory(),
+                    "perf/tokens_per_second": speed,
+                    "perf/mfu": self.mfu(speed),
+                    "perf/max_memory_gb": self.runtime.peak_memory() / 1e9,
                     "time": time.time(),
                 }
                 | self.probed.pop(step, {})
@@ -224,7 +225,7 @@ class Trainer:
     def look_at_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``."""
         self.runtime.synchronize()  # the steps before this one count as theirs
-        with self.throughput.paused():
+        with self.aside():
             self.probed[self.step + 1] = self.probe(batch)
 
     def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
@@ -234,9 +235,9 @@ class Trainer:
             self.saver.wait()
         except UserError as error:
             self.failure = self.failure or error
-        partly = self.took_part(loss, norm)
+        partly = self.was_partly_applied(loss, norm)
         if self.step > self.saver.saved and not partly:
-            self.checkpoint(None, wait=True)
+            self.save_or_wait(None)
         before = f"The {self.step:,} steps before it are saved" if self.step else "Nothing was trained"
         applied = "The update was not applied"
         if partly:
@@ -248,7 +249,8 @@ class Trainer:
             raise Stopped(f"stopped after step {self.step} of {self.cfg.train.steps} ({failures[0][1]}); saved")
         if failures:
             reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
-            kind = Diverged if any(isinstance(error, Diverged) for _, error in failures) else UserError
+            kinds = [type(error) for _, error in failures]
+            kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise kind(f"step {step} was not taken. {before}. {reasons}")
         raise Diverged(
             f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. {applied}. {before}. "
@@ -256,7 +258,19 @@ class Trainer:
             "out with train.on_nonfinite=skip"
         )
 
-    def took_part(self, loss: float, norm: float) -> bool:
+    def save_or_wait(self, evaluation: float | None) -> None:
+        """Save what nothing else will; a disk that is full or away is given some minutes for it."""
+        for left in reversed(range(TRIES)):
+            try:
+                return self.checkpoint(evaluation, wait=True)
+            except NotSaved as error:
+                if not left or any(self.runtime.gather(self.runtime.stop_requested)):
+                    raise
+                self.console.say(f"warning: {error}. It is tried for another {left * PAUSE:.0f} s")
+                with self.runtime.patient():
+                    time.sleep(PAUSE)
+
+    def was_partly_applied(self, loss: float, norm: float) -> bool:
         """Whether an update was applied up to a gradient that is not finite."""
         return self.cfg.train.memory == "low" and math.isfinite(loss) and not math.isfinite(norm)
 
@@ -273,7 +287,7 @@ class Trainer:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
             self.last_skipped = step
             numbers = f"loss {loss:g}, gradient norm {norm:g}"
-            where = " from the first such gradient on" if self.took_part(loss, norm) else ""
+            where = " from the first such gradient on" if self.was_partly_applied(loss, norm) else ""
             self.console.say(f"warning: step {step}: {numbers}: the update was left out{where}; {kept}")
             self.failure = self.failure or self.too_many_skipped()
 
@@ -299,15 +313,9 @@ class Trainer:
             return None
         return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
 
-    def peak_memory(self) -> float:
-        """Peak of this rank in GB (1e9 bytes): of the GPU's allocator, or of the process on a CPU."""
-        if self.runtime.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.runtime.device) / 1e9
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, interruptible: bool) -> dict[str, float] | None:
         with self.weights.published():
-            return self.evaluator(self.weights.model)
+            return self.evaluator(self.weights.model, interruptible)
 
     # ------------------------------------------------------------------------------------------------
     # State

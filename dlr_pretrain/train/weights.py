@@ -41,16 +41,19 @@ def place(cfg: Config, model: Llama) -> Weights:
         from dlr_pretrain.train.sharded import ShardedWeights  # its imports take half a second
 
         return ShardedWeights(model, cfg.precision.name, cfg.train.accumulate)
-    return Weights(model, cfg.precision.name)
+    return Weights(model, cfg.precision.name, cfg.train.accumulate)
 
 
 class Weights:
-    """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision."""
+    """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision.
+
+    ``accumulate`` is what sums gradients: see ``Gradients``.
+    """
 
     sharded = False  # whether a rank holds only some rows of the parameters
 
-    def __init__(self, model: nn.Module, precision: str):
-        self.model = model
+    def __init__(self, model: nn.Module, precision: str, accumulate: str = "native"):
+        self.model, self.accumulate = model, accumulate
         self.masters: dict[str, Tensor] | None = None
         if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
             self.masters = _copies(dict(model.named_parameters()))
@@ -60,9 +63,9 @@ class Weights:
         self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
         self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
 
-    def gradients(self, accumulate: str, world_size: int) -> Gradients:
+    def gradients(self, world_size: int) -> Gradients:
         """What takes backward passes through the model."""
-        return Gradients(self, accumulate, world_size)
+        return Gradients(self, self.accumulate, world_size)
 
     def compile_(self, train: Train, world_size: int) -> None:
         """Compile the model in place: up to 350m as one graph on one GPU, and block by block elsewhere.

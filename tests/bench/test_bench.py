@@ -160,7 +160,7 @@ def ours(scale):
 
 def build(scale, device, dtype, batch, T, compile, layers=None, scaled=1.0):
     built = Ours({words!r} + ["dlr=off", "seed=7"])
-    built.tensors = lambda: {{n: p.detach().clone() for n, p in built.arm.trainer.weights.state.items()}}
+    built.tensors = lambda: {{n: p.detach().clone() for n, p in built.arm.updates.weights.state.items()}}
     step = built.step
     built.step = lambda ids: scaled * step(ids)
     return built
@@ -168,6 +168,15 @@ def build(scale, device, dtype, batch, T, compile, layers=None, scaled=1.0):
 def build_wrong(*shape, **options):
     return build(*shape, **options, scaled=1.0001)
 """
+
+
+def test_a_peer_in_bf16_is_followed_with_its_own_clipping(command, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    words = [*(word for word in WORDS if not word.startswith("precision=")), "precision=bf16"]
+    (tmp_path / "peer.py").write_text(ADAPTER.format(words=words))
+    given = ("compare", *words, "dlr=on", "--rounds", "2", "--warmup", "0", "--json", str(tmp_path / "found.json"))
+    assert command(*given, "--peer", f"{tmp_path}/peer.py") == 0
+    assert json.loads((tmp_path / "found.json").read_text())["arms"][2]["parity"]["passes"]
 
 
 def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(command, tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Some steps of the trainer on this rank, without data room and run directory, and all that they leave."""
+"""Some updates on this rank, without data room and run directory, and all that they leave."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.models import build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
+from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
-from dlr_pretrain.train.benchmark import NoSaver
-from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.descent import Descent, descent
 from dlr_pretrain.train.runtime import Runtime
-from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.weights import place
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
@@ -44,13 +43,13 @@ def config(*words: str) -> Config:
     return load([*(word for name, word in default.items() if name not in given), *words], 2)
 
 
-def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Trainer:
-    """A trainer of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
+def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Descent:
+    """The updates of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
     built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
     weights = place(cfg, build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name]))
     if cfg.compile:
         weights.model.compile_()
-    return Trainer(cfg, runtime, weights, lambda _: {}, Console(cfg, False), lambda _: None, NoSaver(), None)
+    return descent(cfg, runtime, weights)
 
 
 def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
@@ -61,21 +60,21 @@ def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
     return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
 
 
-def trained(trainer: Trainer, steps: list[Batch]) -> Outcome:
+def trained(updates: Descent, steps: list[Batch]) -> Outcome:
     losses, norms = [], []
-    for step, batch in enumerate(steps, 1):
-        loss, norm, *_ = trainer.update(batch, trainer.lr(step - 1)).tolist()
+    for index, batch in enumerate(steps):
+        loss, norm, *_ = updates.update(batch, index, rate(updates.cfg, index)).tolist()
         losses.append(loss), norms.append(norm)
-        if merging.is_due(trainer.cfg, step):
-            merging.merge(trainer.cfg, trainer.weights, trainer.optimizer, step)
-    state = {name: shards.gathered(value) for name, value in trainer.weights.state.items()}
-    return Outcome(losses, norms, state, moments(trainer), trainer.weights.folded(keep=True))
+        if merging.is_due(updates.cfg, index + 1):
+            merging.merge(updates.cfg, updates.weights, updates.optimizer, index + 1)
+    state = {name: shards.gathered(value) for name, value in updates.weights.state.items()}
+    return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
 
 
-def moments(trainer: Trainer) -> dict[str, Tensor]:
+def moments(updates: Descent) -> dict[str, Tensor]:
     """The optimizer's state, whole, what is quantised by value."""
-    parameters, found = trainer.optimizer.parameters, {}
-    for name, entry, value in trainer.optimizer._entries():
+    parameters, found = updates.optimizer.parameters, {}
+    for name, entry, value in updates.optimizer._entries():
         value = quantized.values(value)
         whole = shards.gathered(shards.like(parameters[name], value)) if value.dim() else value
         found[f"{name}/{entry}"] = whole

@@ -34,19 +34,19 @@ def test_each_of_two_ranks_holds_half():
         for parallel in ("fsdp", "ddp"):
             before = alive()
             cfg = config(*WIDE, f"parallel={parallel}", "precision=bf16_mixed")
-            trainer, batches = made(cfg, runtime), own_batches(cfg, runtime)
+            updates, batches = made(cfg, runtime), own_batches(cfg, runtime)
             for step in range(3):
-                trainer.update(batches[step], 1e-3)
-            with torch.no_grad(), trainer.weights.published():
-                trainer.weights.model(*inputs_and_targets(batches[0].tokens, batches[0].lengths))
+                updates.update(batches[step], step, 1e-3)
+            with torch.no_grad(), updates.weights.published():
+                updates.weights.model(*inputs_and_targets(batches[0].tokens, batches[0].lengths))
             if parallel == "fsdp":
-                trainer.weights.folded(keep=False)
-                entries = sum(p.numel() for p in trainer.weights.model.parameters())
-                own = sum(shards.here(p).numel() for p in trainer.weights.model.parameters())
+                updates.weights.folded(keep=False)
+                entries = sum(p.numel() for p in updates.weights.model.parameters())
+                own = sum(shards.here(p).numel() for p in updates.weights.model.parameters())
                 assert own <= 0.51 * entries
             batches.clear()
             held[parallel] = alive() - before
-            del trainer
+            del updates
         assert held["fsdp"] <= 1.05 * 12 * entries / 2  # an fp32 master and two moments
         assert held["ddp"] >= 14 * entries  # and bf16 weights
 
@@ -65,26 +65,26 @@ def test_a_plan_counts_what_rank_0_holds(words):
 
     def act(runtime):
         cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
-        trainer = made(cfg, runtime)
+        updates = made(cfg, runtime)
         held = {}
-        clear = trainer.descent.gradients.clear
+        clear = updates.gradients.clear
 
         def counted():
-            totals = [total.sum for total in trainer.descent.gradients.totals]
-            own = [shards.here(p.grad) for p in trainer.weights.optimized.values()]
+            totals = [total.sum for total in updates.gradients.totals]
+            own = [shards.here(p.grad) for p in updates.weights.optimized.values()]
             held["gradients"] = sum(tensor.nbytes for tensor in own)
             held["totals"] = sum(tensor.nbytes for tensor in totals)
             clear()
 
-        trainer.descent.gradients.clear = counted
-        trainer.update(own_batches(cfg, runtime)[0], 1e-3)
+        updates.gradients.clear = counted
+        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
         if runtime.rank == 0:
             planned = memory(cfg, VOCAB, 2)
-            indices = (r for m in trainer.weights.model.modules() if (r := getattr(m, "residual", None)))
+            indices = (r for m in updates.weights.model.modules() if (r := getattr(m, "residual", None)))
             others = sum(r.rows.nbytes + r.columns.nbytes for r in indices)
-            assert planned.weights == sum(shards.here(t).nbytes for t in trainer.weights.state.values()) + others
+            assert planned.weights == sum(shards.here(t).nbytes for t in updates.weights.state.values()) + others
             assert planned.optimizer_state == sum(
-                shards.here(t).nbytes for t in trainer.optimizer.state_tensors().values()
+                shards.here(t).nbytes for t in updates.optimizer.state_tensors().values()
             )
             assert planned.gradients == held["gradients"] + held["totals"]
 

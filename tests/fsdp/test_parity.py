@@ -97,9 +97,9 @@ def test_one_rank_without_torchrun_is_sharded_too():
     def act():
         cfg = config("backbone=cola", "dlr=on", "precision=bf16_mixed", "parallel=fsdp")
         with Runtime(cfg) as runtime:
-            trainer, plain = made(cfg, runtime), made(config("backbone=cola", "dlr=on"), runtime)
-            assert all(map(shards.is_sharded, trainer.weights.optimized.values()))
-            sharded, whole = (trained(of, own_batches(cfg, runtime)).losses for of in (trainer, plain))
+            updates, plain = made(cfg, runtime), made(config("backbone=cola", "dlr=on"), runtime)
+            assert all(map(shards.is_sharded, updates.weights.optimized.values()))
+            sharded, whole = (trained(of, own_batches(cfg, runtime)).losses for of in (updates, plain))
             assert sharded == pytest.approx(whole, rel=2e-3)
         assert not dist.is_initialized()
 
@@ -129,21 +129,21 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
     def act(runtime):
         words = ("backbone=cola", "precision=bf16", "train.micro_batch=1", f"train.accumulate={accumulate}")
         cfg = config(*words, "parallel=fsdp")
-        trainer = made(cfg, runtime)
+        updates = made(cfg, runtime)
         plain = build(cfg, VOCAB, runtime.device, STATE_DTYPE["bf16"])
         batch = own_batches(cfg, runtime)[0]
         inputs = [part.split(1) for part in inputs_and_targets(batch.tokens, batch.lengths)]
         count = torch.tensor(8 * cfg.train.seq_len)
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in plain.named_parameters()}
         for i, some in enumerate(zip(*inputs, strict=True), 1):
-            trainer.descent.gradients.add(some, count, last=i == 4)
+            updates.gradients.add(some, count, last=i == 4)
             plain.zero_grad()
             (plain(*some) / count).backward()
             for name, p in plain.named_parameters():
                 sums[name] += p.grad
-        trainer.descent.gradients.collect()
+        updates.gradients.collect()
         wrong = total = 0
-        for name, p in trainer.weights.model.named_parameters():
+        for name, p in updates.weights.model.named_parameters():
             dist.all_reduce(sums[name])
             got, expected = shards.gathered(p.grad), sums[name].bfloat16()
             torch.testing.assert_close(got, expected, rtol=0.1, atol=1e-3, msg=name)
@@ -156,15 +156,15 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
 def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
     def act(runtime):
         cfg = config("backbone=cola", "dlr=on", "parallel=fsdp", "train.on_nonfinite=skip")
-        trainer = made(cfg, runtime)
+        updates = made(cfg, runtime)
         first, second, third, *_ = own_batches(cfg, runtime)
-        trainer.update(first, 1e-3)
+        updates.update(first, 0, 1e-3)
 
         def state():
-            tensors = trainer.weights.state | trainer.optimizer.state_tensors()
+            tensors = updates.weights.state | updates.optimizer.state_tensors()
             return {name: shards.gathered(value).clone() for name, value in tensors.items()}
 
-        before, collect = state(), trainer.descent.gradients.collect
+        before, collect = state(), updates.gradients.collect
 
         def poisoned():
             gradients = collect()
@@ -172,12 +172,12 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
                 gradients[3].view(-1)[0] = torch.inf
             return gradients
 
-        trainer.descent.gradients.collect = poisoned
-        loss, norm, masked, *_ = trainer.update(second, 1e-3).tolist()
+        updates.gradients.collect = poisoned
+        loss, norm, masked, *_ = updates.update(second, 1, 1e-3).tolist()
         assert masked == 1 and not torch.isfinite(torch.tensor(norm)) and loss == pytest.approx(3.7, abs=0.3)
         assert_bits(state(), before)
-        trainer.descent.gradients.collect = collect
-        assert trainer.update(third, 1e-3).tolist()[2] == 0
+        updates.gradients.collect = collect
+        assert updates.update(third, 2, 1e-3).tolist()[2] == 0
         assert not torch.equal(state()["lm_head.weight"], before["lm_head.weight"])
 
     on_two_ranks(act)

@@ -44,16 +44,16 @@ def test_blocks_that_no_rank_cuts_are_those_of_replicas():
 def test_all_ranks_quantise_the_same_moments(width):
     def act(runtime):
         cfg = config(*WORDS, width, "parallel=fsdp")
-        trainer = made(cfg, runtime)
-        trainer.optimizer.load_state_tensors({}, {})  # as a fork from another optimizer does
-        trainer.update(own_batches(cfg, runtime)[0], 1e-3)
+        updates = made(cfg, runtime)
+        updates.optimizer.load_state_tensors({}, {})  # as a fork from another optimizer does
+        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
         plain = PLAIN + (("mlp",) if width == CUT else ())  # 64 rows of 190 values are as many
-        for name, p in trainer.optimizer.parameters.items():
-            state = trainer.optimizer.part_of[name].state[shards.here(p)]
+        for name, p in updates.optimizer.parameters.items():
+            state = updates.optimizer.part_of[name].state[shards.here(p)]
             quantised = not any(part in name for part in plain)
             assert quantized.is_quantized(state["exp_avg"]) == quantised, name
             assert state["exp_avg"].shape == shards.here(p).shape
-        layout = trainer.optimizer.state_layout()
+        layout = updates.optimizer.state_layout()
         assert runtime.gather(layout) == [layout, layout] and len(layout) == 2 * (4 if width == CUT else 7)
 
     on_two_ranks(act)
@@ -68,8 +68,8 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
     def act(runtime):
         cfg = config(*WORDS, width, f"parallel={parallel}")
         first = made(cfg, runtime)
-        for batch in own_batches(cfg, runtime)[:2]:
-            first.update(batch, 1e-3)
+        for index, batch in enumerate(own_batches(cfg, runtime)[:2]):
+            first.update(batch, index, 1e-3)
         values = moments(first)
         second, third = (made(config(*WORDS, width, f"parallel={p}"), runtime) for p in (other, parallel))
         for a, b in ((first, second), (second, third)):
@@ -78,7 +78,7 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
             assert_bits(moments(b), values)
         if width == ALIGNED and parallel == "fsdp":
             assert third.optimizer.state_layout() == first.optimizer.state_layout()
-        second.update(own_batches(cfg, runtime)[2], 1e-3)  # in whatever form the state now is
+        second.update(own_batches(cfg, runtime)[2], 2, 1e-3)  # in whatever form the state now is
 
     on_two_ranks(act)
 
@@ -86,10 +86,10 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
 def test_bytes_of_the_state_are_counted_as_they_are():
     def act(runtime):
         cfg = config(*WORDS, CUT, "parallel=fsdp")
-        trainer = made(cfg, runtime)
-        trainer.update(own_batches(cfg, runtime)[0], 1e-3)
-        held = sum(shards.here(t).nbytes for t in trainer.optimizer.state_tensors().values())
-        parameters = {name: shards.here(p) for name, p in trainer.optimizer.parameters.items()}
+        updates = made(cfg, runtime)
+        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
+        held = sum(shards.here(t).nbytes for t in updates.optimizer.state_tensors().values())
+        parameters = {name: shards.here(p) for name, p in updates.optimizer.parameters.items()}
         rows = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
         assert state_bytes(cfg.optimizer, rows) == held
 

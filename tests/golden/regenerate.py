@@ -63,7 +63,7 @@ def curve(*overrides: str) -> list[float]:
     with Runtime(cfg) as runtime:
         trainer = bare_trainer(cfg, runtime, VOCAB, records.append)
         steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
-        trainer.train(SimpleNamespace(take=lambda stop: next(steps)))
+        trainer.train(SimpleNamespace(take=lambda *_: next(steps)))
     return [record["train/loss"] for record in records]
 
 

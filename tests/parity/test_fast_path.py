@@ -36,7 +36,7 @@ def batches():
 def fast(cfg: Config, start: dict[str, Tensor], prepare: Callable[[Llama], object] = lambda model: None) -> list[float]:
     weights = Weights(loaded(build(cfg, VOCAB, CPU), start).to(STATE_DTYPE[cfg.precision.name]), cfg.precision.name)
     optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
-    gradients = weights.gradients("native", 1)
+    gradients = weights.gradients(1)
     prepare(weights.model)
     losses = []
     for inputs in batches():

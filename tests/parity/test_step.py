@@ -15,7 +15,6 @@ from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.gradients import global_norm, norms
-from dlr_pretrain.train.trainer import Trainer
 from tests.conftest import ROOT, forked, saved, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -113,15 +112,15 @@ def test_a_step_that_is_not_finite_is_masked_named_and_leaves_the_steps_before_i
 @pytest.mark.slow
 def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     """As where equal gradients give unequal singular vectors on unequal GPUs."""
-    update = Trainer.update
+    update = Descent.update
 
-    def drifting(self, batch, lr):
-        values = update(self, batch, lr)
-        if self.runtime.rank == 1 and self.step == 6:
+    def drifting(self, batch, index, lr, failed):
+        values = update(self, batch, index, lr, failed)
+        if self.runtime.rank == 1 and index == 6:
             self.weights.model.model.norm.weight.data[3] += 1e-6
         return values
 
-    monkeypatch.setattr(Trainer, "update", drifting)
+    monkeypatch.setattr(Descent, "update", drifting)
     with pytest.raises(AssertionError, match=r"step 10: the ranks hold different weights, 1 of them from model.norm"):
         forked(words(f"run.dir={tmp_path}/run", "train.lr=1e-12", "train.warmup_steps=0", "train.clip=null"), ranks=2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]

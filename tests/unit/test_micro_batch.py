@@ -31,7 +31,7 @@ def test_sizes_are_tried_up_and_down_from_the_estimate(limit, start):
 def room_for(rows: int, cfg, ranks: int, monkeypatch) -> None:
     """Let the machine have just the memory that ``rows`` sequences are estimated to take on each rank."""
     size = memory(with_micro_batch(cfg, rows), 120, ranks).total
-    monkeypatch.setattr(micro_batch, "available", lambda: int(size * ranks / micro_batch.CPU_SHARE) + 1000)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: int(size * ranks / micro_batch.CPU_SHARE) + 1000)
 
 
 def recorded(folder) -> dict:
@@ -86,7 +86,7 @@ def test_ranks_take_the_smallest_answer(words, tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_at_all_is_said_before_the_model_is_made(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(micro_batch, "available", lambda: 1000)
+    monkeypatch.setattr(micro_batch, "available_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"micro_batch=auto: not one sequence of train.seq_len=32 fits in 0.0 GB. Use"):
         train(tmp_path / "run", "train.micro_batch=auto")
 

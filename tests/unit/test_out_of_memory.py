@@ -12,8 +12,8 @@ from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.room import ways_to_save
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.out_of_memory import dump, explained
-from dlr_pretrain.train.trainer import Trainer
 
 ERROR = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free."
@@ -26,13 +26,13 @@ def without_machine(*words: str, ranks: int = 1):
 
 
 def test_the_run_ends_with_overrides_to_try(train, tmp_path, monkeypatch):
-    def fails(self, batch, lr):
-        if self.step == 3:
+    def fails(self, batch, index, lr, failed):
+        if index == 3:
             raise torch.OutOfMemoryError(ERROR)
-        return update(self, batch, lr)
+        return update(self, batch, index, lr, failed)
 
-    update = Trainer.update
-    monkeypatch.setattr(Trainer, "update", fails)
+    update = Descent.update
+    monkeypatch.setattr(Descent, "update", fails)
     with pytest.raises(UserError) as caught:
         train(tmp_path / "run", "backbone=cola", "dlr=on")
     text = str(caught.value)
@@ -41,7 +41,7 @@ def test_the_run_ends_with_overrides_to_try(train, tmp_path, monkeypatch):
     assert re.search(r"^  train\.micro_batch=1 +0\.00 GB$", text, re.MULTILINE)
     assert "  train.micro_batch=1 train.activation_checkpointing=latent " in text
     assert "goes on from the last checkpoint" in text
-    monkeypatch.setattr(Trainer, "update", update)
+    monkeypatch.setattr(Descent, "update", update)
     assert (train(tmp_path / "run", "backbone=cola", "dlr=on", "train.micro_batch=1") / "folded").exists()
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.analysis.trace import PARTS, read_trace, tables
+from dlr_pretrain.analysis.trace import ASIDE, PARTS, read_trace, tables
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.errors import Stopped
+from dlr_pretrain.train.evaluate import Evaluator
 from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -41,6 +43,16 @@ def test_training_is_the_same_and_its_parts_add_up(train, tmp_path, capsys):
     assert all(re.search(rf"^\| {name} \| [\d.,]+ \| [\d.]+% \|$", text, re.MULTILINE) for name in (*PARTS, "other"))
     assert "| `aten::mm` |" in text or "| `aten::bmm` |" in text
     assert "profile.md, and traces" in capsys.readouterr().out
+
+
+def test_an_evaluation_between_traced_steps_is_no_part_of_them(train, tmp_path, monkeypatch):
+    call = Evaluator.__call__
+    monkeypatch.setattr(Evaluator, "__call__", lambda *given: time.sleep(3) or call(*given))
+    run = train(tmp_path / "run", "backbone=cola", "train.steps=8", "eval.every=3", "checkpoint.every=100", *PROFILE)
+    events = read_trace(run / "profile" / "trace_rank0.json.gz")
+    assert max(event["dur"] for event in events if event["name"] == ASIDE) > 3e6
+    found = tables(events)
+    assert found.steps == 3 and found.wall < 1000 and sum(found.host.values()) == pytest.approx(found.wall)
 
 
 @pytest.mark.slow
