@@ -32,10 +32,22 @@ class RankLost(UserError):
     exit_code = EXIT_LOST
 
 
+class Stalled(UserError):
+    """What a run reads from does not answer. It has saved its state."""
+
+    exit_code = EXIT_LOST
+
+
 class Stopped(UserError):
     """The run was asked to stop before its last step, and has saved its state."""
 
     exit_code = EXIT_STOPPED
+
+
+def first_line(error: BaseException | str) -> str:
+    """The first line that an error says, without a full stop; its type where it says nothing."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return said.rstrip(".") or type(error).__name__
 
 
 def command(act: Callable[[], int | None]) -> int:

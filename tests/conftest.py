@@ -38,6 +38,13 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """A run that cannot save does not try for minutes, unless a test asks for it."""
+    monkeypatch.setattr("dlr_pretrain.train.trainer.TRIES", 2)
+    monkeypatch.setattr("dlr_pretrain.train.trainer.PAUSE", 0.1)
+
+
+@pytest.fixture(autouse=True)
 def signals():
     """A handler that a test leaves behind is one of all tests after it: without Python's of SIGPIPE, a closed socket
     ends pytest without a word."""

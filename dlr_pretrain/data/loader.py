@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import Tokenizer
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Stalled, Stopped, UserError
 
 STARTING_THREADS = 16  # in which streams read their first rows
 BATCHES_AHEAD = 8  # hides the moments in which a stream reads its next block
@@ -81,12 +82,15 @@ class TrainLoader:
     def __next__(self) -> Batch:
         return self.take(lambda: False)
 
-    def take(self, stop: Callable[[], bool]) -> Batch:
-        """The next batch; ``Stopped`` where ``stop()`` is true while none is there. A later call may bring it."""
+    def take(self, stop: Callable[[], bool], patience: float | None = None) -> Batch:
+        """The next batch; ``Stopped`` where ``stop()`` is true while none is there, ``Stalled`` where none has come for
+        ``patience`` seconds. A later call may bring it.
+        """
         if self._error is not None:
             raise self._error
         if self._closed.is_set():
             raise StopIteration
+        since = time.monotonic()
         while True:
             try:
                 item = self._queue.get(timeout=POLL_SECONDS)
@@ -94,6 +98,9 @@ class TrainLoader:
             except queue.Empty:
                 if stop():
                     raise Stopped("asked to stop while waiting for data") from None
+                if patience is not None and time.monotonic() - since > patience:
+                    rule = f"no training data have come for {patience:.0f} s: their disk, or the hub, does not answer"
+                    raise Stalled(f"{rule}. The same command goes on when it does") from None
         if isinstance(item, Exception):
             self._error = item
             raise item

@@ -27,7 +27,7 @@ def main(folder: str, question: str, answer: str) -> None:
     try:
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
+    except Exception:  # of what it imports in turn, too, such as a torchvision of another torch
         sys.exit(CANNOT_IMPORT)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         sys.exit(CANNOT_IMPORT)

@@ -7,6 +7,7 @@ without importing transformers into the training process or leaving a copy in it
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def agreement(
     kept = folded if merged else weights
     difference = verify(folder, plain_logits(cfg, rows, kept, device), ids, torch.float32, bound)
     if difference is None:
-        return "not verified: transformers 4.57 or newer is not installed"
+        return "not verified: transformers 4.57 or newer cannot be imported here, or was killed for its memory"
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 
 
@@ -89,9 +90,9 @@ def verify(
     dtype unless given.
 
     Returns the largest difference in units of the logits' standard deviation, or None where transformers 4.57 or newer
-    cannot be imported: then nothing is known. Raises UserError beyond the bound, or where the folder does not load
-    strictly or its tokenizer is not sentencepiece's, and Stopped where a request to stop, which a scheduler sends to
-    every process of a job, has ended the reader.
+    cannot be imported or its process was killed: then nothing is known. Raises UserError beyond the bound, or where the
+    folder does not load strictly or its tokenizer is not sentencepiece's, and Stopped where a request to stop, which a
+    scheduler sends to every process of a job, has ended the reader.
     """
     ours = reference(ids).detach().float().cpu()
     del reference  # a model in fp32, of which the reader is about to make another
@@ -131,7 +132,7 @@ def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, 
         errors="replace",
         start_new_session=True,  # an interrupt from the keyboard asks the run to stop, not its reader
     )
-    if done.returncode == CANNOT_IMPORT:
+    if done.returncode in (CANNOT_IMPORT, -signal.SIGKILL):  # the kernel's answer to a lack of memory
         return None
     if -done.returncode in stop_signals():
         raise Stopped(f"stopped before {folder} was verified (asked to stop). The same command continues")

@@ -105,13 +105,20 @@ def begin(root: Path, step: int) -> Path | None:
         return None
     if is_there(final):  # damaged, or left by a kill
         _delete(final)
-    for left in [*root.glob(".writing_*"), *directories(root)]:
+    for left in root.glob(".writing_*"):
+        _delete(left, ignore_errors=True)
+    for left in directories(root):
         with suppress(OSError):  # of a disk that does not answer: perhaps its marker is there
             if not is_there(left / MANIFEST):
                 _delete(left, ignore_errors=True)
-    aside = root / f".writing_{final.name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
-    aside.mkdir(parents=True)
-    return aside
+    return aside(root, final.name)
+
+
+def aside(root: Path, name: str) -> Path:
+    """An empty folder beside the checkpoints of ``root``; what is left of it counts for nothing."""
+    made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
+    made.mkdir(parents=True)
+    return made
 
 
 def write_part(
@@ -358,7 +365,9 @@ def _digest(manifest: dict) -> str:
 
 
 def _delete(directory: Path, ignore_errors: bool = False) -> None:
-    """Delete a checkpoint, its validity first."""
+    """Delete a checkpoint, its validity first; of one that was moved away, the link alone."""
+    if directory.is_symlink():
+        return directory.unlink()
     try:
         (directory / MANIFEST).unlink(missing_ok=True)
     except OSError:

@@ -15,6 +15,7 @@ from dlr_pretrain.train.runtime import Runtime
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
+BETWEEN_LOOKS = 16  # batches, between looks at whether to go on
 STRIPES = 16  # of the validation set, which its halves take by turns
 
 
@@ -25,10 +26,17 @@ class Evaluator:
         self.validation, self.micro_batch, self.runtime = validation, micro_batch, runtime
 
     @torch.no_grad()
-    def __call__(self, model: Llama) -> dict[str, float]:
+    def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float] | None:
         """``eval/loss`` (nats a target, weighted by target), those of both halves as ``eval/loss_a`` and ``_b`` (NaN of
-        one without a sequence), ``eval/perplexity``, and the GaLore convention's value."""
-        totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
+        one without a sequence), ``eval/perplexity``, and the GaLore convention's value.
+
+        None where it is ``interruptible`` and a rank was asked to stop meanwhile.
+        """
+        totals = []
+        for rows in halves(len(self.validation.tokens)):
+            if (total := self._summed(model, rows, interruptible)) is None:
+                return None
+            totals.append(total)
         summed, count = self.runtime.sum(torch.stack(totals)).unbind(1)
         a, b = (summed / count).tolist()
         loss = (summed.sum() / count.sum()).item()
@@ -40,7 +48,7 @@ class Evaluator:
             "eval/perplexity_galore": perplexity(galore_loss(loss, self.validation.real_tokens)),
         }
 
-    def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
+    def _summed(self, model: Llama, rows: np.ndarray, interruptible: bool) -> torch.Tensor | None:
         """The loss summed over this rank's share of some rows, and the number of its targets: fp64 [2]."""
         device, n, world_size = self.runtime.device, self.micro_batch, self.runtime.world_size
         own = rows[self.runtime.rank :: world_size]
@@ -48,10 +56,17 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # of all ranks alike: under fsdp each forward is a collective
         for start in range(0, share, n):
+            if interruptible and start // n % BETWEEN_LOOKS == BETWEEN_LOOKS - 1 and self._stopping():
+                return None
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(*some, self.validation.mask_documents)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
+
+    def _stopping(self) -> bool:
+        """Whether any rank was asked to stop; all ranks call."""
+        asked = torch.tensor(float(self.runtime.stop_requested), device=self.runtime.device)
+        return bool(self.runtime.sum(asked) > 0)
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import Tokenizer, ValidationSet
+from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.deploy.export import export
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
 from dlr_pretrain.deploy.verify import agreement
@@ -26,7 +26,6 @@ def finish(
     run_dir: Path,
     weights: Weights,
     folded: dict[str, Tensor],
-    tokenizer: Tokenizer,
     validation: ValidationSet,
 ) -> str:
     """Write ``<run>/folded`` from ``weights.folded()``, and the report; says what was folded and how it was checked.
@@ -51,7 +50,7 @@ def finish(
         checked = agreement(folder, cfg, own, tensors, folded, ids, cpu)
 
     record.pop("time", None)
-    export(run_dir / "folded", tensors, own, rows, tokenizer.path, record, check, trained=cfg)
+    export(run_dir / "folded", tensors, own, rows, run_dir / "spiece.model", record, check, trained=cfg)
     write_report(run_dir)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -29,34 +30,38 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, resumed_step: int, first_step: int = 1):
-        self.path, self.failure = path, None
+        self.path, self.unwritten, self.refusal = path, b"", ""
+        self._lock = threading.Lock()  # a thread saves while the training goes on
         kept = [line for line in sound_records(path) if line["step"] <= resumed_step]
         self.missing = missing_steps((line["step"] for line in kept), first_step, resumed_step)
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
-        line = _line(record).encode()
-        try:
-            written = self.file.write(line)
-        except OSError as error:
-            self.failure = UserError(f"{self.path} could not be written: {error}")
-        else:
-            if written != len(line):
-                self.failure = UserError(f"{self.path} could not be written: the disk is full")
-        if self.failure is not None:
-            raise self.failure
+        """Append a line. What the disk does not take now is offered to it again with the next one."""
+        self._offer(_line(record).encode())
+
+    def _offer(self, more: bytes = b"") -> None:
+        with self._lock:
+            self.unwritten += more
+            try:
+                while self.unwritten:
+                    self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+            except OSError as error:
+                self.refusal = f"{self.path} could not be written: {error}"
 
     def sync(self) -> None:
-        """Durable before the checkpoint that counts on it, which a lost line keeps from counting."""
-        if self.failure is not None:
-            raise self.failure
+        """Have the disk hold every line that a checkpoint is about to rely on; raises where it does not take one."""
+        self._offer()
+        if self.unwritten:
+            raise UserError(self.refusal)
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(self, *_) -> None:
+        self._offer()
         self.file.close()
 
 

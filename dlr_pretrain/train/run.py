@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config, flatten, to_dict
@@ -37,6 +39,7 @@ from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, duration, plural
+from dlr_pretrain.train.descent import descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import farewell, finish
 from dlr_pretrain.train.fork import adapt, best_after, fork
@@ -138,17 +141,16 @@ class Run:
         start = self.open_start() if snapshot is None else None
         self.runtime.use_device()
         if (self.runtime.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
-            self.console.say("warning: torch finds no GPU, so this trains on the CPU. device=cpu says that it is meant")
-        here = self.runtime.world_size, self.runtime.device, self.source.describe()
-        self.runtime.on_main(lambda: record_start(self.dir, *here))
+            self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
+        world, device, text = self.runtime.world_size, self.runtime.device, self.source.describe()
+        self.runtime.on_main(lambda: record_start(self.dir, world, device, text))
         self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
         with explained(self.cfg, self.runtime, self.vocab_size):
             weights = self.place(snapshot, start)
             self.train(weights, snapshot)
         self.runtime.finishing()
         tensors = weights.folded(keep=self.runtime.is_main)
-        inputs = weights, tensors, self.tokenizer, self.validation
-        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, *inputs))
+        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.validation))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.console.say(farewell(self.cfg, self.dir))
 
@@ -178,6 +180,7 @@ class Run:
         self.runtime.require_equal(fingerprints)
 
         def find() -> Path | None:
+            self.lock.require_held()  # two that began at once have both beaten by now
             recall(self.dir)
             take_over_regrown(self.dir, self.cfg, self.source, self.console.say)
             open_record(self.dir, self.cfg, fingerprints)
@@ -275,18 +278,20 @@ class Run:
         cfg, runtime = self.cfg, self.runtime
         forked = read_record(self.dir).get("forked")
         others = best_after(forked) if forked else 0
-        keep = Keep(cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, cfg.checkpoint.keep_best, others)
+        kept = cfg.checkpoint
+        keep = Keep(last=kept.keep_last, every=kept.keep_every, best=kept.keep_best, best_after=others)
         suspects = Suspects(cfg, self.dir, self.source, self.tokenizer, runtime.rank)
         evaluator = Evaluator(self.validation, cfg.micro_batch(runtime.world_size), runtime)
 
         def write(record: dict) -> None:
             if self.metrics is None:
                 return
-            try:
+            with suppress(OSError):  # of a disk that does not answer; ``permit`` asks again
                 self.lock.require_held(at_most=2 * HEARTBEAT)
-            except OSError as error:
-                raise UserError(f"{self.lock.path}: cannot be read ({error.strerror})") from error
+            complete = not self.metrics.unwritten
             self.metrics.write(record)
+            if complete and self.metrics.unwritten:
+                self.console.say(f"warning: {self.metrics.refusal}. It is tried again, until a checkpoint needs it")
 
         def permit() -> None:
             """On rank 0, before a checkpoint counts."""
@@ -302,9 +307,22 @@ class Run:
             step = snapshot.step if snapshot else 0
             about = {"identity": runtime.on_main(lambda: read_record(self.dir)["identity"])}
             root = self.dir / "checkpoints"
-            given = keep, permit, saved, about, step, self.passed_over
-            saver = opened.enter_context(Saver(root, runtime, *given))
-            trainer = Trainer(cfg, runtime, weights, evaluator, self.console, write, saver, suspects)
+            saver = Saver(
+                root,
+                runtime,
+                keep,
+                permit=permit,
+                done=saved,
+                about=about,
+                saved_step=step,
+                passed_over=self.passed_over,
+            )
+            opened.enter_context(saver)
+            with runtime.patient():
+                saver.rehearse()
+            runtime.on_main(lambda: self.warn_of_space(root))
+            updates = descent(cfg, runtime, weights)
+            trainer = Trainer(cfg, runtime, updates, evaluator, self.console, write, saver, suspects)
             opened.enter_context(trainer.profiler)
             if snapshot:
                 trainer.resume(snapshot)
@@ -312,6 +330,12 @@ class Run:
             loader = TrainLoader(cfg, self.source, self.tokenizer, runtime.rank, runtime.world_size, streams)
             opened.enter_context(closing(loader))
             trainer.train(loader)
+
+    def warn_of_space(self, root: Path) -> None:
+        free, size = shutil.disk_usage(root).free, disk(self.cfg, self.vocab_size)["checkpoint"]
+        if free < size:
+            sizes = f"{free / 1e9:.1f} GB are free on its disk, and a checkpoint takes {size / 1e9:.1f} GB"
+            self.console.say(f"warning: {root}: {sizes}. Make room before the first is due")
 
     def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
         """``metrics.jsonl``, and what shows it elsewhere; ``opened`` closes them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import socket
 import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -11,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Keep, Piece, Snapshot
@@ -21,6 +24,10 @@ T = TypeVar("T")
 # are sessions of their own, it works for a fifth of the time, as long as nobody waits for it.
 NICENESS = 19
 REST = 4
+
+
+class NotSaved(UserError):
+    """A disk has not taken a checkpoint; it may yet."""
 
 
 class Saver:
@@ -52,6 +59,16 @@ class Saver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._awaited = threading.Event()
+
+    def rehearse(self) -> None:
+        """Have every rank write a file where checkpoints will stand: what else would be found out hours later."""
+        runtime = self.runtime
+        aside = self._together(lambda: checkpoint.aside(self.root, "rehearsal") if runtime.is_main else None)[0]
+        try:
+            self._together(lambda: _write_in(aside, runtime.rank))
+        finally:
+            if runtime.is_main:
+                shutil.rmtree(aside, ignore_errors=True)
 
     def save(self, step: int, snapshot: Snapshot) -> UserError | None:
         """Start to save ``snapshot``; returns when it may be overwritten. Waits for the save before.
@@ -119,7 +136,7 @@ class Saver:
                 self._together(lambda: self._commit(aside, step, parts, state, layout) if runtime.is_main else None)
             self.saved = step
         except UserError as error:
-            self.error = UserError(f"checkpoint of step {step} could not be written: {error}")
+            self.error = NotSaved(f"checkpoint of step {step} could not be written: {error}")
         except Exception as error:
             self.error = error
 
@@ -161,3 +178,11 @@ class Saver:
         if self._thread is not None and kind is not KeyboardInterrupt:
             self._awaited.set()
             self._thread.join(None if kind is None else 60.0)
+
+
+def _write_in(folder: Path, rank: int) -> None:
+    try:
+        write_durably(folder / f"rank_{rank}", b"")
+    except FileNotFoundError:
+        fix = "Give run.dir on a file system that all machines of the run mount at the same path"
+        raise UserError(f"{folder.parent} on {socket.gethostname()} is not that of rank 0. {fix}") from None

@@ -62,8 +62,9 @@ class WandbView:
             self.process.wait()
         self._listener.join(LEAVE_SECONDS)
         if not complete:
-            lacks = "W&B lacks the last metrics. The next start of the run that finds it online sends them"
-            self.console.say(f"warning: {lacks}, or: python scripts/replay_wandb.py {self.run_dir}")
+            later = ", as does the run's next start that finds it online" if kind else ""
+            sends = f"python scripts/replay_wandb.py {self.run_dir} sends them{later}"
+            self.console.say(f"warning: W&B lacks the last metrics. {sends}")
 
     def _tell(self, line: str) -> None:
         with suppress(OSError):  # it has ended

@@ -21,7 +21,7 @@ SECONDS = 300.0  # that a hang would take longer than
 @pytest.mark.parametrize(("number", "expected", "message"), [
     (signal.SIGUSR1, Stopped, r"stopped before .*folded was verified .*The same command continues"),
     (signal.SIGTERM, Stopped, r"stopped before"),
-    (signal.SIGKILL, UserError, r"transformers does not load it: exit code -9"),
+    (signal.SIGSEGV, UserError, r"transformers does not load it: exit code -11"),
 ])  # fmt: skip
 def test_a_signal_to_the_reader_is_followed(tmp_path, monkeypatch, number, expected, message):
     """SLURM sends it to every process of a step; the run would otherwise end as one whose export is wrong."""
@@ -31,6 +31,13 @@ def test_a_signal_to_the_reader_is_followed(tmp_path, monkeypatch, number, expec
     with pytest.raises(UserError, match=message) as raised:
         verify._read_elsewhere(tmp_path / "folded", torch.zeros(1, 2), None, tmp_path)
     assert type(raised.value) is expected
+
+
+def test_a_reader_that_the_kernel_kills_for_its_memory_leaves_a_run_unverified(tmp_path, monkeypatch):
+    reader = tmp_path / "reader.py"
+    reader.write_text(f"import os; os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    monkeypatch.setattr(verify, "READER", reader)
+    assert verify._read_elsewhere(tmp_path / "folded", torch.zeros(1, 2), None, tmp_path) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.train import trainer
 from dlr_pretrain.train.checkpoint import MANIFEST, directories, newest
 from tests.conftest import forked
 from tests.resume.test_resume import assert_same, final
@@ -36,6 +38,19 @@ def small_disk(tmp_path):
     yield mount
     if os.path.ismount(folder):
         subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_disk_that_has_room_again_while_the_run_waits_takes_the_checkpoint(
+    train, tmp_path, small_disk, monkeypatch, capsys
+):
+    run = small_disk(300) / "run"
+    monkeypatch.setattr(trainer, "PAUSE", 60.0)
+    monkeypatch.setattr(trainer.time, "sleep", lambda seconds: small_disk(20_000) if seconds == 60.0 else None)
+    with pytest.raises(UserError, match=r"was not taken. The \d+ steps before it are saved.*could not be written"):
+        train(run, *CHOICE)
+    assert "It is tried for another 60 s" in capsys.readouterr().out
+    steps = [record["step"] for record in read_metrics(run / "metrics.jsonl")]
+    assert newest(run / "checkpoints")[0].name == f"step_{steps[-1]:08d}" and steps == list(range(1, len(steps) + 1))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -66,8 +81,9 @@ def test_a_directory_that_cannot_be_written_is_named_and_left_as_it_is(train, tm
     if not locked(checkpoints, True):
         pytest.skip("this file system has no immutable directories")
     try:
-        with pytest.raises(UserError, match=r"checkpoint of step 1\d could not be written: .*(not permitted|denied)"):
-            train(tmp_path / "run")
+        with pytest.raises(UserError, match=r"(?i)\.writing_rehearsal.*|(not permitted|denied)"):
+            train(tmp_path / "run")  # before its first step
+        assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 7
     finally:
         locked(checkpoints, False)
     assert {path: path.read_bytes() for path in checkpoints.rglob("*") if path.is_file()} == before

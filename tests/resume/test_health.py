@@ -9,9 +9,10 @@ import pytest
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.errors import Stopped
+from dlr_pretrain.train import evaluate
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.health import SETTLED, WINDOW, SpikeScore
-from dlr_pretrain.train.trainer import Trainer
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -41,19 +42,42 @@ def test_a_resumed_run_logs_the_same_scores(train, tmp_path):
 @pytest.mark.parametrize("step", [10, 15])
 def test_an_evaluation_that_is_due_when_the_run_is_stopped_waits_for_the_next_start(train, tmp_path, monkeypatch, step):
     whole = final(train(tmp_path / "whole"))
-    update, evaluated, call = Trainer.update, [], Evaluator.__call__
+    update, evaluated, call = Descent.update, [], Evaluator.__call__
 
-    def stopped(self, batch, lr):
-        self.runtime.stop_requested = self.step + 1 == step
-        return update(self, batch, lr)
+    def stopped(self, batch, index, lr, failed):
+        self.runtime.stop_requested = index + 1 == step
+        return update(self, batch, index, lr, failed)
 
     monkeypatch.setattr(Evaluator, "__call__", lambda *given: evaluated.append(1) or call(*given))
     with monkeypatch.context() as asked:
-        asked.setattr(Trainer, "update", stopped)
+        asked.setattr(Descent, "update", stopped)
         with pytest.raises(Stopped, match=f"after step {step} of 20"):
             train(tmp_path / "parts")
     assert len(evaluated) == step // 10 - (step == 10)
     assert_same(final(train(tmp_path / "parts")), whole)
+
+
+def test_a_request_to_stop_ends_an_evaluation_and_the_next_start_makes_it(train, tmp_path, monkeypatch):
+    """Steps that are trained reach the disk before a long evaluation of them does."""
+    many = ("train.micro_batch=1", "checkpoint.every=100")
+    whole, looks = final(train(tmp_path / "whole", *many)), []
+
+    def asked(self):
+        looks.append(1)
+        self.runtime.stop_requested = self.runtime.stop_requested or len(looks) == 2
+        return stopping(self)
+
+    monkeypatch.setattr(evaluate, "BETWEEN_LOOKS", 2)
+    stopping = Evaluator._stopping
+    for _ in range(2):  # then, too, it is at the evaluation alone
+        looks.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(Evaluator, "_stopping", asked)
+            with pytest.raises(Stopped, match=r"after step 10 of 20 \(asked to stop\); saved"):
+                train(tmp_path / "parts", *many)
+        assert len(looks) == 2
+        assert [d.name for d in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step_00000010"]
+    assert_same(final(train(tmp_path / "parts", *many)), whole)
 
 
 def test_the_best_evaluation_is_saved_as_it_is_found_and_kept(train, tmp_path, monkeypatch):

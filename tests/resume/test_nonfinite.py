@@ -13,11 +13,11 @@ from dlr_pretrain.analysis.records import read_run
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.data import Tokenizer, TrainLoader
 from dlr_pretrain.errors import Diverged, Stopped, UserError
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.record import read_record
-from dlr_pretrain.train.trainer import Trainer
 from tests.conftest import saved
 from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final
@@ -29,16 +29,16 @@ SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
 @pytest.fixture
 def poison(monkeypatch):
     """``poison(6, 7)`` makes the loss and the gradient of these steps not finite."""
-    bad, at, update, add = set(), {}, Trainer.update, Gradients.add
+    bad, at, update, add = set(), {}, Descent.update, Gradients.add
 
-    def counted(self, batch, lr):
-        at["step"] = self.step + 1
-        return update(self, batch, lr)
+    def counted(self, batch, index, lr, failed):
+        at["step"] = index + 1
+        return update(self, batch, index, lr, failed)
 
     def poisoned(self, inputs, count, last):
         return add(self, inputs, count * (0.0 if at["step"] in bad else 1.0), last)
 
-    monkeypatch.setattr(Trainer, "update", counted)
+    monkeypatch.setattr(Descent, "update", counted)
     monkeypatch.setattr(Gradients, "add", poisoned)
     return lambda *steps: bad.update(steps)
 
@@ -157,11 +157,11 @@ def test_a_stop_while_waiting_for_data_skips_nothing(train, tmp_path, monkeypatc
     monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
     take, taken = TrainLoader.take, []
 
-    def waiting(self, stop):
+    def waiting(self, stop, patience):
         taken.append(1)
         if len(taken) == 8:
             raise Stopped("asked to stop while waiting for data")
-        return take(self, stop)
+        return take(self, stop, patience)
 
     with monkeypatch.context() as asked:
         asked.setattr(TrainLoader, "take", waiting)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,23 @@ def test_the_parts_are_files_that_the_library_reads(tmp_path):
     groups = {"model": given.model, "optimizer": given.optimizer, "random": dict(enumerate(given.random))}
     expected = {f"{group}/{name}": t for group, own in groups.items() for name, t in own.items()}
     assert stored.keys() == expected.keys() and all(torch.equal(stored[n], t) for n, t in expected.items())
+
+
+def test_of_a_checkpoint_that_was_moved_away_the_link_alone_is_deleted(tmp_path):
+    save(tmp_path / "run", 1, snapshot(1), keep_last=2)
+    (tmp_path / "archive").mkdir()
+    shutil.move(tmp_path / "run" / "step_00000001", tmp_path / "archive" / "step_00000001")
+    (tmp_path / "run" / "step_00000001").symlink_to(tmp_path / "archive" / "step_00000001")
+    for step in (2, 3):
+        save(tmp_path / "run", step, snapshot(step), keep_last=1)
+    assert names(tmp_path / "run") == {"step_00000003"}
+    assert checkpoint.fault(tmp_path / "archive" / "step_00000001") is None
+
+
+def test_what_a_kill_left_aside_is_cleared_with_its_marker(tmp_path):
+    shutil.copytree(save(tmp_path, 1, snapshot(1), keep_last=2), tmp_path / ".writing_step_00000001_cafe")
+    save(tmp_path, 2, snapshot(2), keep_last=2)
+    assert names(tmp_path) == {"step_00000001", "step_00000002"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 20])
@@ -394,10 +412,11 @@ def test_junk_is_neither_taken_for_a_checkpoint_nor_touched(tmp_path):
 @pytest.mark.usefixtures("no_export")
 @pytest.mark.parametrize(("owner", "stage"), [(durable, "sync"), (files, "_contents"), (checkpoint, "write_durably")])
 def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp_path, monkeypatch, owner, stage):
-    real = getattr(owner, stage)
+    real, trained_on = getattr(owner, stage), threading.Event()
 
     def filling(*given):
         if list((tmp_path / "run" / "checkpoints").glob(".writing_step_00000010_*")):
+            assert trained_on.wait(30)
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*given)
 
@@ -405,6 +424,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp
 
     def next_batch(self, loader):  # the save of step 10 has failed by the time that it is looked at
         if self.step == 11:
+            trained_on.set()
             self.saver._thread.join()
         return take(self, loader)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Place, begun, uneven
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.errors import Stalled, Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
 PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
@@ -265,6 +265,23 @@ def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):
 
 def data_threads():
     return [thread for thread in threading.enumerate() if thread.name == "data"]
+
+
+def test_data_that_do_not_come_are_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(loading, "POLL_SECONDS", 0.01)
+    gate = threading.Event()
+
+    class Away(MemorySource):
+        def read(self, *given):
+            assert gate.wait(30)
+            return super().read(*given)
+
+    loader = TrainLoader(config(), Away([["some text"] * 99]), TOKENIZER, 0, 1, None)
+    with pytest.raises(Stalled, match=r"no training data have come for 0 s: .* The same command goes on"):
+        loader.take(lambda: False, patience=0.05)
+    gate.set()
+    assert loader.take(lambda: False, patience=30).tokens.shape[0] == config().train.global_batch
+    loader.close()
 
 
 def test_the_thread_reads_ahead_and_ends_with_the_loader():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import threading
 
 import pytest
 import torch
@@ -60,9 +61,12 @@ def test_numbers_come_back_as_they_were(tmp_path):
 @pytest.mark.parametrize("full", ["refused", "cut short"])
 def test_a_full_disk_is_named(tmp_path, full):
     class Disk:
+        asked = False
+
         def write(self, line: bytes) -> int:
-            if full == "refused":
+            if full == "refused" or self.asked:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.asked = True
             return len(line) - 1
 
         def close(self) -> None:
@@ -71,8 +75,46 @@ def test_a_full_disk_is_named(tmp_path, full):
     with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
         file.file.close()
         file.file = Disk()
-        with pytest.raises(UserError, match=r"metrics\.jsonl could not be written: .*(No space left|disk is full)"):
-            file.write({"step": 1})
+        file.write({"step": 1})
+        with pytest.raises(UserError, match=r"metrics\.jsonl could not be written: .*No space left"):
+            file.sync()
+
+
+def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(tmp_path):
+    class Disk:
+        room = 9
+
+        def __init__(self, path):
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - as MetricsFile has it
+            self.fileno, self.close = self.file.fileno, self.file.close
+
+        def write(self, content: bytes) -> int:
+            if not self.room:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = self.file.write(content[: self.room])
+            self.room -= written
+            return written
+
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
+        file.file.close()
+        file.file = disk = Disk(tmp_path / "metrics.jsonl")
+        for step in (1, 2, 3):
+            file.write({"step": step})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": '
+        disk.room = 1000
+        file.sync()
+        assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
+    """Its thread asks for what is written while the next lines come."""
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as file:
+        saving = threading.Thread(target=lambda: [file.sync() for _ in range(300)])
+        saving.start()
+        for step in range(1, 3001):
+            file.write({"step": step})
+        saving.join()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 3001))
 
 
 def test_on_a_cpu_metrics_are_due_at_once():

@@ -15,8 +15,10 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.benchmark import saving
 from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
+from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
+from tests.conftest import on_ranks
 
 ALONE = SimpleNamespace(
     rank=0,
@@ -45,6 +47,22 @@ def gate(monkeypatch):
     monkeypatch.setattr(checkpoint, "write_part", gated)
     yield opened
     opened.set()
+
+
+def test_ranks_that_do_not_share_their_disk_are_told_before_the_first_step(tmp_path, words):
+    def act():
+        with Runtime(load_config(words(), 2)) as runtime, pytest.MonkeyPatch.context() as patch:
+            if runtime.rank == 1:  # another machine, on which rank 0's folder is not
+                patch.setattr(saver, "write_durably", lambda path, _: (tmp_path / "elsewhere" / path.name).read_text())
+            Saver(tmp_path, runtime, Keep(1)).rehearse()
+
+    with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
+        on_ranks(act, 2)
+
+
+def test_a_rehearsal_leaves_nothing(tmp_path):
+    Saver(tmp_path, ALONE, Keep(1)).rehearse()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path, gate):
