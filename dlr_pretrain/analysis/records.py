@@ -13,12 +13,11 @@ from pathlib import Path
 from time import strptime
 
 import numpy as np
-from omegaconf import OmegaConf
-from yaml import YAMLError
 
 from dlr_pretrain.analysis.history import read_metrics, sound_records
 from dlr_pretrain.config import flatten
 from dlr_pretrain.config.parse import KNOWN
+from dlr_pretrain.config.written import read_config
 from dlr_pretrain.errors import UserError
 
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
@@ -174,12 +173,8 @@ def _epoch(time: str) -> float:
 
 def read_run(folder: Path) -> Run:
     """The run in ``folder``. UserError where it cannot be read; damaged lines are left out, and a remark."""
-    try:
-        config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-        missing = [key for key in SECTIONS if key not in config]
-    except (OSError, ValueError, YAMLError, TypeError) as error:
-        raise UserError(f"{folder / 'config.yaml'} cannot be read: {error}") from None
-    if missing:
+    config = read_config(folder)
+    if missing := [key for key in SECTIONS if key not in config]:
         raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
     manifest, remarks = _manifest(folder / "manifest.json")
     metrics, damaged = _metrics(folder / "metrics.jsonl")

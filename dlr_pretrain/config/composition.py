@@ -30,6 +30,7 @@ from dlr_pretrain.config.parse import flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, nearest
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config
+from dlr_pretrain.errors import first_line
 
 VERSION_BASE = "1.3"
 resolvers.register()
@@ -174,7 +175,7 @@ def _plain(node: DictConfig, problems: list[Problem] | None = None, prefix: str 
             problem = Problem(f"{prefix}{name}", MISSING, "needs a value", f"Set {prefix}{name}=<value>")
         except OmegaConfBaseException as error:
             written = OmegaConf.to_container(node, resolve=False)[name]
-            problem = Problem(f"{prefix}{name}", written, str(error).splitlines()[0])
+            problem = Problem(f"{prefix}{name}", written, first_line(error))
         if problem and problems is not None:
             problems.append(problem)
         if OmegaConf.is_dict(value):

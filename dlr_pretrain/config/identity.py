@@ -30,15 +30,20 @@ def to_dict(cfg: Config) -> dict:
 
 
 def identity(cfg: Config) -> dict[str, object]:
-    """The dotted keys that take part in the mathematics of a run, with their values."""
+    """The dotted keys that take part in the mathematics of a run, with their values, as JSON gives them back."""
     tree = to_dict(cfg)
     keys = all_keys({group: tree[group] for group in OPEN_GROUPS})
-    return {name: value for name, value in flatten(tree).items() if keys[name].identity}
+    return json.loads(json.dumps({name: value for name, value in flatten(tree).items() if keys[name].identity}))
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
     """The keys that make two runs different ones, with both values; a key that one of them does not know is no such."""
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
+
+
+def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
+    """The keys of ``differences`` as text."""
+    return between.join(f"{name}: {there} there, {here} here" for name, (there, here) in changed.items())
 
 
 def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:

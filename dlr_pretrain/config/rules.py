@@ -137,7 +137,7 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if dlr.learn_alpha and not dlr.train_b:
         yield Problem("dlr.learn_alpha", True, "alpha's gradient is taken from B's, which dlr.train_b=false leaves out")
     if dlr.mode == "decayed_offset" and cfg.precision.name in ("bf16", "bf16_sr"):
-        rule = "pulls by less than the rounding of an offset in bf16, and would be dlr.mode=offset"
+        rule = "in bf16 the pull of a step is less than an offset's rounding: it would be dlr.mode=offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
     if dlr.mode == "decayed_offset" and not cfg.optimizer.knobs.get("weight_decay"):
         rule = f"pulls to the offset by weight decay, of which optimizer={cfg.optimizer.name} has none here"
@@ -260,7 +260,7 @@ def _start(cfg: Config) -> Iterator[Problem]:
         rule = f"takes the residual of dlr={cfg.dlr.name} off B, whose own values bf16 would then round away"
         yield Problem("train.init_from", folder, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
-        rule = f"a B that dlr={cfg.dlr.name} holds at zero takes no start"
+        rule = f"cannot start a B that dlr={cfg.dlr.name} holds at zero"
         yield Problem("train.init_from", folder, rule, "Use dlr.train_b=true, or leave it out")
 
 

@@ -32,7 +32,7 @@ def key(
 
     ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
     and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
-    cannot. ``kind`` is of a knob that may be null: what it is otherwise, of which a default of null says nothing.
+    cannot. ``kind`` is the type of a knob that may be null, which a default of null does not tell.
     """
     return field(metadata=locals())
 

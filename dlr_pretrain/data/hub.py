@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, first_line
 
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, the answer is there within 10 s
 PATIENCE_SECONDS = 480.0  # with a hub that has answered before; less than run.timeout_minutes, so that it ends first
@@ -58,7 +58,8 @@ def list_files(
         try:
             folders[folder] = _insist(dataset, files, LISTING_SECONDS, silence_passes=True)
         except Exception as error:  # whatever the client raises: it differs between its versions
-            raise UserError(f"{dataset}: its folder {folder!r} cannot be listed: {reason(error)}. {fix}") from error
+            why = f"its folder {folder!r} cannot be listed: {first_line(error)}"
+            raise UserError(f"{dataset}: {why}. {fix}") from error
     found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
     return commit, [{path: files[path] for path in sorted(files) if matches(path, pattern)} for files, pattern in found]
 
@@ -99,7 +100,7 @@ def download(repository: str, filename: str, fix: str) -> str:
     try:
         return hf_hub_download(repository, filename)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{repository}: {filename} cannot be fetched: {reason(error)}. {fix}") from error
+        raise UserError(f"{repository}: {filename} cannot be fetched: {first_line(error)}. {fix}") from error
 
 
 def first_contact(
@@ -113,7 +114,7 @@ def first_contact(
     try:
         return _insist(what, ask, seconds, silence_passes=patient)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {reason(error)}. {fix}") from error
+        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {first_line(error)}. {fix}") from error
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
@@ -152,7 +153,7 @@ def _insist(what: str, ask: Callable[[], T], seconds: float, silence_passes: boo
             wait = max(asked, pause(tries))
             if not passes or time.monotonic() + wait > end:
                 raise
-            log.warning("%s: %s; asking again in %.0f s", what, reason(error), wait)
+            log.warning("%s: %s; asking again in %.0f s", what, first_line(error), wait)
         time.sleep(wait)
         tries += 1
 
@@ -216,8 +217,3 @@ def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
         with session.get(url, headers=headers, timeout=STALL_SECONDS, stream=True) as answer:
             pieces = answer.raw.stream(1 << 16, decode_content=False)
             yield Answer(answer.status_code, answer.headers, pieces, bool(answer.history))
-
-
-def reason(error: Exception) -> str:
-    """The first line that an error says, or its type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")

@@ -12,10 +12,10 @@ import threading
 from http.client import responses
 
 from dlr_pretrain.data import hub
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, first_line
 
 REMARK_SECONDS = 30.0  # of waiting, after which the user is told
-AGAIN = "The same command goes on from what is saved"
+AGAIN = "The same command goes on from the last checkpoint"
 
 
 class _Refused(Exception):
@@ -80,7 +80,7 @@ class Range:
             except _Busy as busy:
                 self._reason, self._error, asked = str(busy), busy, busy.seconds
             except Exception as error:  # whatever the client raises: it differs between its versions
-                self._reason, self._error = f"{type(error).__name__}: {hub.reason(error)}", error
+                self._reason, self._error = f"{type(error).__name__}: {first_line(error)}", error
             self._tries += 1
             if self._refused or len(self._got) == self._end - self._first:
                 return self._done.set()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlr_pretrain.data import hub
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, first_line
 
 FIELDS = {"instruction": str, "output": str, "input": str | None}
 PROMPT = """Below is an instruction that describes a task. Write a response that appropriately completes the request.
@@ -100,7 +100,7 @@ def _from_hub(name: str) -> list:
     try:
         return load_dataset(name, split="train").to_list()
     except Exception as error:  # whatever the library raises: it differs between its versions
-        raise UserError(f"{name}: cannot be loaded: {hub.reason(error)}. {fix}") from error
+        raise UserError(f"{name}: cannot be loaded: {first_line(error)}. {fix}") from error
 
 
 def prompt_of(instruction: str, given: str = "") -> str:

@@ -25,6 +25,7 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
 from dlr_pretrain.durable import sync, sync_all
 from dlr_pretrain.errors import UserError, tell
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.shapes import listed, misfits
 
 POSITIONS = 1024  # at least: a run of longer sequences says its own length
 SHARD_BYTES = 5 * 10**9
@@ -93,7 +94,8 @@ def require_export(folder: Path) -> None:
 
 def _is_export(folder: Path) -> bool:
     weights = (folder / "spiece.model").exists() and any(folder.glob("model*.safetensors"))
-    return weights and '"spiece_sha256"' in _settings(folder)
+    settings = _settings(folder)  # none: of a backbone that transformers cannot load yet
+    return weights and (settings is None or '"spiece_sha256"' in settings)
 
 
 def _names(folder: Path) -> list[str]:
@@ -102,10 +104,10 @@ def _names(folder: Path) -> list[str]:
     return [folder.name] if folder.exists() else []
 
 
-def _settings(folder: Path) -> str:
-    """The text of ``config.json``; where there is none, as of a backbone that transformers cannot load, that of one."""
+def _settings(folder: Path) -> str | None:
+    """The text of ``config.json``, where there is one."""
     path = folder / "config.json"
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else '"spiece_sha256"'
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
 
 def _out_of_the_way(folder: Path, old: Path) -> None:
@@ -113,7 +115,8 @@ def _out_of_the_way(folder: Path, old: Path) -> None:
 
     A user's files so stay with the weights that they are about, and never stop the end of a run.
     """
-    ours = _is_export(folder) and '"transformers_version"' not in _settings(folder)  # its save_pretrained writes this
+    saved_anew = '"transformers_version"' in (_settings(folder) or "")  # which save_pretrained writes
+    ours = _is_export(folder) and not saved_anew
     if foreign := [name for name in _names(folder) if not (ours and WRITTEN.fullmatch(name))]:
         taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
         old = next(path for path in taken if not path.exists())
@@ -147,19 +150,12 @@ def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int
     """Hold the names and shapes of ``tensors`` against the model of ``cfg``; returns their common dtype."""
     with torch.device("meta"):
         expected = Llama(cfg, vocab_size, grouped=False).state_dict()
-    wrong = [f"{name}: missing" for name in expected if name not in tensors]
-    wrong += [f"{name}: not a parameter of this model" for name in tensors if name not in expected]
-    wrong += [
-        f"{name}: has shape {list(tensors[name].shape)} instead of {list(expected[name].shape)}"
-        for name in expected
-        if name in tensors and tensors[name].shape != expected[name].shape
-    ]
+    wrong = misfits(*({name: tensor.shape for name, tensor in of.items()} for of in (tensors, expected)))
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         wrong.append("dtypes: " + ", ".join(sorted(map(str, dtypes))) + " instead of all float32 or all bfloat16")
     if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise UserError("\n".join(["these weights are not exported:", *wrong[:10], *more]))
+        raise UserError("\n".join(["these weights are not exported:", *listed(wrong)]))
     return dtypes.pop()
 
 

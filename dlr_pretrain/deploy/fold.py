@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from omegaconf import OmegaConf
 from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import Source, Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.deploy.consistency import consistency
 from dlr_pretrain.deploy.export import export, require_export
@@ -47,7 +47,7 @@ def fold_checkpoint(
     The folder is held against our own model through transformers; what differs raises UserError, and stays aside. So
     does an ``output`` that is there and no earlier export, before anything is measured.
     """
-    cfg, device = read_config(run / "config.yaml"), device or torch.device("cpu")
+    cfg, device = recorded(read_config(run)), device or torch.device("cpu")
     require_export(output)
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
@@ -96,10 +96,3 @@ def _require_same_text(run: Path, source: Source) -> None:
     if source.fingerprint != trained:
         rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({manifest.name})"
         raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back")
-
-
-def read_config(path: Path) -> Config:
-    """The configuration that a run has written."""
-    if not path.exists():
-        raise UserError(f"{path} is missing: name a checkpoint inside its run directory")
-    return recorded(OmegaConf.to_container(OmegaConf.load(path)))

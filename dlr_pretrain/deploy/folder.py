@@ -10,6 +10,7 @@ import torch
 
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.models.shapes import listed, misfits
 
 FILES = ("config.json", "spiece.model")
 
@@ -80,16 +81,8 @@ def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
         fix = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
         more = f" and {len(unfolded) - 1} more" if unfolded[1:] else ""
         raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {fix}")
-    wrong = [f"{name}: missing" for name in expected if name not in found]
-    wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
-    wrong += [
-        f"{name}: has shape {found[name]} instead of {shape}"
-        for name, shape in expected.items()
-        if found.get(name, shape) != shape
-    ]
-    if wrong:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
-        raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *wrong[:10], *more]))
+    if wrong := misfits(found, expected):
+        raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *listed(wrong)]))
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from dlr_pretrain import errors
-from dlr_pretrain.errors import EXIT_FAILED, UserError
+from dlr_pretrain.errors import EXIT_FAILED, UserError, first_line
 
 LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
 
@@ -43,8 +43,7 @@ def device_of(given: str | None):
             device = torch.device(given, int(os.environ.get("LOCAL_RANK", 0)))
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {given}: {reason}. Give cpu, cuda or cuda:<number>") from error
+        raise UserError(f"--device {given}: {first_line(error)}. Give cpu, cuda or cuda:<number>") from error
     return device
 
 

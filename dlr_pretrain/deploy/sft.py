@@ -255,7 +255,7 @@ def _arguments(recipe: Recipe, rows: int, seed: int, output: Path, on_cpu: bool,
         disable_tqdm=True,
         use_cpu=on_cpu,
         seed=seed,
-        num_train_epochs=1,  # in which are the recipe's
+        num_train_epochs=1,  # the rows' order already holds the recipe's epochs, one after the other
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulated,
         average_tokens_across_devices=True,

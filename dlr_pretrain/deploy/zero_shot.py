@@ -21,12 +21,11 @@ import lm_eval.tasks
 from lm_eval import evaluator
 from lm_eval.api.model import LM
 
-from dlr_pretrain.data.hub import reason
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.deploy.job import rank
 from dlr_pretrain.deploy.likelihood import encode_pairs, log_likelihoods
 from dlr_pretrain.deploy.tasks import TASKS
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, first_line
 
 LINE_SECONDS = 10.0
 WITH_DATA = "--data (of sft.py: --eval-data)"
@@ -62,7 +61,7 @@ def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, 
             rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
             raise UserError(f"{data}: its files of {name} have {rule}") from error
         fix = f"Name a folder that has them with {WITH_DATA}"
-        raise UserError(f"the documents of {name} do not come from the hub: {reason(error)}. {fix}") from error
+        raise UserError(f"the documents of {name} do not come from the hub: {first_line(error)}. {fix}") from error
 
 
 def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
@@ -136,7 +135,7 @@ def evaluate(
         lambda texts: encode_pairs(tokenizer, texts, as_in_paper),
         positions,
     )
-    parts = {name: task for task in tasks.values() for name, task in task.items()}
+    parts = {name: task for of_task in tasks.values() for name, task in of_task.items()}
     answers = evaluator.evaluate(scorer, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)["samples"]
     return {name: measures([answers[part] for part in task], scorer.cut) for name, task in tasks.items()}
 

@@ -23,7 +23,7 @@ from datetime import timedelta
 from torch.distributed import DistError, TCPStore
 
 from dlr_pretrain.analysis.show import fill
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.errors import UserError, first_line
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 LATE = 30.0  # seconds that ranks wait for each other beyond a check's own time
@@ -176,8 +176,7 @@ def _within(check: Check, environment: dict[str, str], sender, said) -> None:
     except OSError as error:
         outcome = Outcome(FAIL, f"{error.filename or 'a file'}: {error.strerror or error}")
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        outcome = Outcome(FAIL, f"{type(error).__name__}: {first}")
+        outcome = Outcome(FAIL, f"{type(error).__name__}: {first_line(error)}")
     sender.send(outcome)
     sender.close()
     said.flush()

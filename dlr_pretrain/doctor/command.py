@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
@@ -13,10 +12,11 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, identity
-from dlr_pretrain.config.identity import differences
+from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.doctor import machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.flags import refuse
 from dlr_pretrain.train.record import read_record
 
 
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--reference", action="store_true", help="train a recipe of minutes whose loss is known")
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="X", help="times the time of each check")
     given, words = parser.parse_known_args(argv)
+    if given.reference:
+        refuse(parser, given, ("--patience",), "is of the checks, and --reference trains")
 
     def act() -> int:
         if given.reference:
@@ -103,9 +105,10 @@ def directory(cfg: Config) -> Outcome:
         return Outcome(FAIL, str(error))
     if "saved" not in record:
         return Outcome(OK, f"{there}, a new run")
-    if changed := differences(record["identity"], json.loads(json.dumps(identity(cfg)))):
-        what = ", ".join(f"{name}: {before} there, {here} here" for name, (before, here) in changed.items())
-        return Outcome(FAIL, f"{there} holds another run: {what}", "Restore these keys, or choose another run.dir")
+    if changed := differences(record["identity"], identity(cfg)):
+        return Outcome(
+            FAIL, f"{there} holds another run: {told(changed)}", "Restore these keys, or choose another run.dir"
+        )
     if record["saved"] == cfg.train.steps and (there / "folded" / "README.md").exists():
         return Outcome(OK, f"{there}, which has finished")
     return Outcome(OK, f"{there}, which goes on from its last checkpoint")

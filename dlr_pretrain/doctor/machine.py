@@ -65,7 +65,7 @@ def gpus(cfg: Config) -> Outcome:
             return Outcome(OK, f"not used: device=cpu ({cores})")
         built = torch.version.cuda
         why = "finds none" if built else "is built for CPUs"
-        return Outcome(WARN, f"none, torch {why}: the run would train on {cores}", "Say device=cpu if that is meant")
+        return Outcome(WARN, f"none, torch {why}: the run would train on {cores}", "Set device=cpu if that is meant")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)) % len(names))

@@ -73,7 +73,7 @@ def resources(words: Sequence[str]) -> Resources:
     except argparse.ArgumentError as error:
         raise UserError(f"the words for sbatch, {shlex.join(words)}: {error}") from None
     if name := next(filter(None, map(named_in, words)), None):
-        rule = f"{name} is a password or a token, and these words are written down and shown"
+        rule = f"{name} is a password or a token, and the command line is recorded and shown"
         raise UserError(f"of the words for sbatch: {rule}. Export it where you submit: sbatch passes it on")
     if asked.ours is not None:
         raise UserError(f"of the words for sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import flatten, to_dict
+from dlr_pretrain.config.written import read_config
 from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
 from dlr_pretrain.launch.runs import Run
@@ -175,7 +174,7 @@ def _measured(folder: Path) -> Iterator[tuple[str, tuple[float, str]]]:
     try:
         start = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["starts"][-1]
         rate = next((r for r in newest_first(folder / "metrics.jsonl")), {}).get("perf/tokens_per_second")
-        tree = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        tree = read_config(folder)
     except (OSError, ValueError, LookupError, UserError):
         return
     if rate:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dlr_pretrain.config import identity
-from dlr_pretrain.config.identity import differences
+from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import Run
 
@@ -28,7 +28,7 @@ def last_saved(run_dir: Path) -> int:
 
 
 def diverged(run: Run) -> str:
-    """What was not finite when that ended ``run``, and nothing was saved since; empty where that is not so."""
+    """Why ``run`` ended, where its numbers were not finite and nothing was saved since; empty otherwise."""
     record = _record(run.dir)
     return "" if _changed(record.get("identity", {}), run) else str(record.get("diverged", ""))
 
@@ -43,12 +43,11 @@ def _record(run_dir: Path) -> dict:
 
 def another(run: Run) -> str:
     """How the run in the directory of ``run`` differs from it; empty where it does not, or there is none."""
-    changed = _changed(trained(run.dir), run)
-    return ", ".join(f"{name}: {there} there, {here} here" for name, (there, here) in changed.items())
+    return told(_changed(trained(run.dir), run))
 
 
 def _changed(there: dict, run: Run) -> dict[str, tuple[object, object]]:
-    return differences(there, json.loads(json.dumps(identity(run.cfg))))
+    return differences(there, identity(run.cfg))
 
 
 def require_comparable_records(runs: Iterable[Run]) -> None:

@@ -246,7 +246,7 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def marks(module: nn.Module) -> dict[str, Tensor]:
-    """What ``load_state_dict`` asks for beside the parameters of ``module``, of one that knows them to be its own."""
+    """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to be of ``module``."""
     return {f"{name}.dlr_mark".lstrip("."): _mark(linear) for name, linear in residuals(module)}
 
 

@@ -180,7 +180,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
-    """The positions of ``tensors`` in groups, in each of which the first of all share a memory, the second, ..."""
+    """The indices of ``tensors`` in groups: within one, all first tensors share a storage, all second ones another."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, some in enumerate(tensors):
         groups.setdefault(tuple(shards.here(t).untyped_storage()._cdata for t in some), []).append(i)

@@ -17,6 +17,7 @@ from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.shapes import listed, misfits
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -40,9 +41,8 @@ class DenseStart:
             raise self._refused(wrong)
 
     def _refused(self, wrong: list[str]) -> UserError:
-        more = [f"and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         fix = "Name the folder of a dense model of this scale, with as many rows as scale.vocab_size"
-        return UserError("\n  ".join([f"train.init_from={self.folder}: {fix}", *wrong[:10], *more]))
+        return UserError("\n  ".join([f"train.init_from={self.folder}: {fix}", *listed(wrong)]))
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
@@ -86,18 +86,13 @@ def _files(folder: Path) -> dict[str, Path]:
 def _wrong_shapes(files: dict[str, Path], cfg: Config, vocab_size: int) -> list[str]:
     with torch.device("meta"):
         dense = Llama(replace(cfg, backbone=DENSE), vocab_size, grouped=False).state_dict()
-    expected = {name: list(tensor.shape) for name, tensor in dense.items()}
+    expected = {name: tensor.shape for name, tensor in dense.items()}
     shapes: dict[str, list[int]] = {}
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if files.get(name) == path}  # noqa: SIM118
-    wrong = [f"{name}: missing" for name in expected if name not in shapes]
-    wrong += [f"{name}: not a tensor of a plain LLaMA" for name in files if name not in expected]
-    return wrong + [
-        f"{name}: has shape {shapes[name]} instead of {expected[name]}"
-        for name in expected
-        if name in shapes and shapes[name] != expected[name]
-    ]
+    strange = {name: () for name in files if name not in expected}  # also where no file has them
+    return misfits(strange | shapes, expected)
 
 
 def _wrong_facts(path: Path, cfg: Config) -> list[str]:

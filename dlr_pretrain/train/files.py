@@ -20,7 +20,7 @@ Rest = Callable[[float], object]
 
 
 def at_once(seconds: float) -> None:
-    """The rest of one who has none: see ``write_safetensors``."""
+    """No pause between blocks: what ``write_safetensors`` does unless told otherwise."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at_once) -> dict:

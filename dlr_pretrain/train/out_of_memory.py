@@ -11,7 +11,7 @@ import torch
 
 from dlr_pretrain.analysis.room import Way, ways_to_save
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError, tell
+from dlr_pretrain.errors import UserError, first_line, tell
 from dlr_pretrain.train.runtime import Runtime
 
 
@@ -55,7 +55,7 @@ def dump(folder: Path, runtime: Runtime) -> str:
 def explain(error: str, cfg: Config, runtime: Runtime, planned: int, ways: list[Way], snapshot: str) -> str:
     """The whole message; ``error`` is torch's."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", error)
-    request = f"{asked[1]} were asked for" if asked else error.splitlines()[0]
+    request = f"{asked[1]} were asked for" if asked else first_line(error)
     lines = [f"out of GPU memory on rank {runtime.rank} with train.micro_batch={cfg.micro_batch(runtime.world_size)}"]
     lines[0] += f": {request}{_held(runtime)}"
     if ways:
@@ -64,10 +64,10 @@ def explain(error: str, cfg: Config, runtime: Runtime, planned: int, ways: list[
         for way in ways:
             other = "" if way.same else "  another run: rates do not carry over"
             lines.append(f"  {way.words:<{width}}  {way.bytes / 1e9:8.2f} GB{other}")
-        lines.append("The same command with such words goes on from the last checkpoint, if there is one.")
+        lines.append("The same command with one of these goes on from the last checkpoint, if there is one.")
     else:
         lines.append(
-            f"The plan counts {planned / 1e9:.2f} GB for this run, and knows nothing smaller: use larger GPUs."
+            f"The plan counts {planned / 1e9:.2f} GB for this run, and no setting takes less: use larger GPUs."
         )
     return "\n".join([*lines, f"{snapshot}."] if snapshot else lines)
 

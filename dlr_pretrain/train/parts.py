@@ -24,7 +24,7 @@ def part(name: str) -> Callable[[Callable], Callable]:
 
 
 class Entering(AbstractContextManager):
-    """``context``, of which entry and exit are the part ``name``, and what stands in it is not."""
+    """Enters and leaves ``context`` as the part ``name``; what runs inside belongs to other parts."""
 
     def __init__(self, name: str, context: AbstractContextManager):
         self.name, self.context = name, context

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.identity import differences
+from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.durable import is_there, write_durably
 from dlr_pretrain.errors import UserError
@@ -34,7 +34,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     """
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "diverged": None, "forked": None})
-    hold(run_dir, json.loads(json.dumps(identity(cfg))) | fingerprints)
+    hold(run_dir, identity(cfg) | fingerprints)
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
 
@@ -47,9 +47,9 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
     before = record.get("identity", {})
     changed = differences(before, entries)
     if changed and "saved" in record:
-        lines = [f"  {name}: {there} there, {here} here" for name, (there, here) in changed.items()]
         fix = f"Restore these keys, choose another run.dir, or go on from it there with run.fork_from={run_dir}"
-        raise UserError(f"{run_dir} holds another run:\n" + "\n".join(lines) + f"\n{fix}")
+        what = told(changed, between="\n  ")
+        raise UserError(f"{run_dir} holds another run:\n  {what}\n{fix}")
     update_record(run_dir, {"identity": before | entries})
 
 

@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.config.written import read_config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import missing_steps
 from dlr_pretrain.train.record import read_record
-from dlr_pretrain.train.wandb_sender import choose_mode, first_line, lacks_key, last_step, log, open_run
+from dlr_pretrain.train.wandb_sender import choose_mode, lacks_key, last_step, log, open_run, redacted
 from dlr_pretrain.train.wandb_view import draw_id, keep_id, wandb_id
 
 
@@ -31,12 +30,12 @@ def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new
         raise UserError(f"WANDB_MODE={mode}: must be online, or offline for a file that `wandb sync` sends")
     with RunLock(run_dir) as lock:
         lock.acquire()
+        config = read_config(run_dir)
         try:
-            config = OmegaConf.to_container(OmegaConf.load(run_dir / "config.yaml"))
             config["logger"] |= {name: value for name, value in logger.items() if value is not None}
             steps = config["train"]["steps"]
-        except Exception as error:  # YAML's own types, or a tree of another kind
-            raise UserError(f"{run_dir / 'config.yaml'} is damaged ({first_line(error)})") from error
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{run_dir / 'config.yaml'} is damaged ({error!r})") from error
         records = read_metrics(run_dir / "metrics.jsonl")
         step = records[-1]["step"] if records else 0
         if not partial and step < steps:
@@ -58,7 +57,7 @@ def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new
         except Exception as error:
             if lacks_key(error):
                 raise UserError("no API key found: set WANDB_API_KEY, or WANDB_MODE=offline for a file") from None
-            raise UserError(f"{run_dir}: W&B: {first_line(error)}. {again} sends the rest") from error
+            raise UserError(f"{run_dir}: W&B: {redacted(error)}. {again} sends the rest") from error
     sent = sum(record["step"] > after for record in records)
     where = run.url if mode == "online" else f"wandb sync {os.path.dirname(run.dir)}"
     say(f"{run_dir}: {sent} of {len(records)} steps sent, {where}")

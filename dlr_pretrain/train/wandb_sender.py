@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.config.secrets import redact
+from dlr_pretrain.errors import first_line
 
 POLL = 1.0  # seconds between looks at metrics.jsonl
 INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; it may double them
@@ -103,7 +104,7 @@ class Sender:
         """Say what went wrong, once of each kind, and let go of what is left of wandb."""
         if type(error) not in self.said:
             self.said.add(type(error))
-            self.say(warning=f"W&B: {first_line(error)}. metrics.jsonl goes on, and W&B is tried again")
+            self.say(warning=f"W&B: {redacted(error)}. metrics.jsonl goes on, and W&B is tried again")
         if "wandb" in sys.modules:
             with suppress(Exception):
                 sys.modules["wandb"].teardown(exit_code=1)
@@ -183,8 +184,9 @@ def log(run, records: Iterable[dict], after: int) -> int:
     return after
 
 
-def first_line(error: Exception) -> str:
-    return redact((str(error).strip() or type(error).__name__).splitlines()[0])
+def redacted(error: Exception) -> str:
+    """What an error says, in a line and without a key."""
+    return redact(first_line(error))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import TextIO
 
 import torch
 
-from dlr_pretrain.errors import RankLost, leave
+from dlr_pretrain.errors import RankLost, first_line, leave
 from dlr_pretrain.train import beat
 
 BEAT = 5.0  # seconds between two looks, at most
@@ -158,7 +158,7 @@ class Watch:
     def report(self, error: BaseException) -> tuple[RankLost, int]:
         """What to say of a collective that failed, and the rank that says it; leaves this rank's stack behind."""
         self.dump("".join(traceback.format_exception(error)))
-        reason = str(error).strip().partition("\n")[0].partition(". This is typically")[0]
+        reason = first_line(error).partition(". This is typically")[0]
         beats = self._listen()
         return RankLost(f"{self._suspicion(beats)} ({reason}). {self._fix()}"), self.speaker(beats)
 

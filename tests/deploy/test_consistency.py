@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from omegaconf import OmegaConf
 
 from dlr_pretrain.cli import load
+from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.tokenizer import EOS, PAD
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.consistency import _compare
-from dlr_pretrain.deploy.fold import fold_checkpoint, read_config
+from dlr_pretrain.deploy.fold import fold_checkpoint
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, build
 from tests.conftest import saved
@@ -38,22 +40,22 @@ def without_transformers(monkeypatch):
 def checkpoint_of(train, folder: Path, *given: str) -> tuple[Path, dict]:
     run = train(folder, "dlr=on", "train.steps=3", "train.lr=0.1", *given)
     state = saved(run / "checkpoints" / "step_00000003")
-    names = build(read_config(run / "config.yaml"), 120, torch.device("meta")).state_dict().keys()
+    names = build(recorded(read_config(run)), 120, torch.device("meta")).state_dict().keys()
     return run, {name: value for name, value in state.items() if name in names}
 
 
 def test_a_run_that_is_older_than_a_key_is_read_with_its_default(train, tmp_path):
     run = train(tmp_path / "run", "dlr=on", "train.steps=1")
-    whole = read_config(run / "config.yaml")
+    whole = recorded(read_config(run))
     tree = OmegaConf.load(run / "config.yaml")
     del tree["probe"], tree["train"]["clip_by"], tree["backbone"]["b_gain"]
     OmegaConf.save(tree, run / "config.yaml")
-    assert read_config(run / "config.yaml") == whole
+    assert recorded(read_config(run)) == whole
 
 
 def by_hand(run: Path, state: dict, tokens: int) -> dict:
     """Perplexities and errors with the residual as a second product beside B, entry by entry, and without."""
-    cfg = read_config(run / "config.yaml")
+    cfg = recorded(read_config(run))
     few = replace(cfg, eval=replace(cfg.eval, tokens=tokens))
     rows = validation_set(few, open_source(few), Tokenizer(run / "spiece.model"))
     branch, folded = (dict(state) for _ in range(2))

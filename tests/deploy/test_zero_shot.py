@@ -198,7 +198,7 @@ def test_two_ranks_write_what_one_writes(monkeypatch, tmp_path, folders, data, r
     ("words", "message"),
     [
         (("{folder}", "--tasks", "piqua"), "'piqua' is no task: did you mean piqa?"),
-        (("{folder}", "--limit", "0"), "0: must be at least 1"),
+        (("{folder}", "--limit", "0"), "0': must be a whole number of at least 1"),
         (("{folder}", "--context", "few"), "'few': must be a whole number"),
         (("{folder}", "--data", "{data}", "--device", "gpu"), "--device gpu: "),
         (("{folder}", "--data", "{data}", "--output", "{data}"), "is a folder. Name a file"),

@@ -273,7 +273,7 @@ def test_shards(tmp_path):
     ("spoil", "message"),
     [
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
-        (lambda t: t.update(extra=torch.ones(1)), "extra: not a parameter"),
+        (lambda t: t.update(extra=torch.ones(1)), "extra: not a tensor of this model"),
         (lambda t: t.update({"lm_head.weight": torch.ones(3, HIDDEN)}), r"lm_head.weight: has shape \[3, 32\]"),
         (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].bfloat16()}), "dtypes: torch.bfloat16"),
     ],
