@@ -13,8 +13,8 @@ cd "$(dirname "$0")/.."
 experiment=${EXPERIMENT:-evidence_cpu}
 python=${PYTHON:-python}
 case $experiment in
-evidence_cpu) root=runs/evidence kept=benchmarks/evidence half=16 three_quarters=24 ;;
-evidence_60m) root=runs/evidence_60m kept=benchmarks/evidence_60m half=64 three_quarters=96 ;;
+evidence_cpu) root=runs/evidence kept=benchmarks/evidence half=16 three_quarters=24 vocabulary=4096 ;;
+evidence_60m) root=runs/evidence_60m kept=benchmarks/evidence_60m half=64 three_quarters=96 vocabulary=32100 ;;
 *) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
 esac
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
@@ -33,7 +33,7 @@ tune() { # name of the comparison, words of tune.py
 }
 
 tokens() { # the text, tokenised once
-  local tokenizer=(--train-tokenizer 4096)
+  local tokenizer=(--train-tokenizer $vocabulary)
   if [ "$experiment" = evidence_60m ]; then tokenizer=("tokenizer.path=${SPIECE:?T5\'s sentencepiece model}"); fi
   "$python" scripts/prepare_data.py data=c4_local "data.root=${TEXT:?folder of the shards}" \
     'data.train_files=*-train.*.json.gz' 'data.validation_files=*-validation.*.json.gz' "${tokenizer[@]}" \
@@ -94,6 +94,14 @@ paths() { # how the gradient splits on its way to the latents, over a run; those
     "run.root=$root/probed"
 }
 
+cost() { # a step without DLR and with it, by turns in one process: on a machine that does nothing else
+  for backbone in cola lowrank lost lax cola_lax; do
+    if [ -n "${MISSING:-}" ] && [ -f "$kept/cost/$backbone.json" ]; then echo "$backbone: kept" && continue; fi
+    "$python" scripts/benchmark.py step "experiment=$experiment" "scale.vocab_size=$vocabulary" "backbone=$backbone" \
+      --arm dlr=off --arm dlr=on --rounds 100 --json "$kept/cost/$backbone.json" --markdown "$kept/cost/$backbone.md"
+  done
+}
+
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # of what is kept
@@ -102,13 +110,17 @@ report() { # of what is kept
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
   done
+  if compgen -G "$kept/cost/*.md" >/dev/null; then
+    mkdir -p "$root/report/cost/tables"
+    cp "$kept"/cost/*.md "$root/report/cost/tables"
+  fi
   if [ "$experiment" = evidence_cpu ]; then
     "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"
   fi
 }
 
 pieces=("$@")
-[ ${#pieces[@]} -gt 0 ] || pieces=(tokens "${all[@]}" report)
+[ ${#pieces[@]} -gt 0 ] || pieces=(tokens "${all[@]}" cost report)
 for piece in "${pieces[@]}"; do
   echo "== $piece"
   "$piece"

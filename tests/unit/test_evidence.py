@@ -61,6 +61,20 @@ def test_every_comparison_is_one_that_tune_would_train(piece, tmp_path):
 
 
 @pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
+def test_the_cost_of_each_pair_is_measured_on_steps_that_can_be(experiment, tmp_path):
+    found = []
+    for command in said_by(tmp_path, "cost", EXPERIMENT=experiment):
+        assert command[:2] == ["scripts/benchmark.py", "step"]
+        words, options = command[2:5], command[5:]
+        assert options[:4] == ["--arm", "dlr=off", "--arm", "dlr=on"]
+        cfg = load([*words, "dlr=on"], machine=False)
+        assert words[0] == f"experiment={experiment}" and cfg.train.micro_batch != "auto"
+        assert Path(options[-1]).stem == cfg.backbone.name
+        found.append(cfg.backbone.name)
+    assert found == ["cola", "lowrank", "lost", "lax", "cola_lax"]
+
+
+@pytest.mark.parametrize("experiment", ["evidence_cpu", "evidence_60m"])
 def test_the_ranks_are_half_and_three_quarters_of_the_scale_s(experiment, tmp_path):
     words = " ".join(word for command in said_by(tmp_path, "ablations", EXPERIMENT=experiment) for word in command)
     full = load([f"experiment={experiment}", "backbone=cola"], machine=False).backbone.knobs["rank"]
