@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ T = TypeVar("T")
 # are sessions of their own, it works for a fifth of the time, as long as nobody waits for it.
 NICENESS = 19
 REST = 4
+SHOWN = 60.0  # seconds in which all machines see a new folder, as long as NFS keeps what it knows of the one above
 
 
 class NotSaved(UserError):
@@ -181,8 +183,13 @@ class Saver:
 
 
 def _write_in(folder: Path, rank: int) -> None:
-    try:
-        write_durably(folder / f"rank_{rank}", b"")
-    except FileNotFoundError:
-        fix = "Give run.dir on a file system that all machines of the run mount at the same path"
-        raise UserError(f"{folder.parent} on {socket.gethostname()} is not that of rank 0. {fix}") from None
+    """Write a file in what rank 0 has made, as soon as this machine's view of a network's file system shows it."""
+    deadline = time.monotonic() + SHOWN
+    while True:
+        try:
+            return write_durably(folder / f"rank_{rank}", b"")
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                fix = "Give run.dir on a file system that all machines of the run mount at the same path"
+                raise UserError(f"{folder.parent} on {socket.gethostname()} is not that of rank 0. {fix}") from None
+            time.sleep(0.5)

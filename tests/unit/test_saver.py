@@ -53,11 +53,25 @@ def test_ranks_that_do_not_share_their_disk_are_told_before_the_first_step(tmp_p
     def act():
         with Runtime(load_config(words(), 2)) as runtime, pytest.MonkeyPatch.context() as patch:
             if runtime.rank == 1:  # another machine, on which rank 0's folder is not
+                patch.setattr(saver, "SHOWN", 0.0)
                 patch.setattr(saver, "write_durably", lambda path, _: (tmp_path / "elsewhere" / path.name).read_text())
             Saver(tmp_path, runtime, Keep(1)).rehearse()
 
     with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
         on_ranks(act, 2)
+
+
+def test_a_folder_that_a_file_system_shows_late_is_waited_for(tmp_path, monkeypatch):
+    write, late = saver.write_durably, iter([True, False])
+
+    def shown_late(path, content):
+        if next(late):
+            raise FileNotFoundError(path)
+        write(path, content)
+
+    monkeypatch.setattr(saver, "write_durably", shown_late)
+    Saver(tmp_path, ALONE, Keep(1)).rehearse()
+    assert next(late, None) is None
 
 
 def test_a_rehearsal_leaves_nothing(tmp_path):
