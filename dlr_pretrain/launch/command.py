@@ -19,13 +19,13 @@ from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read
 from dlr_pretrain.launch.show import duration, number, table
 from dlr_pretrain.launch.state import AGAIN, STATES, Measured, Status, look
 
-USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- words for sbatch]"
+USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]"
 EPILOG = """examples:
-  submit.py scale=60m,130m backbone=lowrank,cola dlr=off,on seed=41,42,43 -- --gpus-per-node=8 --time=24:00:00
-  submit.py slurm/table1.runs seed=41,42,43,44,45 --limit 4 -- --gpus-per-node=8 --time=48:00:00
+  submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py slurm/table1.runs seed=41,42,43,44,45 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
   submit.py slurm/table1.runs seed=41,42,43,44,45 --status
 
-Words with several values make a run of each combination; beside a file they are added to each of its runs."""
+Overrides with several values make a run of each combination; beside a file they are added to each of its runs."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,11 +64,11 @@ def submit(argv: list[str]) -> None:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        super().error(f"{message}. Words for sbatch stand behind a lone --")
+        super().error(f"{message}. Options of sbatch follow a lone --")
 
 
 def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words for sbatch."""
+    """The options, and those of sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = _Parser(
         prog="submit.py",

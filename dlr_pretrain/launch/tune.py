@@ -25,15 +25,16 @@ from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
 from dlr_pretrain.launch.trained import require_comparable_records
 
-USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- words for sbatch]"
+USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- options of sbatch]"
 EPILOG = """examples:
   tune.py pair=cola,cola+dlr lr=0.001,0.002,0.004 seeds=41,42,43 scale=tiny data=sample logger=jsonl --jobs 2
-  tune.py pair=cola,cola+dlr lr=0.001,0.003,0.01 seeds=41 confirm=42,43,44 scale=60m --slurm -- --gpus-per-node=8
+  tune.py pair=cola,cola+dlr lr=0.001,0.003,0.01 seeds=41 confirm=42,43,44 scale=60m \\
+      --slurm -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
 a method is backbone[+dlr][+option][:key=value...], such as cola+dlr, lowrank+init_offset, full+galore or
 cola+dlr:dlr.alpha=0.5 (no value with a comma); the others are compared with the first. lr and seeds are the grid, of
-the same size for every method; confirm are seeds that are trained at each method's chosen rate alone, and reported in
-the place of the grid's. Everything else is an override of train.py, for all methods. The same command again goes on
+the same size for every method; confirm are seeds that are trained only at each method's chosen rate, and reported
+instead of the grid's. Everything else is an override of train.py, for all methods. The same command again continues
 where this one stopped."""
 
 

@@ -17,6 +17,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from dlr_pretrain.bench.words import joined
 from dlr_pretrain.config.arguments import read
@@ -74,7 +75,7 @@ def test_there_are_commands():
     assert named >= of_users, "a command that no page shows"
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not re.match(r"pip |python -m |.*submit\.py", c)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not re.match(r"pip |hf |python -m |.*submit\.py", c)])
 def test_a_command_is_understood(command, understood):
     words = shlex.split(command)
     at = program(words)
@@ -128,6 +129,12 @@ def test_an_installation_names_extras_that_are(command):
     (extras,) = re.findall(r'^pip install -e "\.\[([\w,]+)\]"$', command)
     there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= set(there)
+
+
+def test_what_is_fetched_is_what_the_configuration_names():
+    defaults = [OmegaConf.load(ROOT / "configs" / name) for name in ("data/c4.yaml", "train.yaml")]
+    fetched = {shlex.split(command)[2] for command in COMMANDS if command.startswith("hf download ")}
+    assert fetched == {defaults[0].dataset, defaults[1].tokenizer.hub}
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m ")])

@@ -17,7 +17,7 @@ from tests.unit.run_folders import SHORT, a_comparison, a_run
 QUICK = re.compile(r"python scripts/(fold|generate|compare|report|plan)\.py")
 SLOW = re.compile(r"--table1|--instruction|zero_shot\.json")  # minutes, or need a fine-tuned folder
 RUN = [c for c in commands("README.md", "docs/*.md") if QUICK.match(c) and not SLOW.search(c)]
-STEP = {"step_00001000": "step_00000004"}  # the runs here are short
+STEP = {"step_00140000": "step_00000004"}  # the runs here are short
 
 
 @pytest.fixture(scope="module")
