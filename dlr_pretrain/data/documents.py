@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 
 if TYPE_CHECKING:
     from dlr_pretrain.data.sources import TextSource
@@ -21,7 +21,6 @@ BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
 BLOCK_CHARACTERS = 4 << 20  # and a bound for collections of books: a block is in memory, one a stream
 CHUNK_DOCUMENTS = 64  # documents that are tokenised at once
 CHUNK_CHARACTERS = 1 << 18
-WHOLE = 1 << 62  # as the longest wanted: all of each document
 
 
 class Tokens(NamedTuple):
@@ -56,8 +55,9 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedint
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
-def tokenise(texts: list[str], tokenizer: Tokenizer) -> Tokens:
-    ids = tokenizer.encode_documents(texts)
+def tokenise(texts: list[str], tokenizer: Tokenizer, longest: int = WHOLE) -> Tokens:
+    """Of a document with more than ``longest`` tokens those that follow may be missing."""
+    ids = tokenizer.encode_documents(texts, longest)
     tokens = np.concatenate(ids, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
     return Tokens(tokens, np.cumsum([0, *map(len, ids[:-1])]))
 
@@ -93,7 +93,7 @@ class TextBlock:
         return len(self.texts)
 
     def take(self, order: np.ndarray, longest: int) -> Tokens:
-        return tokenise(next(text_chunks(self.texts[i] for i in order)), self._tokenizer)
+        return tokenise(next(text_chunks(self.texts[i] for i in order)), self._tokenizer, longest)
 
 
 class TextDocuments:

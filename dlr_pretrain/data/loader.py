@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import WHOLE, token_dtype
+from dlr_pretrain.data.documents import token_dtype
 from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_tokens
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.errors import Stalled, Stopped, UserError
 
 STARTING_THREADS = 16  # in which streams read their first rows

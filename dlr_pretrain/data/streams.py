@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlr_pretrain.data.documents import WHOLE, in_order
+from dlr_pretrain.data.documents import in_order
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.errors import UserError
 
 ORDER_VERSION = 1  # of what this file, the blocks and the packing make of a source: a run is resumed under its own

@@ -18,6 +18,9 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.errors import UserError
 
 PAD, EOS, UNK = 0, 1, 2  # T5's layout; the model's configuration and the exported checkpoint rely on it
+WHOLE = 1 << 62  # as the longest wanted: all of each text
+SPACE = "\u2581"  # as sentencepiece writes it
+CHARACTERS = 6  # a token: of 600 documents of C4 none has more in its first 257
 
 
 class Tokenizer:
@@ -55,14 +58,27 @@ class Tokenizer:
         """The text of ids, without pad and </s>."""
         return self._model.decode(ids)
 
-    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        """Ids of each text, then </s>; int32."""
+    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
+        """Ids of each text, then </s>; int32. Where a text has more than ``longest`` ids, later ones may be missing."""
         valid = [_valid(text) for text in texts]
+        heads = [_head(text, CHARACTERS * longest) for text in valid] if self._words_are_apart else valid
+        found = self._encode(heads)
+        short = [i for i, head in enumerate(heads) if len(head) < len(valid[i]) and len(found[i]) <= longest]
+        for i, ids in zip(short, self._encode([valid[i] for i in short]), strict=True):
+            found[i] = ids
+        return found
+
+    def _encode(self, texts: list[str]) -> list[np.ndarray]:
         if self._gives_arrays:
-            return self._model.encode(valid, out_type="numpy", add_eos=True, num_threads=1)
-        return [
-            np.frombuffer(array("i", one), np.intc) for one in self._model.encode(valid, add_eos=True, num_threads=1)
-        ]
+            return self._model.encode(texts, out_type="numpy", add_eos=True, num_threads=1)
+        lists = self._model.encode(texts, add_eos=True, num_threads=1)
+        return [np.frombuffer(array("i", one), np.intc) for one in lists]
+
+    @cached_property
+    def _words_are_apart(self) -> bool:
+        """Whether no piece goes on behind a space, so that a text's ids up to a space do not depend on what follows."""
+        pieces = self._model.id_to_piece(list(range(self.vocab_size)))
+        return SPACE in pieces and not any(SPACE in piece[1:] for piece in pieces)
 
 
 def _gives_arrays(model) -> bool:
@@ -71,6 +87,12 @@ def _gives_arrays(model) -> bool:
         return isinstance(model.encode("a", out_type="numpy"), np.ndarray)
     except (RuntimeError, ValueError):
         return False
+
+
+def _head(text: str, characters: int) -> str:
+    """The text up to the last space in its first ``characters``; all of it where it is no longer, or has none."""
+    space = text.rfind(" ", 1, characters) if len(text) > characters else -1
+    return text if space == -1 else text[:space]
 
 
 def _valid(text: str) -> str:

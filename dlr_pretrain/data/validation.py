@@ -9,10 +9,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import WHOLE, Tokens, in_order
+from dlr_pretrain.data.documents import Tokens, in_order
 from dlr_pretrain.data.packing import Rows, padded
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.errors import UserError
 
 

@@ -1,13 +1,17 @@
 """The tokenizer: raw sentencepiece, T5's layout, and no id outside the vocabulary whatever a text holds."""
 
+import gzip
 import hashlib
 import io
+import json
 import os
+import random
 import time
 
 import numpy as np
 import pytest
 import sentencepiece
+import small_tokenizer
 from data_corpus import NASTY, REAL, make_config, needs_real_data
 
 from dlr_pretrain.data import Tokenizer, open_source, open_tokenizer, sample
@@ -66,6 +70,43 @@ def test_documents_are_the_ids_and_eos_with_any_version_of_sentencepiece(tokeniz
     assert all(one.dtype == np.int32 for one in found)
     assert [one.tolist() for one in found] == [[*ids, 1] for ids in tokenizer.encode(texts)]
     assert tokenizer.encode_documents([]) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({}, True),
+        ({"model_type": "bpe"}, True),
+        ({"byte_fallback": True, "vocab_size": 400}, True),
+        ({"remove_extra_whitespaces": False}, True),
+        ({"normalization_rule_name": "identity"}, True),
+        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its pieces hold spaces
+        ({"treat_whitespace_as_suffix": True}, False),
+    ],
+    ids=str,
+)
+def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
+    tokenizer, rng = Tokenizer(small_tokenizer.train(tmp_path, **options)), random.Random(0)
+    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS", 3)  # too few, so that some are looked for again
+    words = [word for text in (*NASTY, *PROSE, *small_tokenizer.SENTENCES) for word in text.split(" ")]
+    gaps = [*" " * 8, "  ", "\n", " \n ", "\u3000", " \u0301", "\u00a8", ""]
+    texts = ["".join(rng.choice(words) + rng.choice(gaps) for _ in range(rng.randint(0, 60))) for _ in range(300)]
+    whole = [one.tolist() for one in tokenizer.encode_documents(texts)]
+    for longest in (1, 2, 7, 30):
+        found = [one.tolist() for one in tokenizer.encode_documents(texts, longest)]
+        assert [ids[:longest] for ids in found] == [ids[:longest] for ids in whole]
+        assert all(len(ids) > longest or ids == all_of_it for ids, all_of_it in zip(found, whole, strict=True))
+        assert (found != whole) == cuts
+
+
+@needs_real_data
+def test_the_first_ids_of_documents_of_c4_are_those_of_their_beginnings():
+    tokenizer = Tokenizer(REAL / "tokenizer" / "spiece.model")
+    with gzip.open(min((REAL / "c4" / "en").glob("*train*")), "rt") as lines:
+        texts = [json.loads(line)["text"] for line, _ in zip(lines, range(2000), strict=False)]
+    whole, found = tokenizer.encode_documents(texts), tokenizer.encode_documents(texts, 257)
+    assert all(np.array_equal(a[:257], b[:257]) for a, b in zip(whole, found, strict=True))
+    assert sum(map(len, found)) < 0.7 * sum(map(len, whole))
 
 
 def test_a_forked_process_encodes_as_its_parent_does(tokenizer):

@@ -18,6 +18,7 @@ from loopback_hub import Hub, serving_here
 from dlr_pretrain.data import ORDER_VERSION, documents, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.streams import DocumentStream, Place
+from dlr_pretrain.data.tokenizer import WHOLE
 from dlr_pretrain.data.tokens import MANIFEST
 from dlr_pretrain.errors import Stopped, UserError
 
@@ -132,7 +133,7 @@ def test_a_block_is_gathered_document_by_document(tmp_path, model, monkeypatch):
     _, tokens = both(tmp_path, model)
     _, source, tokenizer = opened(tokens)
     ids = [[*one, 1] for one in tokenizer.encode(texts)]
-    for first, step, longest in ((0, 1, documents.WHOLE), (3, 7, documents.WHOLE), (0, 1, 9), (199, 1, 1)):
+    for first, step, longest in ((0, 1, WHOLE), (3, 7, WHOLE), (0, 1, 9), (199, 1, 1)):
         (block,) = source.documents(tokenizer).blocks(source.train_shards[0], first, step)
         order = np.random.default_rng(0).permutation(len(block))
         found = []
