@@ -1,4 +1,4 @@
-"""What would fail after hours, in a minute: ``python scripts/doctor.py``, or torchrun, with the words of train.py."""
+"""What would fail after hours, in a minute: ``python scripts/doctor.py``, or torchrun, with the arguments of train.py."""
 
 import sys
 

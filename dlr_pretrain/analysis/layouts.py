@@ -19,6 +19,8 @@ BESIDE = (
     "(seeds); an evaluation of less than half as much text as the paper's has none"
 )
 
+EIGHT_GPUS = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"  # a node, as sbatch is asked for it
+
 
 class Footnotes:
     """Letters behind figures whose setting is not the paper's."""
@@ -50,7 +52,7 @@ def submit(scale: str, recipes: Sequence[str]) -> str:
     """The command that queues some recipes at a scale, five seeds each."""
     seeds = ",".join(map(str, SEEDS))
     words = f"scale={scale} experiment={','.join(dict.fromkeys(recipes))} seed={seeds}"
-    return f"python slurm/submit.py {words} -- --gpus-per-node=8 --time=48:00:00"
+    return f"python slurm/submit.py {words} -- {EIGHT_GPUS}"
 
 
 def _of(groups: Sequence[Group], scale: str, method: str) -> list[Group]:
@@ -169,10 +171,7 @@ def milestones(groups: Sequence[Group]) -> Table:
         label = f"{group.label}, ours {mark.of(group)}".strip()
         rows.append([label, *(figure(group.at(step, CONVENTION)) for step in MILESTONES), peak and published(peak)])
     missing = [r for r in recipes.values() if r.replace("_dlr", "+dlr") not in {g.method for g in own}]
-    fill = [
-        f"sbatch --nodes=4 --exclusive --gpus-per-node=8 --time=48:00:00 slurm/train.sbatch scale=7b experiment=7b/{r}"
-        for r in missing
-    ]
+    fill = [f"sbatch --nodes=4 {EIGHT_GPUS} slurm/train.sbatch scale=7b experiment=7b/{r}" for r in missing]
     header = ["Method", *(f"{step // 1000}K" for step in MILESTONES), "GB a GPU"]
     notes = [f"steps of one schedule; {BESIDE}", *mark.notes()]
     return Table("milestones_7b", "7B: perplexity by step", header, rows, notes, fill, bool(own))

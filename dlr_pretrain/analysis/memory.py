@@ -77,7 +77,7 @@ def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
         value, gradient = optimized[name], trained[name].grad.to(optimized[name].dtype)
         trained[name].grad = None
         if name in carrying:
-            dlr.withdraw(carrying[name])
+            carrying[name].residual.withdraw()
         if not fused:
             value.grad = gradient
             optimizer.update_one(name, 0.0, skip)

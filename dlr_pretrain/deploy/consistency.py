@@ -19,8 +19,9 @@ from torch import Tensor
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.dlr import marks, publish, residuals
+from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.models.publisher import Publisher
 
 SEQUENCES = 8  # at once
 FORWARDS = 15  # of each model, timed
@@ -80,17 +81,18 @@ def consistency(
     branch = _model(cfg, replace(cfg.dlr, impl="branch"), state, device)
     trained = _model(cfg, cfg.dlr, state, device)
     plain = _model(cfg, replace(cfg.dlr, enabled=False), folded, device)
+    publisher = Publisher(trained)
     if STATE_DTYPE[cfg.precision.name] == WORKING_DTYPE[cfg.precision.name]:
-        publish(trained)
+        publisher.publish()
     else:
-        publish(trained, {name: state[name].to(device) for name, _ in trained.named_parameters()})
+        publisher.publish({name: state[name].to(device) for name, _ in trained.named_parameters()})
     after = dict(plain.named_parameters())
     working = ((n, p) for n, p in trained.named_parameters() if n in after)
     identical, found = _compare(branch, trained, plain, validation, device)
     branches = cfg.dlr.impl == "branch"
     before, then, shape = _latencies(branch, plain, validation, device)
     return Consistency(
-        layers=len(residuals(trained)),
+        layers=len(publisher.carrying),
         parameters_before=sum(p.numel() for p in trained.parameters()),
         parameters_after=sum(p.numel() for p in plain.parameters()),
         weights_identical=None if branches else all(torch.equal(p, after[name]) for name, p in working),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlr_pretrain.analysis.show import amount
+from dlr_pretrain.config.tree import GROUPS
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
@@ -143,7 +144,15 @@ def plan_table(
             machines.add(found[1])
         rows.append(row)
     timed = f"\ntime: for what is left, from runs on {', '.join(sorted(machines))}" if machines else ""
-    return table(header, rows, width) + timed
+    return table(header, rows, width, _apart(runs)) + timed
+
+
+def _apart(runs: Sequence[Run]) -> list[str]:
+    """Of each run the overrides that not all have, but for those that its directory is named by."""
+    shared = set.intersection(*(set(run.line.words) for run in runs))
+    named = (*GROUPS, "seed")
+    own = ([w for w in run.line.words if w not in shared and w.lstrip("+").split("=")[0] not in named] for run in runs)
+    return [shlex.join(words) for words in own]
 
 
 def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> str:
@@ -162,7 +171,8 @@ def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> s
         ]
         for run, status in zip(runs, stands, strict=True)
     ]
-    return table(header, rows, width, [status.reason for status in stands]) + "\n" + summary(stands, "--resubmit")
+    notes = ["; ".join(filter(None, of)) for of in zip(_apart(runs), (s.reason for s in stands), strict=True)]
+    return table(header, rows, width, notes) + "\n" + summary(stands, "--resubmit")
 
 
 def summary(stands: Sequence[Status], fix: str) -> str:

@@ -61,7 +61,7 @@ class Resources:
 
 
 def resources(words: Sequence[str]) -> Resources:
-    """What the words for sbatch ask for; refuses those that submit.py sets itself."""
+    """What the options of sbatch ask for; refuses those that submit.py sets itself."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flags in OURS:
         parser.add_argument(*flags.split(), dest="ours", nargs="?", action="append")
@@ -71,12 +71,12 @@ def resources(words: Sequence[str]) -> Resources:
     try:
         asked, _ = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
-        raise UserError(f"the words for sbatch, {shlex.join(words)}: {error}") from None
+        raise UserError(f"the options of sbatch, {shlex.join(words)}: {error}") from None
     if name := next(filter(None, map(named_in, words)), None):
         rule = f"{name} is a password or a token, and the command line is recorded and shown"
-        raise UserError(f"of the words for sbatch: {rule}. Export it where you submit: sbatch passes it on")
+        raise UserError(f"of the options of sbatch: {rule}. Export it where you submit: sbatch passes it on")
     if asked.ours is not None:
-        raise UserError(f"of the words for sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")
+        raise UserError(f"of the options of sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")
     nodes = _number(asked.nodes or "1", "--nodes")
     gres = [entry for entry in (asked.gres or "").split(",") if entry.startswith("gpu")]
     gpus = asked.gpus_per_node or (gres[0] if gres else None)

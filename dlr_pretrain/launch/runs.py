@@ -73,7 +73,7 @@ def read_runs(path: Path) -> list[Line]:
             lines.append(Line(origin, (), f"{str(error).lower()}: {written.strip()}"))
     lines = [line for line in lines if line.words or line.problem]
     if not lines:
-        raise UserError(f"{path} holds no run. Write the words of train.py, one run a line")
+        raise UserError(f"{path} holds no run. Write the arguments of train.py, one run per line")
     return lines
 
 

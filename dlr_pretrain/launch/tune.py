@@ -169,7 +169,7 @@ class Scheduler:
 
 
 def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words for sbatch."""
+    """The options, and those of sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(
         prog="tune.py",
@@ -194,5 +194,5 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     else:
         refuse(parser, given, ("--limit",), "is of a job array: add --slurm")
         if argv[cut:]:
-            parser.error("words for sbatch belong to --slurm")
+            parser.error("options of sbatch belong to --slurm")
     return given, argv[cut + 1 :]

@@ -21,16 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from fnmatch import fnmatch
-from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlr_pretrain import shards
-from dlr_pretrain.models.residual import GROUPINGS, Residual, Shared, by_memory, columns_of, joined, plus, with_branch
+from dlr_pretrain.models.publisher import Publisher, require_restored, residuals
+from dlr_pretrain.models.residual import GROUPINGS, Residual, columns_of, with_branch
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
 
@@ -99,29 +97,13 @@ def attach_dlr(
     return list(targets)
 
 
-@contextmanager
-def active(module: nn.Module) -> Iterator[None]:
+def active(module: nn.Module) -> AbstractContextManager[None]:
     """Within, the weights are B + beta R^T, and forward and backward are those of DLR; outside they are B again.
 
     B is restored bit for bit, also when the body raises. What changes B belongs outside: ``optimizer.step`` and
     ``load_state_dict`` raise RuntimeError within, before they change anything, and other changes are found at the end.
     """
-    carrying = residuals(module)
-    _require_restored(carrying)
-    by_weight = {id(linear.weight): (name, linear) for name, linear in carrying}
-    watch = register_optimizer_step_pre_hook(partial(_refuse_step, by_weight))
-    try:
-        _publish_own(carrying)
-        yield
-    finally:
-        watch.remove()
-        changed = _restore(carrying)
-    if changed:
-        raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
-    for _, linear in carrying:
-        if hasattr(linear, "dlr_alpha") and linear.weight.grad is not None:
-            gradient = linear.residual.strength_gradient(linear.weight.grad)
-            linear.dlr_alpha.grad = gradient.to(linear.dlr_alpha.dtype)
+    return Publisher(module).active()
 
 
 def fold_(module: nn.Module) -> int:
@@ -134,7 +116,7 @@ def fold_(module: nn.Module) -> int:
         raise ValueError("this module is folded already")
     if not folded:
         raise ValueError("this module has no residual to fold")
-    _require_restored(folded)
+    require_restored(folded)
     for _, linear in folded:
         residual = linear.residual
         with torch.no_grad():
@@ -150,87 +132,6 @@ def fold_(module: nn.Module) -> int:
 
 # ----------------------------------------------------------------------------------------------------
 # What the trainer calls
-
-
-def residuals(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The up-projections that carry a residual, by name."""
-    return [(name, m) for name, m in module.named_modules() if isinstance(getattr(m, "residual", None), Residual)]
-
-
-@torch.no_grad()
-def publish(module: nn.Module, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Make the working weights from the state: B + beta R^T, rounded once, by as many kernels as there are memories.
-
-    With ``masters`` (parameter name -> fp32 master) every parameter is the rounded master, and nothing needs to be
-    restored. Without, the parameters are the state themselves: see ``active``.
-    """
-    carrying = residuals(module)
-    if masters is None:
-        _require_restored(carrying)
-        return _publish_own(carrying)
-    parameters = dict(module.named_parameters())
-    torch._foreach_copy_([parameters[name] for name in masters], list(masters.values()))
-    states = [masters[f"{name}.weight".lstrip(".")] for name, _ in carrying]
-    _publish(carrying, states, [masters.get(f"{name}.dlr_alpha".lstrip(".")) for name, _ in carrying])
-
-
-def _publish_own(carrying: list[tuple[str, nn.Linear]]) -> None:
-    ups = [up for _, up in carrying]
-    _publish(carrying, [up.weight for up in ups], [getattr(up, "dlr_alpha", None) for up in ups])
-
-
-@torch.no_grad()
-def _publish(carrying: list[tuple[str, nn.Linear]], states: list[Tensor], alphas: list[Tensor | None]) -> None:
-    """Write the entries of ``states`` plus beta into the weights; where a weight is its state, keep what was there."""
-    layers = [(up, *of) for (_, up), *of in zip(carrying, states, alphas, strict=True) if up.residual.impl == "weight"]
-    groups = [[layers[i] for i in group] for group in by_memory([(up.weight, state) for up, state, _ in layers])]
-    for alike in _by_dtype(groups):
-        read = [Shared([up.residual for up, *_ in g], [state for _, state, _ in g]).read() for g in alike]
-        entries, of_all = joined(read), [layer for group in alike for layer in group]
-        parts = entries.split([len(shards.here(up.weight)) for up, *_ in of_all])
-        betas = [up.residual.betas(part, alpha) for (up, _, alpha), part in zip(of_all, parts, strict=True)]
-        values = plus(entries, joined(betas), of_all[0][0].weight.dtype).split([len(some) for some in read])
-        for (up, state, _), part in zip(of_all, parts, strict=True):
-            up.residual.saved = (up.weight, part) if up.weight is state else None
-        for group, own in zip(alike, values, strict=True):
-            Shared([up.residual for up, *_ in group], [up.weight for up, *_ in group]).write(own)
-        for up, *_ in of_all:
-            up.residual.version = shards.here(up.weight)._version
-
-
-def _by_dtype(groups: list[list[tuple]]) -> list[list[list[tuple]]]:
-    """The groups whose entries one sum can take: of the same dtypes, on one device."""
-    alike: dict[tuple, list] = {}
-    for group in groups:
-        up, state, _ = group[0]
-        alike.setdefault((up.weight.dtype, state.dtype, state.device), []).append(group)
-    return list(alike.values())
-
-
-@torch.no_grad()
-def _restore(carrying: list[tuple[str, nn.Linear]]) -> list[str]:
-    """Take the residual out of the weights again, bit for bit; returns the names of those that changed meanwhile."""
-    published = [(name, up.residual) for name, up in carrying if up.residual.saved is not None]
-    changed = [name or "the module" for name, r in published if shards.here(r.saved[0])._version != r.version]
-    weights = [r.saved[0] for _, r in published]  # not what now stands in their place, as when FSDP was interrupted
-    for group in by_memory([(weight,) for weight in weights]):
-        own = [published[i][1] for i in group]
-        Shared(own, [weights[i] for i in group]).write(joined([r.saved[1] for r in own]))
-        for residual in own:
-            residual.saved = None
-    return changed
-
-
-@torch.no_grad()
-def withdraw(linear: nn.Linear) -> bool:
-    """Take the residual out of one weight, if it is published there; whether that was as it had been left."""
-    residual = linear.residual
-    if residual.saved is None:
-        return True
-    untouched = shards.here(residual.saved[0])._version == residual.version
-    residual.write(*residual.saved)
-    residual.saved = None
-    return untouched
 
 
 @torch.no_grad()
@@ -337,14 +238,6 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
 
 
-def _refuse_step(by_weight: dict[int, tuple[str, nn.Linear]], optimizer: torch.optim.Optimizer, *_) -> None:
-    for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in by_weight):
-        name, linear = by_weight[id(p)]
-        if linear.residual.saved is not None:
-            where = f"{name or 'the module'}: its weight holds the published residual"
-            raise RuntimeError(f"{where}; call optimizer.step() outside `active`")
-
-
 def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
     if getattr(linear, "residual", None) is not None:
         state[f"{prefix}dlr_mark"] = _mark(linear)
@@ -375,12 +268,6 @@ def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
     if columns != own_columns:
         rule = "was trained with other columns than it has here: which output receives which latent"
         raise RuntimeError(f"{prefix}weight {rule}. Attach with the same grouping, seed and names of modules")
-
-
-def _require_restored(carrying: list[tuple[str, nn.Linear]]) -> None:
-    for name, linear in carrying:
-        if linear.residual.saved is not None:
-            raise RuntimeError(f"{name}: the residual is published; leave `active` first")
 
 
 def _refuse_while_active(linear: nn.Linear, prefix: str, keep_vars: bool) -> None:

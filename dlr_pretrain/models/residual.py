@@ -64,6 +64,20 @@ class Residual:
         own, at = self._entries_of(weight)
         own[at] = entries
 
+    @property
+    def untouched(self) -> bool:
+        """Whether the weight is as publishing has left it, or not published at all."""
+        return self.saved is None or shards.here(self.saved[0])._version == self.version
+
+    def withdraw(self) -> bool:
+        """Take the residual out of the weight that it is published in, if any; whether that was ``untouched``."""
+        untouched = self.untouched
+        if self.saved is not None:
+            with torch.no_grad():
+                self.write(*self.saved)
+            self.saved = None
+        return untouched
+
     def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The rows of ``weight`` that are here, and the indices of the entries in them."""
         self._follow(weight.device)
@@ -162,15 +176,14 @@ class Shared:
 
     def write(self, values: Tensor) -> None:
         self._memory[self._places] = values
-        for tensor in self.tensors:
-            torch.autograd.graph.increment_version(shards.here(tensor))
+        torch.autograd.graph.increment_version([shards.here(tensor) for tensor in self.tensors])
 
-    @property
+    @cached_property
     def _memory(self) -> Tensor:
         first = shards.here(self.tensors[0]).detach()
         return first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
 
-    @property
+    @cached_property
     def _places(self) -> Tensor:
         return joined([r.places(t) for r, t in zip(self.residuals, self.tensors, strict=True)])
 

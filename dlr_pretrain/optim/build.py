@@ -176,7 +176,8 @@ def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor, factor: Tensor |
     elif factor is not None:
         gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
         exact = factor.item() if factor.is_cuda else factor  # what each kernel does not round to bf16 first
-        torch._foreach_mul_(gradients, exact)
+        if exact != 1.0:
+            torch._foreach_mul_(gradients, exact)
     part.step()
 
 

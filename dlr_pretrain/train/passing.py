@@ -76,7 +76,7 @@ class PassingGradients:
         gradient, p.grad = p.grad.to(value.dtype), None
         (self.norms[name],) = norms([gradient])
         self.masked = torch.maximum(self.masked, (~torch.isfinite(self.norms[name])).float())
-        if name in self.carrying and not dlr.withdraw(self.carrying[name]):
+        if name in self.carrying and not self.carrying[name].residual.withdraw():
             raise RuntimeError(f"{name}: the weight was changed while its residual was published")
         value.grad = gradient
         self.optimizer.update_one(name, self.lr, self.masked, self.factor)

@@ -27,6 +27,7 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
+from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.train.checkpoint import Stored, fill_
 from dlr_pretrain.train.gradients import Gradients
 
@@ -99,11 +100,15 @@ class Weights:
     def published(self) -> Iterator[None]:
         """Within, the model multiplies by the rounded state plus the residual; the state itself never shows it."""
         if self.masters is not None:
-            dlr.publish(self.model, self.masters)
+            self._publisher.publish(self.masters)
             yield
         else:
-            with dlr.active(self.model):
+            with self._publisher.active():
                 yield
+
+    @cached_property
+    def _publisher(self) -> Publisher:
+        return Publisher(self.model)
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:

@@ -13,9 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dlr_pretrain.models import active, attach_dlr, build, fold_
-from dlr_pretrain.models.dlr import folded_state, publish, residuals
+from dlr_pretrain.models.dlr import folded_state, residuals
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.models.residual import Residual, Shared
 from dlr_pretrain.train.weights import Weights
 from tests.parity.reference import VOCAB, r_transposed, small
@@ -164,8 +165,9 @@ def test_masters_publish_the_sum_rounded_once():
     model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
+    publisher = Publisher(model)
     for _ in range(2):  # publishing again starts from the masters
-        publish(model, masters)
+        publisher.publish(masters)
     folded = folded_state(model, masters)
     for name, p in model.named_parameters():
         assert folded[name].dtype == torch.float32
@@ -212,6 +214,30 @@ def test_publishing_into_memories_of_their_own_reads_writes_and_restores_each_an
         return kernels.count
 
     assert kernels(5) - kernels(2) == 3 * (5 - 2)
+
+
+def test_weights_that_are_moved_are_published_where_they_are():
+    model = nn.Sequential(Layer(), Layer(rank=3))
+    attach_dlr(model)
+    publisher, up = Publisher(model), model[0].up
+
+    def other_parameter():
+        up.weight = nn.Parameter(up.weight.detach().clone())
+
+    def other_memory():
+        up.weight.data = up.weight.data.clone()
+
+    def other_layout():
+        up.weight.data = up.weight.data.t().contiguous().t()
+
+    for move in (lambda: None, other_parameter, other_memory, other_layout, model.double, lambda: None):
+        move()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with publisher.active():
+            published = {name: p.detach().clone() for name, p in model.named_parameters()}
+        expected = folded_state(model, before)
+        assert all(torch.equal(published[name], expected[name]) for name in before)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("fails", [0, 1])

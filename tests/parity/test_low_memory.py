@@ -260,5 +260,5 @@ def test_a_step_outside_of_an_update_is_still_refused():
         linear(torch.ones(4)).sum().backward()
         with pytest.raises(RuntimeError, match="holds the published residual"):
             optimizer.step()
-        assert dlr.withdraw(linear)
+        assert linear.residual.withdraw()
         optimizer.step()

@@ -267,6 +267,17 @@ def test_names_of_one_root_are_whole(root):
     assert [line.split()[1] for line in lines[1:3]] == [run.dir.name for run in runs]
 
 
+def test_what_sets_runs_apart_stands_below_those_whose_names_do_not_say_it(scheduler, capsys):
+    words = ["scale=tiny", "data=sample", "dlr=off,on", "seed=1", "train.steps=20"]
+    command.main([*words, "--dry-run"])
+    assert "train" not in capsys.readouterr().out
+    command.main([*words, "train.lr=0.003,0.01", "--dry-run"])
+    _, *lines = capsys.readouterr().out.splitlines()[:9]
+    assert [line.strip() for line in lines[1::2]] == ["train.lr=0.003", "train.lr=0.01"] * 2
+    command.main([*words, "train.lr=0.003,0.01", "--status"])
+    assert capsys.readouterr().out.splitlines()[2].strip() == "train.lr=0.003"
+
+
 def test_how_runs_stand_asks_for_no_number_of_ranks(scheduler, capsys):
     """A recipe that only some numbers of ranks can train, and --status without the words for sbatch."""
     words = ["scale=7b", "experiment=7b/cola_dlr", "optimizer=adamw_8bit", "train.memory=low", "train.clip=null"]
