@@ -1,4 +1,4 @@
-"""What would fail after hours, in a minute: ``python scripts/doctor.py``, or torchrun, with the arguments of train.py."""
+"""Find in a minute what would fail after hours: ``python scripts/doctor.py``, or torchrun, as for train.py."""
 
 import sys
 
