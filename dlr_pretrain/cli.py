@@ -57,7 +57,7 @@ def world_size() -> int:
     ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     if ranks.isdecimal() and rank.isdecimal() and int(rank) < int(ranks):
         return int(ranks)
-    rule = f"no rank of that many can be RANK={rank}"
+    rule = f"RANK={rank} is out of range for that many ranks"
     raise ConfigError([Problem("WORLD_SIZE", ranks, rule, "torchrun sets both: unset them to start one process")])
 
 
@@ -65,7 +65,8 @@ def _require_own_package(script: Path) -> None:
     """A script of one checkout would check what the package of another trains."""
     root, package = script.resolve().parent.parent, Path(__file__).resolve().parent
     if (root / "dlr_pretrain" / "cli.py").exists() and root != package.parent:
-        raise UserError(f"{script} is not of the package that python imports, {package}. Call pip install -e {root}")
+        rule = f"belongs to another checkout than the package that Python imports, {package}"
+        raise UserError(f"{script} {rule}. Call pip install -e {root}")
 
 
 def _refuse_sweep_of_ranks(line: CommandLine) -> None:
@@ -101,7 +102,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
     sys.argv = [typed[0], *line.argv]
     hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
     if diverged:
-        _say(f"error: of this sweep, these have diverged: {', '.join(diverged)}")
+        _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0
 
 

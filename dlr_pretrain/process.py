@@ -57,22 +57,22 @@ def die_with_agent() -> None:
 
 def resident_memory() -> int:
     """What this process holds; on systems that do not tell, the most that it has held."""
-    return _kilobytes("/proc/self/status", "VmRSS:") or peak_memory()
+    return _row_of("/proc/self/status", "VmRSS:") or peak_memory()
 
 
 def peak_memory() -> int:
     """The most that this process has held; on Linux since a 5 was last written to ``/proc/self/clear_refs``."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _row_of("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_memory() -> int:
     """What processes could still take of the machine's; on systems that do not tell, half of all."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _kilobytes("/proc/meminfo", "MemAvailable:") or whole // 2
+    return _row_of("/proc/meminfo", "MemAvailable:") or whole // 2
 
 
-def _kilobytes(path: str, label: str) -> int | None:
+def _row_of(path: str, label: str) -> int | None:
     """A row of a file of the kernel's, in bytes; None where there is none."""
     try:
         rows = Path(path).read_text().splitlines()

@@ -23,7 +23,7 @@ def main() -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     form.add_argument("--layout", choices=("own", "cola"), default="own", help="cola: names of the CoLA authors' code")
-    parser.add_argument("--tokens", type=int, default=50_000, help="of validation, for the report; 0: none")
+    parser.add_argument("--tokens", type=int, default=50_000, help="of validation text (default: 50,000; 0: none)")
     given = parser.parse_args()
     return command(lambda: fold(given))
 

@@ -19,6 +19,7 @@ AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real ste
 
 def main() -> int:
     parser = argparse.ArgumentParser(
+        usage="plan.py [options] [key=value ...]",
         description="Parameters, arithmetic, memory, batch, tokens and schedule of a run; needs no data, GPU, network.",
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,

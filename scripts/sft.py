@@ -19,23 +19,34 @@ from dlr_pretrain.process import die_with_agent
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Fine-tune every folder with every seed; the same command again makes what is missing.",
+        description="Fine-tune every folder with every seed; the same command again completes what is missing.",
         allow_abbrev=False,
     )
     add, default = parser.add_argument, Recipe()
     add("folders", nargs="+", metavar="[NAME=]FOLDER", help="what train.py or fold.py wrote; its name in the table")
-    add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub")
+    add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")
     add("--validation", help="rows that are held out, for the loss on their responses")
-    add("--output", type=Path, default=Path("sft"), help="writes <output>/<name>/s<seed>, table.md and table.json")
-    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows")
-    add("--epochs", type=int, default=default.epochs)
-    add("--batch", type=int, default=default.batch, help="rows of an update, over all ranks")
+    add(
+        "--output",
+        type=Path,
+        default=Path("sft"),
+        metavar="DIR",
+        help="for <name>/s<seed> and tables (default: sft)",
+    )
+    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows (default: 41 42 43)")
+    add("--epochs", type=int, default=default.epochs, help="(default: %(default)s)")
+    add("--batch", type=int, default=default.batch, help="rows of an update, over all ranks (default: %(default)s)")
     add(
         "--micro-batch", type=int, help="rows that a rank takes at once (default: as many as divide its share, up to 8)"
     )
-    add("--lr", type=float, default=default.lr, help="peak of the cosine")
-    add("--length", type=int, default=default.length, help="tokens a row at most")
-    add("--precision", choices=PRECISIONS, default=default.precision, help="weights and moments are fp32 in both")
+    add("--lr", type=float, default=default.lr, help="peak of the cosine (default: %(default)s)")
+    add("--length", type=int, default=default.length, help="most tokens of a row (default: %(default)s)")
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default=default.precision,
+        help="weights are fp32 in both (default: %(default)s)",
+    )
     add("--tasks", type=names, help=f"of {','.join(TASKS)}, or all: of every tuned folder (default: none)")
     add("--eval-data", type=Path, metavar="DIR", help="the tasks' local <task>/<split>.jsonl (default: the hub)")
     add("--limit", type=at_least_1, metavar="N", help="documents of each task, or subject of MMLU")

@@ -48,7 +48,7 @@ class Design:
 
     @property
     def level(self) -> float:
-        """Of each method's interval: wider where there are more methods, so that all hold together (Bonferroni)."""
+        """The confidence of each interval: higher for more methods, so that all hold together (Bonferroni)."""
         return 1 - (1 - LEVEL) / max(1, len(self.methods) - 1)
 
 

@@ -101,14 +101,10 @@ def _of_scale(scale: str, of: list[tuple[Group, Cost | None]], folder: Path) -> 
 
 def panels(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
     """The groups of each backbone; the dense model is in all panels, and has its own where it is alone."""
-    bases = dict.fromkeys(base(group) for group in groups)
+    bases = dict.fromkeys(group.base for group in groups)
     dense = [group for group in groups if group.method == "full"]
-    found = [(name, [*(g for g in groups if base(g) == name), *dense]) for name in bases if name != "full"]
+    found = [(name, [*(g for g in groups if g.base == name), *dense]) for name in bases if name != "full"]
     return found or [("full", dense)]
-
-
-def base(group: Group) -> str:
-    return group.method.partition("+")[0]
 
 
 def look(groups: Sequence[Group]) -> list[dict]:
@@ -116,7 +112,7 @@ def look(groups: Sequence[Group]) -> list[dict]:
     others = iter([(color, dash) for dash in ("-", "--", ":", "-.") for color in OTHERS] * len(groups))
     looks = []
     for group in groups:
-        fixed = {base(group): (PLAIN, "-"), f"{base(group)}+dlr": (DLR, "-"), "full": (BLACK, "--")}
+        fixed = {group.base: (PLAIN, "-"), f"{group.base}+dlr": (DLR, "-"), "full": (BLACK, "--")}
         color, dash = fixed.get(group.label) or next(others)
         looks.append({"color": color, "linestyle": dash})
     return looks
@@ -180,10 +176,10 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
         return None
     figure, (ax,) = grid(1, width=8.0, height=5.0)
     spare = iter(OTHERS * len(groups))
-    colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(map(base, evaluated))}
+    colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(group.base for group in evaluated)}
     for group in evaluated:
-        dash = "--" if group.label == base(group) else "-" if group.label.endswith("+dlr") else ":"
-        style = {"color": colors[base(group)], "linestyle": dash, "marker": "."}
+        dash = "--" if group.label == group.base else "-" if group.label.endswith("+dlr") else ":"
+        style = {"color": colors[group.base], "linestyle": dash, "marker": "."}
         steps, means = mean_curve(group)
         if steps:
             error = np.array([np.nan if s.std is None else s.std for s in means])
@@ -276,7 +272,7 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
         spare = iter(OTHERS * len(groups))
         marks: dict[str, Iterator[str]] = {}
         for group, speed, quality in points:
-            color = BACKBONES.get(base(group)) or next(spare)
+            color = BACKBONES.get(group.base) or next(spare)
             filled = color if group.method.endswith("+dlr") else "white"
             mark = next(marks.setdefault(group.method, cycle(MARKS)))
             ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt=mark, color=color,
@@ -303,7 +299,7 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     figure, (ax,) = grid(1, width=6.0, height=4.0)
     spare = iter(OTHERS * len(studies))
     for study in studies:
-        color, dash = BACKBONES.get(base(study[0])) or next(spare), "-" if study[0].method.endswith("+dlr") else "--"
+        color, dash = BACKBONES.get(study[0].base) or next(spare), "-" if study[0].method.endswith("+dlr") else "--"
         found = [group.final(PERPLEXITY) for group in study]
         ranks = [group.config["backbone"]["rank"] for group in study]
         error = [np.nan if s.std is None else s.std for s in found]

@@ -71,6 +71,11 @@ class Group:
         return self.runs[0].method
 
     @property
+    def base(self) -> str:
+        """The backbone of its method."""
+        return self.method.partition("+")[0]
+
+    @property
     def label(self) -> str:
         return f"{self.method} ({self.variant})" if self.variant else self.method
 
@@ -226,13 +231,12 @@ def _override(key: str, shared: dict) -> str:
     return f"{key.removesuffix('.name')}={'null' if shown is None else shown}"
 
 
-SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
+SCALE_ORDER = ("tiny", "60m", "130m", "350m", "1b", "7b")
 METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
 
 
 def _order(group: Group) -> tuple:
-    base = group.method.partition("+")[0]
-    return (*rank(group.scale, SCALES), *rank(base, METHODS), len(group.method), group.method, group.variant)
+    return (*rank(group.scale, SCALE_ORDER), *rank(group.base, METHODS), len(group.method), group.method, group.variant)
 
 
 def rank(name: str, known: Sequence[str]) -> tuple[int, str]:

@@ -98,7 +98,7 @@ def pairs_table(groups: Sequence[Group]) -> Table:
     place = {id(group): i for i, group in enumerate(groups)}
     for a, b in sorted(shown, key=lambda sides: place[id(sides[0] or sides[1])]):
         group = a or b
-        base = group.method.partition("+")[0]
+        base = group.base
         if base not in OWN_RATES:
             continue
         theirs = [fact("table1", "ppl", method=method, scale=group.scale) for method in (base, f"{base}+dlr")]

@@ -112,9 +112,10 @@ def _comparison(path: Path) -> dict:
     """What tune.py wrote, with the verdicts that its trials bear by today's rules."""
     found = _read(path, "trials", "scripts/tune.py")
     try:
-        return found | compare(Design(**found["design"]), [Trial(**trial) for trial in found["trials"]])
+        design, trials = Design(**found["design"]), [Trial(**trial) for trial in found["trials"]]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} cannot be read as a file of scripts/tune.py: {error}") from None
+    return found | compare(design, trials)
 
 
 def _read(path: Path, key: str, maker: str) -> dict:

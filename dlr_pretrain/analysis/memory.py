@@ -129,8 +129,8 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """Of rank 0, which has the most rows. At the peak two blocks are gathered, the one at work and the next, beside
-    embedding, final norm and head, whose gradients wait, whole, for the end of the backward pass.
+    """The memory of rank 0, which has the most rows. At the peak two blocks are gathered, the one at work and the next,
+    beside embedding, final norm and head, whose gradients wait, whole, for the end of the backward pass.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)

@@ -40,7 +40,7 @@ def marks(group: Group, studied: str | None = None) -> list[str]:
     """What of a group's setting is not the paper's, in a few words each; ``studied`` is a key that the paper varied."""
     if group.scale not in (*SCALES, "7b"):
         return ["not a scale of the paper"]
-    theirs = recipe(group.method.partition("+")[0], group.config["dlr"]["name"], group.scale)
+    theirs = recipe(group.base, group.config["dlr"]["name"], group.scale)
     if theirs is None:
         return ["not a method of the paper"]
     passed = {studied, *UNMARKED, *ORIGIN, *TAKEN_FROM_SCALE}

@@ -9,7 +9,7 @@ PUBLISHED = 50  # batches from which on the convention's value is near those of 
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats a token; infinite where a float does not hold it."""
+    """The perplexity of a loss in nats per token; infinite where a float does not hold it."""
     return math.exp(loss) if loss < 700 else math.inf
 
 

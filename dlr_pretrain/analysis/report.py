@@ -109,7 +109,7 @@ def why_two_perplexities(metrics: list[dict]) -> str:
     if not evaluated:
         return "This run was not evaluated."
     if evaluated["eval/perplexity"] is None:
-        return "The evaluation is not finite: the run has diverged."
+        return "The evaluation is not finite: the run diverged."
     rule = "The scripts of the GaLore family, and the published tables with them, divide the sum of n losses by n + 1"
     if (found := convention(evaluated)) is None:
         return f"{rule}, with n near 100 (10M tokens of C4): this evaluation is of too few to be compared with them."
@@ -163,7 +163,7 @@ def _last_evaluation(metrics: list[dict]) -> dict | None:
 
 
 def _median(values: np.ndarray) -> float:
-    """Of what is finite; NaN where nothing is."""
+    """The median of the finite values; NaN if there are none."""
     found = values[np.isfinite(values)]
     return float(np.median(found)) if len(found) else math.nan
 

@@ -69,7 +69,7 @@ def what_to_know(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
         elif not run.final:
             remarks.append(f"{run.name} is unfinished, step {run.step:,} of {run.planned:,}: in curves, not in means")
         elif run.final.get("eval/loss") is None:
-            remarks.append(f"{run.name} has diverged after step {run.step:,}: it counts as infinite in means")
+            remarks.append(f"{run.name} diverged after step {run.step:,}: it counts as infinite in means")
         if run.metrics and (skipped := run.metrics[-1].get("train/skipped")):
             remarks.append(f"{run.name} has left out {skipped} updates that were not finite")
     for group in groups:

@@ -115,7 +115,7 @@ def _warnings(sides: Sequence[Side]) -> list[str]:
     warnings += [f"{run.name}: {remark}" for run in runs for remark in run.remarks]
     for run in runs:
         if run.diverged:
-            warnings.append(f"{run.name} has diverged after step {run.step:,}: there is no mean with it beyond that")
+            warnings.append(f"{run.name} diverged after step {run.step:,}: there is no mean with it beyond that")
         elif run.step < run.planned:
             warnings.append(f"{run.name} is unfinished: step {run.step:,} of {run.planned:,}")
     return warnings

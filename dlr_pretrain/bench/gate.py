@@ -42,7 +42,7 @@ class Verdict:
 
 
 def losses(step: Callable[[Batch], Tensor], batch: Batch) -> list[float]:
-    """Of ``STEPS`` updates."""
+    """The losses of ``STEPS`` updates."""
     return torch.stack([step(batch).detach().float() for _ in range(STEPS)]).tolist()
 
 

@@ -25,7 +25,7 @@ from dlr_pretrain.config.tree import GROUPS
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
 HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
 HYDRA_READ = ("hydra.mode", "hydra.searchpath", "hydra.sweeper", "hydra.launcher", "hydra.job.env_set")
-# dlr is a group with the options on and off, which YAML and Hydra know by other spellings as well
+SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which YAML and Hydra spell otherwise, too
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
 
 
@@ -149,7 +149,7 @@ def _secret(word: str) -> Problem | None:
         return Problem(key, HIDDEN, rule, f"Set the environment variable {variable(name)} instead")
     if redact(word) != word:
         rule = "holds a password or a token, and a command line is recorded and shown"
-        return Problem(key.lstrip("+"), redact(value), rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
+        return Problem(key.lstrip("+"), redact(value), rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
     return None
 
 
@@ -191,7 +191,7 @@ def _admit(word: str, line: CommandLine) -> None:
         if meant in GROUPS:
             line.problems.append(Problem(key, value, "no such key", f"Did you mean {meant}={value}?"))
             key = meant  # the rest of the command line is judged as if it had been written so
-    if key == "dlr":
+    if key in SWITCHES:
         value = ",".join(SWITCH.get(option.strip().lower(), option) for option in value.split(","))
     word = f"{key}={value}" if key in GROUPS else f"++{key}={value}"
     if word == "experiment=null":

@@ -260,7 +260,7 @@ def overview(width: int = 80) -> str:
 
 
 def _size(option: str) -> float:
-    """Of a scale such as 60m or 1b; the same of all else, which keeps its order."""
+    """A sort key: the parameters of a scale such as 60m or 1b; 0 for all else, which keeps its order."""
     found = re.fullmatch(r"(\d+)([mb])\*?", option)
     return float(found[1]) * {"m": 1, "b": 1000}[found[2]] if found else 0.0
 

@@ -18,7 +18,7 @@ def memory_problems(cfg: Config, world_size: int | None) -> Iterator[Problem]:
     if t.memory != "low":
         return
     if cfg.optimizer.name not in ONE_BY_ONE:
-        rule = f"does not update parameters one by one, as {LOW} does when their gradients come"
+        rule = f"does not update parameters one by one, as {LOW} requires"
         yield Problem("optimizer", cfg.optimizer.name, rule, "Use optimizer=adamw_8bit, or adamw (more memory)")
     if t.clip is not None and t.clip_by == "norm":
         rule = f"needs the norm of all gradients before the first update, and {LOW} keeps none of them"

@@ -148,7 +148,7 @@ def _quotes(name: str, value: object, hint: object) -> str:
     if hint is str and isinstance(value, (int, float)):
         return f"Quote a number that is meant as text: \"{name}='...'\""
     number = re.fullmatch(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) if isinstance(value, str) else None
-    return "It is quoted, and so text: leave the quotes out" if number and hint in (int, float) else ""
+    return "A quoted number is text: leave the quotes out" if number and hint in (int, float) else ""
 
 
 def _convert(value: object, hint: object) -> object:

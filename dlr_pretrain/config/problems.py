@@ -34,7 +34,7 @@ def no_home(key: str, value: str) -> Problem | None:
     if value.partition("/")[0] != "~":
         return None
     fix = f"Write {key}=$HOME{value.removeprefix('~')}"
-    return Problem(key, value, "~ is replaced by the shell, only at the start of a word, and not by this program", fix)
+    return Problem(key, value, "~ is expanded only by the shell, and only at the start of a word", fix)
 
 
 class ConfigError(UserError):

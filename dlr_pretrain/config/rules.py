@@ -114,8 +114,8 @@ def _model(cfg: Config) -> Iterator[Problem]:
     elif (s.hidden_size // s.num_heads) % 2:
         yield Problem("scale.num_heads", s.num_heads, "rotary embeddings need heads of even width")
     if rank is not None and not 1 <= rank <= min(s.hidden_size, s.intermediate_size):
-        widest = min(s.hidden_size, s.intermediate_size)
-        yield Problem("backbone.rank", rank, f"must lie between 1 and the narrowest layer's width, {widest}")
+        narrowest = min(s.hidden_size, s.intermediate_size)
+        yield Problem("backbone.rank", rank, f"must lie between 1 and the narrowest layer's width, {narrowest}")
     if cfg.train.activation_checkpointing == "latent" and not cfg.backbone.knobs.get("factorized"):
         rule = f"backbone={cfg.backbone.name} has no latents to keep"
         yield Problem("train.activation_checkpointing", "latent", rule, "Use block, or a factorised backbone")
@@ -199,7 +199,7 @@ def _strings(cfg: Config) -> Iterator[Problem]:
             yield problem
         if redact(value) != value:
             rule = "holds a password or a token, and a run writes its configuration down"
-            yield Problem(name, value, rule, "Give it by HF_TOKEN, WANDB_API_KEY or ~/.netrc")
+            yield Problem(name, value, rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
 
 
 def _packages(cfg: Config) -> Iterator[Problem]:

@@ -64,8 +64,8 @@ class Scale:
     steps: int = key("the paper's steps at this scale", at_least=1)
     warmup_steps: int = key("the paper's warm-up steps at this scale", at_least=0)
     adam_eps: float = key("the paper's epsilon of Adam at this scale", above=0)
-    global_batch: int = key("the paper's sequences a step", at_least=1)
-    micro_batch: int = key("the paper's sequences a GPU", at_least=1, identity=False)
+    global_batch: int = key("the paper's sequences per step", at_least=1)
+    micro_batch: int = key("the paper's sequences per GPU", at_least=1, identity=False)
     eval_every: int = key("steps between evaluations", at_least=1, identity=False)
     eval_tokens: int = key("tokens of validation text", at_least=1)
     checkpoint_every: int = key("steps between checkpoints", at_least=1, identity=False)
@@ -120,7 +120,7 @@ class Data:
 
 @dataclass
 class Tokenizer:
-    path: str | None = key("a sentencepiece model; null: the data source's own")
+    path: str | None = key("a sentencepiece model; null: the source's own (sample, tokens), else tokenizer.hub")
     hub: str = key("repository on the hub whose spiece.model is used where path is null")
 
 
@@ -130,14 +130,14 @@ class Train:
     lr: float = key("peak learning rate", above=0)
     warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
     min_lr_ratio: float = key("end of the cosine, as a share of the peak", at_least=0, at_most=1)
-    global_batch: int = key("sequences an update, over all ranks", at_least=1)
+    global_batch: int = key("sequences per update, over all ranks", at_least=1)
     micro_batch: int | str | None = key(
         "sequences a rank takes at once; null: the paper's, auto: the most that fit its memory",
         at_least=1,
         words=("auto",),
         identity=False,
     )
-    seq_len: int = key("positions a sequence", at_least=2)
+    seq_len: int = key("positions per sequence", at_least=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
     clip_by: str = key(
         "the norm that is bounded: the update's own, or that of the one before (the first is not clipped)",

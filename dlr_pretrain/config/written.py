@@ -19,7 +19,7 @@ def read_config(run_dir: Path) -> dict:
     except FileNotFoundError:
         raise UserError(f"{path} is missing: {run_dir} is no run directory") from None
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise UserError(f"{path} is damaged ({first_line(error)}). Bring it back from a copy") from error
+        raise UserError(f"{path} is damaged ({first_line(error)}). Restore it from a backup") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path} is damaged: it holds no keys. Bring it back from a copy")
+        raise UserError(f"{path} is damaged: it holds no keys. Restore it from a backup")
     return tree

@@ -87,4 +87,4 @@ class ShardCache:
 
 
 def _failed(path: Path, error: OSError) -> UserError:
-    return UserError(f"data.cache: {path}: {error.strerror}. Mend this, or leave data.cache out")
+    return UserError(f"data.cache: {path}: {error.strerror}. Fix this, or leave data.cache out")

@@ -56,7 +56,7 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedint
 
 
 def tokenise(texts: list[str], tokenizer: Tokenizer, longest: int = WHOLE) -> Tokens:
-    """Of a document with more than ``longest`` tokens those that follow may be missing."""
+    """The tokens of each text; of a document with more than ``longest``, those that follow may be missing."""
     ids = tokenizer.encode_documents(texts, longest)
     tokens = np.concatenate(ids, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
     return Tokens(tokens, np.cumsum([0, *map(len, ids[:-1])]))

@@ -114,7 +114,9 @@ def first_contact(
     try:
         return _insist(what, ask, seconds, silence_passes=patient)
     except Exception as error:  # whatever the client raises: it differs between its versions
-        raise UserError(f"{what}: the Hugging Face hub gives no access to it: {first_line(error)}. {fix}") from error
+        raise UserError(
+            f"{what}: the Hugging Face hub denied access or did not answer: {first_line(error)}. {fix}"
+        ) from error
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:

@@ -99,8 +99,8 @@ class TrainLoader:
                 if stop():
                     raise Stopped("asked to stop while waiting for data") from None
                 if patience is not None and time.monotonic() - since > patience:
-                    rule = f"no training data have come for {patience:.0f} s: their disk, or the hub, does not answer"
-                    raise Stalled(f"{rule}. The same command goes on when it does") from None
+                    rule = f"no training data for {patience:.0f} s: their disk, or the hub, does not answer"
+                    raise Stalled(f"{rule}. The same command continues once it does") from None
         if isinstance(item, Exception):
             self._error = item
             raise item

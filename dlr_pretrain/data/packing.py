@@ -48,7 +48,7 @@ def inputs_and_targets(
 
 
 def separated(ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of packed rows [n, seq_len] the ids, the targets, and the number of each position's document in its row.
+    """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row.
 
     A document ends with its one </s>, after which the beginning of another is no target: documents are scored, and with
     the numbers attended to, as each on its own.

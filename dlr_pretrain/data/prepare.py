@@ -41,7 +41,7 @@ from dlr_pretrain.errors import UserError
 
 JOURNAL = "unfinished.json"
 PROGRESS_SECONDS = 0.5
-AGAIN = "Mend this and start again: finished shards are kept"
+AGAIN = "Fix this and start again: finished shards are kept"
 
 
 class Job(NamedTuple):

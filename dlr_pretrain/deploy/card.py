@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from omegaconf import OmegaConf
 
 from dlr_pretrain.config import Config
@@ -67,6 +69,9 @@ def _configuration(cfg: Config) -> str:
     tree = {section: value for section, value in to_dict(cfg).items() if section not in OF_THE_MACHINE}
     for section, key in PATHS:
         tree[section].pop(key)
+    for key in ("train_files", "validation_files"):
+        if os.path.isabs(tree["data"][key]):
+            tree["data"].pop(key)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 

@@ -113,7 +113,7 @@ def _model(cfg: Config, dlr, tensors: dict[str, Tensor], device: torch.device) -
 
 
 def _batches(validation: ValidationSet, device: torch.device):
-    """Of a few sequences at a time which positions [n, seq_len] are no padding, and (ids, targets[, documents])."""
+    """For a few sequences at a time, which positions [n, seq_len] are no padding, and (ids, targets[, documents])."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
         tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))

@@ -17,13 +17,11 @@ from dlr_pretrain.data import Source, Tokenizer, ValidationSet, open_source, val
 from dlr_pretrain.deploy.consistency import consistency
 from dlr_pretrain.deploy.export import export, require_export
 from dlr_pretrain.deploy.merge import deployed
-from dlr_pretrain.deploy.verify import agreement
+from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.durable import is_there
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import folded_state, residuals
-
-VERIFIED_SEQUENCES = 2
 
 
 def fold_checkpoint(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import RECORD
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.markdown import table
 
@@ -24,9 +25,7 @@ def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setti
     if record.get("zero_shot", {}).get("setting") != setting:
         record["zero_shot"] = {"setting": setting, "tasks": evaluate(*open_folder(folder))}
         if first:
-            aside = folder / f".{RECORD}.tmp"
-            aside.write_text(json.dumps(record, indent=1) + "\n")
-            aside.replace(folder / RECORD)  # a kill leaves the old one or the new one
+            write_durably(folder / RECORD, json.dumps(record, indent=1) + "\n")
     return record
 
 

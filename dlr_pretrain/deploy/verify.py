@@ -28,6 +28,7 @@ from dlr_pretrain.process import stop_signals
 # A residual that was left unfolded shows as 0.4, a wrong RoPE base as 0.06 to 0.14. Training lets rounding errors grow:
 # fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
 BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+VERIFIED_SEQUENCES = 2
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 READER = Path(__file__).with_name("foreign_reader.py")
 CANNOT_IMPORT = 4  # exit code of the reader

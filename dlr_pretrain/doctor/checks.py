@@ -90,7 +90,7 @@ class Ranks:
         end = time.monotonic() + check.limit + LATE
         absent = [r for r in range(self.count) if not self.ask(f"{check.name}/here/{r}", end - time.monotonic())]
         if absent:
-            raise UserError(f"ranks {absent} did not come to it")
+            raise UserError(f"ranks {absent} did not reach this check")
         address, port = self.ask(f"{check.name}/address", LATE)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 

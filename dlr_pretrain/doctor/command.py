@@ -24,6 +24,7 @@ def main(argv: list[str]) -> int:
     """The exit code: 0, 1 where a check failed, or that of a UserError."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",
+        usage="%(prog)s [options] [key=value ...]",
         description="Checks the machine and a run's configuration before GPU hours are spent; no run is touched.",
         epilog="Everything else is an override, as train.py takes them. By torchrun, all ranks are checked.",
         allow_abbrev=False,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlr_pretrain.analysis.show import amount
+from dlr_pretrain.config.arguments import key_of
 from dlr_pretrain.config.tree import GROUPS
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.flags import at_least_1, refuse
@@ -148,10 +149,10 @@ def plan_table(
 
 
 def _apart(runs: Sequence[Run]) -> list[str]:
-    """Of each run the overrides that not all have, but for those that its directory is named by."""
+    """Each run's overrides that not every run shares, except those that its directory's name shows."""
     shared = set.intersection(*(set(run.line.words) for run in runs))
     named = (*GROUPS, "seed")
-    own = ([w for w in run.line.words if w not in shared and w.lstrip("+").split("=")[0] not in named] for run in runs)
+    own = ([w for w in run.line.words if w not in shared and key_of(w) not in named] for run in runs)
     return [shlex.join(words) for words in own]
 
 

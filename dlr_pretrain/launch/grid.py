@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.comparison import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, did_you_mean, flatten, to_dict
-from dlr_pretrain.config.arguments import spread
+from dlr_pretrain.config.arguments import key_of, spread
 from dlr_pretrain.launch.runs import Line, Run
 
 LISTS = ("pair", "lr", "seeds", "confirm")
@@ -36,7 +36,7 @@ class Grid:
 
     @property
     def name(self) -> str:
-        """Of its results; the same for other rates and seeds, so that a grid can be widened."""
+        """The name of its results; the same for other rates and seeds, so that a grid can be widened."""
         text = "\n".join([*(f"{method}: {words}" for method, words in self.words.items()), *sorted(self.shared)])
         shown = re.sub(r"[^\w+-]+", "_", "-".join(self.design.methods))[:60]
         return f"{shown}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -44,7 +44,7 @@ class Grid:
     def line(self, method: str, lr: float, seed: int) -> Line:
         """The words of one run; those of the method take the place of shared ones."""
         own = self.words[method]
-        shared = (word for word in self.shared if _key(word) not in _keys(own))
+        shared = (word for word in self.shared if key_of(word) not in _keys(own))
         return Line(f"{method} lr={lr:g} seed={seed}", (*shared, *own, f"train.lr={lr!r}", f"seed={seed}"))
 
     def cells(self) -> list[tuple[str, float, int]]:
@@ -65,7 +65,7 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
             problems.append(Problem(key, value, f"{key}={lists[key]} is there already", "Write one list"))
         else:
             lists[key] = value
-    problems += [_reserved(word) for word in shared if _key(word) in OURS]
+    problems += [_reserved(word) for word in shared if key_of(word) in OURS]
     for name, fix in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
         if name not in lists:
             problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={fix}"))
@@ -75,7 +75,7 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
         methods[written] = _method(written, before, config_dir, problems)
         before = written
     everyones = set.intersection(*map(_keys, methods.values())) if methods else set()
-    problems += [_overridden(word) for word in shared if _key(word) in everyones]
+    problems += [_overridden(word) for word in shared if key_of(word) in everyones]
     rates = sorted(_numbers(lists.get("lr", ""), "lr", float, problems))
     seeds, fresh = (_numbers(lists.get(name, ""), name, int, problems) for name in ("seeds", "confirm"))
     if both := sorted(set(seeds) & set(fresh)):
@@ -139,7 +139,7 @@ def _method(written: str, before: str, config_dir: str | None, problems: list[Pr
             chosen[group] = option
         chosen = {"backbone": backbone, "dlr": "off"} | chosen
         words = [*(f"{group}={'on' if option == 'dlr' else option}" for group, option in chosen.items()), *words]
-    problems += [_reserved(word) for word in words if _key(word) in OURS]
+    problems += [_reserved(word) for word in words if key_of(word) in OURS]
     return tuple(words)
 
 
@@ -188,8 +188,4 @@ def _numbers(text: str, name: str, kind: type, problems: list[Problem]) -> list:
 
 
 def _keys(words: Sequence[str]) -> set[str]:
-    return set(map(_key, words))
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+    return set(map(key_of, words))

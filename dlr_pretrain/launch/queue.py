@@ -116,7 +116,7 @@ class Array:
 
     @property
     def folder(self) -> Path:
-        """Of the runs file and the logs. Its name holds a hash of the file, which queued tasks go on reading."""
+        """Holds the runs file and the logs. Its name has a hash of the file, which queued tasks go on reading."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
         return Path(self.runs[0].cfg.run.root, "arrays", f"{self.name}-{digest}")
 

@@ -54,7 +54,7 @@ class Run:
 
     @property
     def positions(self) -> int:
-        """Of an update: its tokens, padding included."""
+        """The tokens of an update, including padding."""
         return self.cfg.train.global_batch * self.cfg.train.seq_len
 
 

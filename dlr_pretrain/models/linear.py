@@ -204,7 +204,7 @@ class Group(ABC):
         Formed in fp32 (fp64 for fp64) and rounded once. Raises UserError where a projection is more than one matrix.
         """
         raise UserError(
-            f"{type(self).__name__} layers are no matrix: they cannot be merged into the weights of a LLaMA"
+            f"{type(self).__name__} layers are not a single matrix: they cannot be merged into the weights of a LLaMA"
         )
 
     def tie(self) -> None:

@@ -105,7 +105,7 @@ class Publisher:
 
     @cached_property
     def _names(self) -> list[tuple[str, str]]:
-        """Of each layer those of its weight and of its alpha."""
+        """The names of each layer's weight and alpha."""
         return [(f"{name}.weight".lstrip("."), f"{name}.dlr_alpha".lstrip(".")) for name, _ in self.carrying]
 
 

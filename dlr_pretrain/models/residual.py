@@ -52,7 +52,7 @@ class Residual:
 
     @cached_property
     def checksum(self) -> int:
-        """Of ``columns``: 32 bits, which a float64 holds."""
+        """CRC-32 of ``columns``, which a float64 holds exactly."""
         return zlib.crc32(self.columns.cpu().numpy().tobytes())
 
     def entries(self, weight: Tensor) -> Tensor:

@@ -32,9 +32,12 @@ class DenseStart:
 
     def __init__(self, folder: Path, cfg: Config, vocab_size: int):
         self.folder = folder
+        with torch.device("meta"):
+            dense = Llama(replace(cfg, backbone=DENSE), vocab_size, grouped=False).state_dict()
+        expected = {name: tensor.shape for name, tensor in dense.items()}
         try:
             self.files = _files(folder)
-            wrong = _wrong_shapes(self.files, cfg, vocab_size) + _wrong_facts(folder / "config.json", cfg)
+            wrong = _wrong_shapes(self.files, expected) + _wrong_facts(folder / "config.json", cfg)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             raise self._refused([f"cannot be read: {type(error).__name__}: {error}"]) from error
         if wrong:
@@ -83,10 +86,7 @@ def _files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), folder / WEIGHTS)
 
 
-def _wrong_shapes(files: dict[str, Path], cfg: Config, vocab_size: int) -> list[str]:
-    with torch.device("meta"):
-        dense = Llama(replace(cfg, backbone=DENSE), vocab_size, grouped=False).state_dict()
-    expected = {name: tensor.shape for name, tensor in dense.items()}
+def _wrong_shapes(files: dict[str, Path], expected: dict[str, torch.Size]) -> list[str]:
     shapes: dict[str, list[int]] = {}
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:

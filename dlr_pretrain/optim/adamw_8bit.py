@@ -54,7 +54,7 @@ def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
 
 
 def _state_bytes(p: Tensor, block_size: int) -> int:
-    """Of two moments and a counter; a quantised moment is its codes, fp32 scales, and an fp32 map of 256 values."""
+    """Two moments and a counter; a quantised moment is its codes, fp32 scales, and an fp32 map of 256 values."""
     moment = p.numel() * p.element_size()
     if _quantised(p, block_size):
         moment = p.numel() + p.numel() // block_size * 4 + 256 * 4

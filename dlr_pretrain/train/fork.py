@@ -17,9 +17,12 @@ from dlr_pretrain.train.checkpoint import Checkpoint
 from dlr_pretrain.train.record import read_record, update_record
 
 METRICS = "metrics.jsonl"
-# A position in the data says nothing under other values of these keys; moments do under other values of those.
+# A place in the data means nothing under other values of DATA; an optimizer's state still does under other RATES.
 DATA = ("data.", "tokenizer.", "train.global_batch", "train.seq_len")
-RATES = ("optimizer.beta", "optimizer.eps", "optimizer.weight_decay")
+RATES = (
+    *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.b_lr"),
+    *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
+)
 
 
 def fork(

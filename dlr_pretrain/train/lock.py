@@ -81,7 +81,7 @@ class RunLock:
         try:
             lease = self._read()
         except FileNotFoundError:
-            raise UserError(f"{self.path} was taken away: this process writes nothing more. Start it again") from None
+            raise UserError(f"{self.path} was deleted: this process writes nothing more. Start the run again") from None
         if lease and lease["token"] != self.token:
             away = self._now() - self._beaten
             raise UserError(

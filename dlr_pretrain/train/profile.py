@@ -59,14 +59,14 @@ class Profiler:
         try:
             self.folder.mkdir(exist_ok=True)
             ended.export_chrome_trace(str(trace))
-            found = tables(read_trace(trace))
+            try:
+                found = tables(read_trace(trace))
+            except ValueError:  # the run ends in the step before
+                return trace.unlink()
             if self.runtime.is_main:
                 text = render(found, Path(self.cfg.run.dir).resolve().name)
                 (self.folder / "profile.md").write_text(text, encoding="utf-8")
                 self.console.say(f"profile     {self.folder / 'profile.md'}, and traces for https://ui.perfetto.dev")
         except OSError as error:
             self.console.say(f"warning: no profile: {error}")
-        except ValueError:  # the run ends in the step before
-            trace.unlink(missing_ok=True)
-            return
         self.written = True

@@ -106,8 +106,8 @@ def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list
     for reason in skipped:
         say(f"warning: passed over {reason}")
     if found is not None and checkpoint.step_of(found) < saved:
-        lost = f"the checkpoint of step {saved:,}, the last that was saved, is not there whole"
-        say(f"warning: {root}: {lost}. Going on from {found.name}: the steps after it are trained again")
+        lost = f"the checkpoint of step {saved:,}, the last that was saved, is missing or incomplete"
+        say(f"warning: {root}: {lost}. Continuing from {found.name}: the steps after it are trained again")
     return found, [d for d in there if found is not None and checkpoint.step_of(d) > checkpoint.step_of(found)]
 
 
@@ -190,7 +190,7 @@ class Run:
             found, self.passed_over = newest(self.dir, self.console.say)
             record = read_record(self.dir)
             if found is None and "saved" in record:
-                fix = "Bring it back, or move the run directory away to start over"
+                fix = "Restore it, or move the run directory away to start over"
                 raise UserError(f"{self.dir}/checkpoints: none, and step {record['saved']:,} was saved. {fix}")
             if found is None and self.cfg.run.fork_from is not None:
                 shapes = {name: tuple(value.shape) for name, value in self.empty_state().items()}

@@ -62,7 +62,7 @@ class Runtime:
         try:
             dist.init_process_group(backend, timeout=MEETING)
         except (dist.DistError, ValueError) as error:
-            raise UserError(f"rank {self.rank} of {self.world_size} does not find the others: {error}") from error
+            raise UserError(f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {error}") from error
         dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=PATIENCE))
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE))
         self.control = self.new_group()

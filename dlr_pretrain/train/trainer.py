@@ -56,10 +56,8 @@ class Trainer:
         self.cfg, self.runtime, self.descent, self.evaluator = cfg, runtime, descent, evaluator
         self.weights, self.optimizer = descent.weights, descent.optimizer
         self.console, self.write, self.saver, self.suspects = console, write, saver, suspects
-        self.probe, self.probed = (
-            Probe(cfg, runtime, self.weights),
-            {},
-        )  # and what it has found, by the step that followed
+        self.probe = Probe(cfg, runtime, self.weights)
+        self.probed: dict[int, dict] = {}  # what it has found, by the step that followed
         self.profiler = Profiler(cfg, runtime, console)
         self.step = self.tokens = self.real_tokens = 0
         self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them

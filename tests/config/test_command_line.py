@@ -70,7 +70,7 @@ def test_defaults():
         ["+scale=1b", "+backbone=cola", "+dlr=on", "+train.lr=0.001"],
         ["++scale=1b", "++backbone=cola", "dlr=true", "++train.lr=1e-3"],
         ["train.lr=0.0010", "dlr=True", "backbone=cola", "scale=1b"],
-        ["scale = 1b", "dlr=yes", "+backbone=cola", "train={lr: 1e-3}"],
+        ["scale = 1b", "dlr=yes", "+backbone=cola", "train={lr: 1e-3}", "probe=no", "profile=false"],
     ],
 )
 def test_spelling_and_order_do_not_matter(argv):
@@ -155,7 +155,7 @@ def test_mistakes_in_a_recipe(own):
 # ---------------------------------------------------------------------------------------------------- mistakes
 
 
-HOME = "{0}=~{1}: ~ is replaced by the shell, only at the start of a word, and not by this program. Write {0}=$HOME{1}"
+HOME = "{0}=~{1}: ~ is expanded only by the shell, and only at the start of a word. Write {0}=$HOME{1}"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ HOME = "{0}=~{1}: ~ is replaced by the shell, only at the start of a word, and n
         ("dlr.alpha=2", "dlr.alpha=2.0: would be ignored: dlr=off. Leave it out"),
         ("hydra.run.dir=/runs/a", "hydra.run.dir=/runs/a: would be ignored: Hydra writes nothing, and a run makes its "
          "own directory. Use run.dir=<folder>, or run.root=<folder of the runs>"),
-        ("train.lr='1e-3'", "train.lr=1e-3: must be a number. It is quoted, and so text: leave the quotes out"),
+        ("train.lr='1e-3'", "train.lr=1e-3: must be a number. A quoted number is text: leave the quotes out"),
         ("hydra.verbose=true", "hydra.verbose=true: would be ignored. Of Hydra's own settings a run has hydra.mode, "
          "hydra.searchpath, hydra.sweeper, hydra.launcher, hydra.job.env_set"),
         ("hydra/job_logging=none", "hydra/job_logging=none: would be ignored. Of Hydra's own settings a run has "
@@ -314,5 +314,5 @@ def test_a_script_of_another_checkout_than_the_package_is_refused(tmp_path, monk
     (tmp_path / "dlr_pretrain").mkdir()
     (tmp_path / "dlr_pretrain" / "cli.py").touch()
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "plan.py")])
-    with pytest.raises(UserError, match=r"plan\.py is not of the package that python imports, .*Call pip install -e "):
+    with pytest.raises(UserError, match=r"plan\.py belongs to another checkout .*Call pip install -e "):
         load(["scale=tiny", "data=sample"])

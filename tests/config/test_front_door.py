@@ -93,7 +93,7 @@ def test_a_rank_that_makes_no_sense_is_refused(tmp_path, ranks, rank):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     if rank == "0":
         assert done.stderr.startswith(
-            f"error: WORLD_SIZE={ranks}: no rank of that many can be RANK={rank}. torchrun sets"
+            f"error: WORLD_SIZE={ranks}: RANK={rank} is out of range for that many ranks. torchrun sets"
         )
 
 
@@ -120,7 +120,7 @@ def test_a_job_of_a_sweep_that_diverges_is_said_and_the_others_run(stub):
     assert done.returncode == 3
     assert [line.split()[0].rpartition("-")[2] for line in done.stdout.splitlines()] == ["s1", "s2", "s3"]
     folder = "runs/tiny-lowrank-dlr_off-s2"
-    said = f"error: step 3: not finite\nerror: of this sweep, these have diverged: {folder}\n"
+    said = f"error: step 3: not finite\nerror: of this sweep, these diverged: {folder}\n"
     assert done.stderr == said
     done = stub('if cfg.seed == 2: raise errors.UserError("no disk")', "-m", "+scale=tiny", "seed=1,2,3")
     assert (done.returncode, done.stderr, done.stdout.count("s3")) == (3, "error: no disk\n", 0)

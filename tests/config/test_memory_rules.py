@@ -39,8 +39,8 @@ def test_what_it_can_do_is_accepted(words):
     ),
     (
         ("optimizer=adamw_foreach",),
-        "optimizer=adamw_foreach: does not update parameters one by one, as train.memory=low does when their gradients "
-        "come. Use optimizer=adamw_8bit, or adamw (more memory)",
+        "optimizer=adamw_foreach: does not update parameters one by one, as train.memory=low requires. "
+        "Use optimizer=adamw_8bit, or adamw (more memory)",
     ),
     (
         ("train.micro_batch=4",),

@@ -78,7 +78,7 @@ def test_ranks_that_cannot_meet_say_why(words, tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run")]
     done = subprocess.run(command, capture_output=True, text=True, env=alone)
     assert done.returncode == EXIT_FAILED, done.stderr
-    assert "error: rank 0 of 2 does not find the others: " in done.stderr and "MASTER_ADDR" in done.stderr
+    assert "error: rank 0 of 2 cannot reach the other ranks: " in done.stderr and "MASTER_ADDR" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -73,6 +73,12 @@ def test_other_data_and_another_optimizer_start_anew(train, tmp_path, origin, ca
     assert saved(tmp_path / "fork/checkpoints/step_00000011")["lm_head.weight/step"] == 1
 
 
+def test_another_rate_of_b_keeps_the_optimizers_state(train, tmp_path, origin, capsys):
+    with pytest.raises(Stopped):
+        train(tmp_path / "fork", *CHOICE, f"run.fork_from={origin}", "optimizer.b_lr=2", "train.stop_after=11")
+    assert "optimizer.b_lr was" in (said := capsys.readouterr().out) and "starts anew" not in said
+
+
 def test_evaluations_of_other_text_are_not_compared(train, tmp_path):
     best = ("checkpoint.keep_best=true", "checkpoint.keep_last=1", "eval.every=5")
     with pytest.raises(Stopped):

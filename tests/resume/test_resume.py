@@ -145,7 +145,7 @@ def test_checkpoints_that_are_gone_are_missed(train, tmp_path):
         train(tmp_path / "run", "train.stop_after=7")
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
     lines = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"checkpoints: none, and step 7 was saved. Bring it back"):
+    with pytest.raises(UserError, match=r"checkpoints: none, and step 7 was saved. Restore it"):
         train(tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
     (tmp_path / "elsewhere").rename(tmp_path / "run" / "checkpoints")
@@ -157,7 +157,7 @@ def test_a_last_checkpoint_that_is_gone_is_missed_by_name(train, tmp_path, capsy
         train(tmp_path / "run", "train.stop_after=7")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000007")
     train(tmp_path / "run")
-    lost = "the checkpoint of step 7, the last that was saved, is not there whole. Going on from step_00000005"
+    lost = "the checkpoint of step 7, the last that was saved, is missing or incomplete. Continuing from step_00000005"
     assert lost in capsys.readouterr().out
 
 

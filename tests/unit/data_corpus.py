@@ -64,8 +64,8 @@ class LetterTokenizer:
     def encode(self, texts: list[str]) -> list[list[int]]:
         return [[3 + ord(c) % 39_000 for c in text] for text in texts]
 
-    def encode_documents(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.array([*ids, self.eos_id], np.int32) for ids in self.encode(texts)]
+    def encode_documents(self, texts: list[str], longest: int) -> list[np.ndarray]:
+        return [np.array([*ids[:longest], self.eos_id], np.int32) for ids in self.encode(texts)]
 
 
 class MemorySource(TextSource):

@@ -101,7 +101,7 @@ def test_a_diverged_seed_shortens_no_curve_and_is_left_out_of_no_mean(tmp_path, 
     a_run(tmp_path / "off-43", *SHORT, "backbone=cola", "dlr=off", seed=43)
     _, text, _ = compare(tmp_path, "--json")
     found = json.loads(text)
-    assert found["warnings"] == ["on-43 has diverged after step 30: there is no mean with it beyond that"]
+    assert found["warnings"] == ["on-43 diverged after step 30: there is no mean with it beyond that"]
     for name, steps in (("evaluation", [20, 40, 60]), ("training", [15, 30, 45, 60])):
         assert [row["step"] for row in found[name]] == steps
         for row in found[name]:

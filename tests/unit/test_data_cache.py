@@ -100,7 +100,7 @@ def test_what_is_wrong_with_a_cache_is_named(hub_at, shards, small_ranges, tmp_p
     with pytest.raises(UserError, match=rf"{shard} \(kept in {kept.parent.parent}\): (damaged|document \d+ )"):
         list(source.read(shard))
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"data\.cache: .*: Not a directory\. Mend this, or leave data\.cache out"):
+    with pytest.raises(UserError, match=r"data\.cache: .*: Not a directory\. Fix this, or leave data\.cache out"):
         list(open_hub(data__cache=tmp_path / "file" / "below").read(shard))
     served.files["en/x.parquet"] = b"x"
     with pytest.raises(UserError, match=r"data\.cache=x: holds JSON lines .* data\.train_files matches en/x\.parquet"):

@@ -277,7 +277,7 @@ def test_data_that_do_not_come_are_not_waited_for_without_end(monkeypatch):
             return super().read(*given)
 
     loader = TrainLoader(config(), Away([["some text"] * 99]), TOKENIZER, 0, 1, None)
-    with pytest.raises(Stalled, match=r"no training data have come for 0 s: .* The same command goes on"):
+    with pytest.raises(Stalled, match=r"no training data for 0 s: .* The same command continues"):
         loader.take(lambda: False, patience=0.05)
     gate.set()
     assert loader.take(lambda: False, patience=30).tokens.shape[0] == config().train.global_batch

@@ -47,6 +47,7 @@ def config(kind: str) -> Config:
     """A configuration of the small shape; ``kind`` is a backbone, and what is special about it."""
     shape = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_heads": HEADS, "num_layers": LAYERS, "rank": RANK}
     cfg = load(["scale=tiny", "precision=fp32", "data=sample", "data.root=/private/texts", "device=cpu"])
+    cfg = replace(cfg, data=replace(cfg.data, train_files="/private/texts/*.gz"))
     return replace(
         cfg,
         scale=replace(cfg.scale, name="test", **shape),

@@ -195,7 +195,7 @@ def test_merged_weights_are_formed_in_fp32_and_rounded_once():
 def test_layers_that_are_no_matrix_are_not_merged(backbone):
     cfg = small(backbone)
     tensors = build(cfg, VOCAB, CPU).state_dict()
-    with pytest.raises(UserError, match=r"layers are no matrix: they cannot be merged"):
+    with pytest.raises(UserError, match=r"layers are not a single matrix: they cannot be merged"):
         deployed(cfg, tensors, merge=True)
     same, left = deployed(cfg, tensors)
     assert same is cfg and left is tensors
@@ -232,7 +232,7 @@ def test_a_low_rank_run_is_merged_on_request_and_then_cast(train, tmp_path, fold
 def test_the_script_says_why_it_cannot_merge(train, tmp_path, fold):
     run = train(tmp_path / "run", "backbone=cola", "train.steps=1")
     refused = fold(run / "checkpoints" / "step_00000001", "--dense")
-    assert refused.returncode == EXIT_FAILED and "Cola layers are no matrix" in refused.stderr
+    assert refused.returncode == EXIT_FAILED and "Cola layers are not a single matrix" in refused.stderr
 
 
 def test_a_dense_merge_of_dlr_is_a_plain_llama_that_computes_the_same(train, tmp_path, fold):
