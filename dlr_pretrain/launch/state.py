@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlr_pretrain import heartbeat
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.written import read_config
@@ -22,7 +23,6 @@ STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "no
 AGAIN = ("failed", "stopped")  # what --resubmit takes
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons to wait
-LEASE = 60.0  # seconds after its last beat in which the holder of a run directory counts as alive
 LOG_TAIL = 1 << 17  # bytes of a log that are read: torchrun's summary stands behind the error
 
 
@@ -64,7 +64,7 @@ def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
         waits = queued.state in WAITING
         return "pending" if waits else "running", queued.reason if waits and queued.reason not in USUAL else ""
     last = _last_start(Path(job["log"])) if job else None
-    if (beat := _beat(run.dir)) > time.time() - LEASE and not (last and last.ended and beat <= last.written):
+    if (beat := _beat(run.dir)) > time.time() - heartbeat.EXPIRY and not (last and last.ended and beat <= last.written):
         return "running", ""
     if what := diverged(run):  # whoever has started it, and whatever is left of the log
         return "diverged", " ".join(what.split())
@@ -83,7 +83,7 @@ def _folded(run_dir: Path) -> bool:
 def _beat(run_dir: Path) -> float:
     """When a process, perhaps on another machine, has last renewed the lease of the run directory; 0 for never."""
     try:
-        return float(json.loads((run_dir / ".lock").read_text())["beat"])
+        return float(heartbeat.read(run_dir / ".lock")["beat"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0.0
 
@@ -146,7 +146,8 @@ def _ending(last: Start | None) -> tuple[str, str]:
 
 ASIDE = re.compile(  # keys that change no speed
     r"seed|run\..*|eval\..*|checkpoint\..*|log\..*|logger\..*|tokenizer\..*|data\.(?!packing).*|dlr\.alpha"
-    r"|train\.(steps|lr|warmup_steps|min_lr_ratio|stop_after|init_from)|optimizer\.(eps|weight_decay|betas?\d?)"
+    r"|train\.(steps|lr|warmup_steps|min_lr_ratio|stop_after|init_from|on_nonfinite|max_skipped)"
+    r"|backbone\.b_gain|optimizer\.(eps|weight_decay|betas?\d?|b_lr)"
     r"|scale\.(lr|steps|warmup_steps|adam_eps|global_batch|eval_every|eval_tokens|checkpoint_every)"
 )
 

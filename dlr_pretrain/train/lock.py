@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dlr_pretrain import heartbeat
 from dlr_pretrain.errors import UserError, leave
-from dlr_pretrain.train import beat
+from dlr_pretrain.heartbeat import EXPIRY
 
 HEARTBEAT = 10.0  # seconds between beats
-EXPIRY = 60.0  # seconds without a beat after which the holder counts as dead
 LISTEN = 2.5 * HEARTBEAT  # seconds in which a holder that lives is sure to beat: clocks of machines differ
 POLL = 1.0  # seconds between two looks at a lease
 SETTLE = 2.0  # seconds in which two that write the same lease at once see who was the last
@@ -163,12 +163,12 @@ class RunLock:
 
     def _write(self, beat_time: float) -> None:
         lease = {"host": socket.gethostname(), "pid": os.getpid(), "kernel": kernel(), "token": self.token}
-        beat.write(self.descriptor, lease | {"beat": beat_time})
+        heartbeat.write(self.descriptor, lease | {"beat": beat_time})
         os.fsync(self.descriptor)
 
     def _read(self) -> dict:
         """The lease; nothing where there is none, or where it is damaged."""
-        lease = beat.read(self.path)
+        lease = heartbeat.read(self.path)
         try:
             known = {"host": str(lease["host"]), "pid": int(lease["pid"]), "beat": float(lease["beat"])}
         except (ValueError, TypeError, KeyError):

@@ -22,8 +22,8 @@ from typing import TextIO
 
 import torch
 
+from dlr_pretrain import heartbeat
 from dlr_pretrain.errors import RankLost, first_line, leave
-from dlr_pretrain.train import beat
 
 BEAT = 5.0  # seconds between two looks, at most
 PATIENCE = 3600.0  # seconds that may pass before the first step, and while the ranks wait for rank 0
@@ -142,7 +142,7 @@ class Watch:
         record = own | {"host": socket.gethostname(), "token": self._token, "time": time.time()}
         descriptor = os.open(self._folder / ".beats" / str(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
         try:
-            beat.write(descriptor, record)
+            heartbeat.write(descriptor, record)
         finally:
             os.close(descriptor)
 
@@ -203,7 +203,7 @@ class Watch:
         records = {}
         for rank in range(self.world_size):
             with suppress(OSError):
-                record = beat.read(self._folder / ".beats" / str(rank))
+                record = heartbeat.read(self._folder / ".beats" / str(rank))
                 if record.get("token") == self._token:
                     records[rank] = record
         return records

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "errors": set(),
     "process": set(),
     "durable": set(),
+    "heartbeat": set(),
     "markdown": set(),
     "flags": set(),
     "config": {"errors", "markdown"},
@@ -29,10 +30,13 @@ MAY_IMPORT = {
     # a plan tells the optimizer's memory and rates
     "analysis": {"models", "optim", "config", "errors", "durable", "markdown"},
     # of analysis the history, which needs no torch
-    "launch": {"cli", "config", "analysis", "errors", "flags", "process"},
+    "launch": {"cli", "config", "analysis", "errors", "flags", "process", "heartbeat"},
     "bench": {"cli", "train", "models", "data", "analysis", "config", "errors", "process"},
     "doctor": {"train", "data", "analysis", "config", "cli", "errors", "flags", "process", "shards", "durable"},
-    "train": {"models", "optim", "data", "deploy", "analysis", "config", "errors", "shards", "process", "durable"},
+    "train": {
+        *("models", "optim", "data", "deploy", "analysis", "config"),
+        *("errors", "shards", "process", "durable", "heartbeat"),
+    },
 }
 
 

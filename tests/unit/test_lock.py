@@ -13,8 +13,9 @@ import time
 
 import pytest
 
+from dlr_pretrain import heartbeat
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.train import beat, lock
+from dlr_pretrain.train import lock
 from dlr_pretrain.train.lock import RunLock
 
 HOLDER = """
@@ -37,7 +38,7 @@ def write_lease(run_dir, age: float, token: str = "theirs") -> None:
     run_dir.mkdir(exist_ok=True)
     lease = {"host": "elsewhere", "pid": 123, "kernel": "another", "token": token, "beat": time.time() - age}
     descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT)
-    beat.write(descriptor, lease)
+    heartbeat.write(descriptor, lease)
     os.close(descriptor)
 
 
@@ -155,7 +156,7 @@ def test_a_lease_that_was_just_renewed_is_not_looked_at(tmp_path, monkeypatch):
         own.acquire()
         (tmp_path / ".lock").unlink()
         own.require_held(at_most=60)
-        with pytest.raises(UserError, match="taken away"):
+        with pytest.raises(UserError, match="was deleted"):
             own.require_held()
 
 

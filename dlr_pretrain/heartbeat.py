@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+EXPIRY = 60.0  # seconds without a beat after which the holder of a run directory counts as dead
 BYTES = 512  # a beat overwrites all of the last one in one write, so that nobody reads half of it
 
 
