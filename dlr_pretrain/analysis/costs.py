@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.groups import Group
-from dlr_pretrain.analysis.records import VOCABULARY, Run
+from dlr_pretrain.analysis.records import VOCABULARY, RunRecord
 from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config.composition import recorded
@@ -57,7 +57,7 @@ def model_key(group: Group) -> str:
     return group.without(*IRRELEVANT, *(["dlr."] if folded else []))
 
 
-def _cost(run: Run, vocabulary: int | None) -> Cost:
+def _cost(run: RunRecord, vocabulary: int | None) -> Cost:
     if vocabulary is None:
         raise UserError("the size of its vocabulary is known when it has finished")
     cfg = recorded(run.config)

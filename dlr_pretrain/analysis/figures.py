@@ -13,7 +13,7 @@ import numpy as np
 from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, pairs, spread
 from dlr_pretrain.analysis.measured import measured
-from dlr_pretrain.analysis.records import THINNED, Run, column
+from dlr_pretrain.analysis.records import THINNED, RunRecord, column
 from dlr_pretrain.analysis.report import finite, smoothed
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.style import BLACK, BLUE, GREEN, GREY, MARKS, ORANGE, PINK, SKY, VERMILLION
@@ -41,7 +41,7 @@ class Axis:
 
     name: str
     label: str
-    of: Callable[[Run, Cost | None], np.ndarray | None]
+    of: Callable[[RunRecord, Cost | None], np.ndarray | None]
     shown: Callable[[float, int], str]
 
 

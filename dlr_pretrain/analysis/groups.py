@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dlr_pretrain.analysis.perplexity import convention
-from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.config import MISSING
 from dlr_pretrain.config.identity import ORIGIN
 
@@ -58,7 +58,7 @@ class Group:
     ``variant`` says what sets the group apart from others of its scale and method, in overrides; "" for the commonest.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     shared: dict[str, object] = field(repr=False)
     variant: str = ""
 
@@ -89,7 +89,7 @@ class Group:
         return list(dict.fromkeys(code for run in self.runs for code in run.codes))
 
     @property
-    def finished(self) -> tuple[Run, ...]:
+    def finished(self) -> tuple[RunRecord, ...]:
         return tuple(run for run in self.runs if run.final)
 
     def final(self, name: str) -> Spread | None:
@@ -121,9 +121,9 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     return Spread(found) if found else None
 
 
-def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
+def grouped(runs: Sequence[RunRecord]) -> tuple[list[Group], list[str]]:
     """The groups in the order of scale and method, and remarks on runs that are in none, or in one of their own."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[RunRecord]] = {}
     shared: dict[str, dict] = {}
     remarks: list[str] = []
     for run, same in _shared(runs):
@@ -131,7 +131,7 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         shared[_text(same)] = same
     groups = []
     for key, members in found.items():
-        seeds: dict[int, list[Run]] = {}
+        seeds: dict[int, list[RunRecord]] = {}
         for run in members:
             seeds.setdefault(run.seed, []).append(run)
         chosen = []
@@ -143,10 +143,10 @@ def grouped(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
     return sorted(_named(groups), key=_order), remarks
 
 
-def _shared(runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
+def _shared(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, dict]]:
     """Each run with its identity but for the seed. Where ``data.seed`` is the seed, the order is the seed's, unless
     others that differ in seed and residual alone keep to that one order; with none of another seed, any others."""
-    families: dict[str, list[tuple[Run, dict]]] = {}
+    families: dict[str, list[tuple[RunRecord, dict]]] = {}
     for run in runs:
         same = {k: v for k, v in run.identity.items() if k not in ("seed", "data.seed", *ORIGIN)}
         family = _text({k: v for k, v in same.items() if not k.startswith("dlr.")})
@@ -159,7 +159,7 @@ def _shared(runs: Sequence[Run]) -> Iterator[tuple[Run, dict]]:
             yield run, same | {"data.seed": "seed" if by_seed else run.identity.get("data.seed")}
 
 
-def ordered_by_seed(run: Run) -> bool:
+def ordered_by_seed(run: RunRecord) -> bool:
     """Whether the order of the data may be the seed's, ``data.seed=${seed}``; they may also agree by chance."""
     return run.identity.get("data.seed") == run.seed
 
@@ -170,7 +170,7 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
     return [(plain[key], g) for g in groups if g.config["dlr"]["name"] == "on" and (key := g.without("dlr.")) in plain]
 
 
-def difference(a: Group, b: Group, value: Callable[[Run], float | None]) -> Spread | None:
+def difference(a: Group, b: Group, value: Callable[[RunRecord], float | None]) -> Spread | None:
     """b - a by seed, over the seeds that both have finished; None where there is no such seed."""
     first = {run.seed: value(run) for run in a.finished}
     both = [(first[run.seed], value(run)) for run in b.finished if run.seed in first]
@@ -218,7 +218,7 @@ def differing(identities: Sequence[dict]) -> list[str]:
     return [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
 
 
-def differing_text(runs: Iterable[Run]) -> list[str]:
+def differing_text(runs: Iterable[RunRecord]) -> list[str]:
     """The keys by which evaluations of the runs are not of the same text: their losses do not compare."""
     scored = [{key: run.identity.get(key, "absent") for key in TEXT} for run in runs]
     padded = {"data.mask_documents": False}  # there is one document in a row, and nothing to mask

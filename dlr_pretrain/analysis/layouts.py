@@ -9,7 +9,7 @@ from dataclasses import replace
 from dlr_pretrain.analysis.costs import Cost
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Group, Spread, difference, pairs
 from dlr_pretrain.analysis.paper import MILESTONES, OWN_RATES, SCALES, SEEDS, fact, facts, marks
-from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.analysis.tables import MISSING, Cell, Table, figure, published, rounded
 from dlr_pretrain.config.arguments import spread
 from dlr_pretrain.config.tree import CONFIG_DIR
@@ -290,7 +290,7 @@ def _range(ascending: Sequence[float]) -> Cell:
     return " to ".join(dict.fromkeys(rounded(number).text for number in (ascending[0], ascending[-1])))
 
 
-def runs_table(runs: Sequence[Run]) -> Table:
+def runs_table(runs: Sequence[RunRecord]) -> Table:
     """Each run and how far it came."""
     rows = []
     for run in runs:

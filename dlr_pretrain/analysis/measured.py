@@ -15,7 +15,7 @@ import numpy as np
 from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.groups import Group, Spread, grouped
 from dlr_pretrain.analysis.paper import TASKS, facts, marks
-from dlr_pretrain.analysis.records import Run, read_run
+from dlr_pretrain.analysis.records import RunRecord, read_run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.errors import UserError
 
@@ -53,7 +53,7 @@ def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
     return Table("system", "Speed and memory", header, rows, notes)
 
 
-def measured(runs: Sequence[Run], name: str, over) -> Spread | None:
+def measured(runs: Sequence[RunRecord], name: str, over) -> Spread | None:
     """A metric's median or peak over the steps of each run; None where no run has it."""
     values = [run.since_last_start(name) for run in runs]
     found = tuple(float(over(v)) for v in values if len(v))

@@ -28,7 +28,7 @@ OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that l
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run directory: ``config.yaml`` nested, ``identity`` dotted (with the fingerprints of data and tokenizer), a
     record for each update, and ``manifest.json``.
 
@@ -171,7 +171,7 @@ def _epoch(time: str) -> float:
 # Reading
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """The run in ``folder``. UserError where it cannot be read; damaged lines are left out, and a remark."""
     config = read_config(folder)
     if missing := [key for key in SECTIONS if key not in config]:
@@ -185,7 +185,7 @@ def read_run(folder: Path) -> Run:
     if (gaps or late) and THINNED not in manifest:
         remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
     identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
-    return Run(folder, config, identity, metrics, manifest, tuple(remarks))
+    return RunRecord(folder, config, identity, metrics, manifest, tuple(remarks))
 
 
 def _manifest(path: Path) -> tuple[dict, list[str]]:
@@ -205,13 +205,13 @@ def _metrics(path: Path) -> tuple[list[dict], str]:
         return sound_records(path), "damaged lines of metrics.jsonl are left out"
 
 
-def find_runs(places: Sequence[str | Path]) -> tuple[list[Run], list[str]]:
+def find_runs(places: Sequence[str | Path]) -> tuple[list[RunRecord], list[str]]:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
     Returns them in order, each once, and the remarks on those that cannot be read, and on folders without any among
     other places (``runs/*`` as a shell expands it). UserError for any other place without one.
     """
-    runs: dict[Path, Run] = {}
+    runs: dict[Path, RunRecord] = {}
     remarks: list[str] = []
     for place in map(str, places):
         folders = list(dict.fromkeys(_run_folders(place)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.perplexity import convention
-from dlr_pretrain.analysis.records import Run, column, read_run
+from dlr_pretrain.analysis.records import RunRecord, column, read_run
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.style import BLUE, SKY, VERMILLION
 from dlr_pretrain.durable import write_durably
@@ -34,7 +34,7 @@ def write_report(run_dir: Path) -> None:
 # Words and numbers
 
 
-def report(run: Run) -> str:
+def report(run: RunRecord) -> str:
     """The text of ``report.md``."""
     config, metrics = run.config, run.metrics
     sections = [
@@ -73,7 +73,7 @@ def _precision(config: dict) -> str:
     return config["precision"]["name"] + low
 
 
-def final_numbers(run: Run) -> dict[str, str]:
+def final_numbers(run: RunRecord) -> dict[str, str]:
     config, metrics = run.config, run.metrics
     last, evaluated = metrics[-1], _last_evaluation(metrics)
     precision, packing = _precision(config), config["eval"]["packing"]

@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.groups import Group, differing_text, grouped
 from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
 from dlr_pretrain.analysis.page import page
 from dlr_pretrain.analysis.paths_tables import draw_probed, paths_table
-from dlr_pretrain.analysis.records import Run, find_runs
+from dlr_pretrain.analysis.records import RunRecord, find_runs
 from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
 from dlr_pretrain.errors import UserError
 
@@ -53,13 +53,13 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     return remarks
 
 
-def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> str:
+def _summary(runs: Sequence[RunRecord], groups: Sequence[Group]) -> str:
     finished = sum(run.final is not None for run in runs)
     scales = ", ".join(dict.fromkeys(group.scale for group in groups))
     return f"{len(runs)} runs, {finished} of them finished, in {len(groups)} groups of equal settings; {scales}."
 
 
-def what_to_know(runs: Sequence[Run], groups: Sequence[Group]) -> list[str]:
+def what_to_know(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
     """What no mean may hide: unfinished and diverged runs, groups set apart by a key, mixed code, damaged records."""
     remarks = []
     for run in runs:

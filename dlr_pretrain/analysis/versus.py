@@ -20,7 +20,7 @@ from dlr_pretrain.analysis.groups import (
     spread,
 )
 from dlr_pretrain.analysis.measured import measured
-from dlr_pretrain.analysis.records import Run
+from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.analysis.report import smoothed
 from dlr_pretrain.analysis.show import WIDTH, amount, diverged_of, fill
 from dlr_pretrain.config import flatten
@@ -37,14 +37,14 @@ class Side:
 
     letter: str
     label: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
 
     @property
     def seeds(self) -> list[int]:
         return [run.seed for run in self.runs]
 
 
-def versus(runs: Sequence[Run]) -> dict:
+def versus(runs: Sequence[RunRecord]) -> dict:
     """Everything that ``render`` shows, as plain values with stable keys; means and standard deviations over seeds.
 
     Runs that differ in their seed alone are one side; where all do, each is a side. Differences are from the first
@@ -84,7 +84,7 @@ def _sides(groups: Sequence[Group]) -> list[Side]:
 # Configurations
 
 
-def facts(run: Run) -> dict[str, object]:
+def facts(run: RunRecord) -> dict[str, object]:
     """Every key of the configuration, the fingerprints of the data, and who trained it on what."""
     torch = (run.starts[-1] if run.starts else {}).get("packages", {}).get("torch")
     made = {"(code)": ", then ".join(run.codes), "(torch)": torch, "(machine)": run.machine}
@@ -125,18 +125,18 @@ def _warnings(sides: Sequence[Side]) -> list[str]:
 # Curves
 
 
-def _evaluated(run: Run) -> dict[int, float]:
+def _evaluated(run: RunRecord) -> dict[int, float]:
     return {r["step"]: math.inf if r["eval/loss"] is None else r["eval/loss"] for r in run.evaluations}
 
 
-def _trained(run: Run) -> dict[int, float]:
+def _trained(run: RunRecord) -> dict[int, float]:
     """The running median of the training loss, at the nearest of its steps."""
     steps = run.column("step")
     at, level = smoothed(run.column("train/loss"))
     return {int(step): float(level[np.abs(at - i).argmin()]) for i, step in enumerate(steps)}
 
 
-def common_steps(curves: Sequence[tuple[Run, dict[int, float]]]) -> list[int]:
+def common_steps(curves: Sequence[tuple[RunRecord, dict[int, float]]]) -> list[int]:
     """The steps at which every run has a value or has diverged before."""
     found = sorted(set[int]().union(*(curve for _, curve in curves)))
     return [s for s in found if all(s in curve or (run.diverged and s > run.step) for run, curve in curves)]
@@ -149,7 +149,7 @@ def _quarters(steps: Sequence[int]) -> list[int]:
     )
 
 
-def _curve(sides: Sequence[Side], of: Callable[[Run], dict[int, float]], every: bool) -> list[dict]:
+def _curve(sides: Sequence[Side], of: Callable[[RunRecord], dict[int, float]], every: bool) -> list[dict]:
     """At every common step or at the quarters; infinite where a run has diverged before."""
     curves = {id(run): of(run) for side in sides for run in side.runs}
     steps = common_steps([(run, curves[id(run)]) for side in sides for run in side.runs])

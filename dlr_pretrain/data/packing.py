@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     lengths: np.ndarray  # int32 [n], tokens of each row that are no padding
 
 
-class Run(NamedTuple):
+class PlacedRows(NamedTuple):
     """Consecutive rows of a stream, and where the stream stands after each of them."""
 
     rows: Rows
@@ -77,14 +77,14 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
     return Rows(rows, lengths.astype(np.int32))
 
 
-def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
+def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[PlacedRows]:
     """A run for each chunk: its documents, one a row."""
     for place, tokens, starts in chunks:
         rows = padded(tokens, starts, seq_len, pad_id, eos_id)
-        yield Run(rows, place, place.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
+        yield PlacedRows(rows, place, place.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
 
 
-def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator[Run]:
+def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator[PlacedRows]:
     """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
     A window's last token is the first of the next; a run is what the chunks so far allow, the rest is carried.
@@ -99,16 +99,16 @@ def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
             rows = Rows(sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32))
-            yield Run(rows, chunk.place, chunk.place.document + document, after - chunk.starts[document])
+            yield PlacedRows(rows, chunk.place, chunk.place.document + document, after - chunk.starts[document])
         carried, skip = flat[used:], 0
 
 
 class RowReader:
     """Takes rows from runs, as many as are asked for."""
 
-    def __init__(self, runs: Iterator[Run]):
+    def __init__(self, runs: Iterator[PlacedRows]):
         self._runs = runs
-        self._run: Run | None = None
+        self._run: PlacedRows | None = None
         self._taken = self._size = 0  # rows of the run
 
     def ready(self) -> None:

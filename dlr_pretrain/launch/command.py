@@ -17,7 +17,7 @@ from dlr_pretrain.config.tree import GROUPS
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
-from dlr_pretrain.launch.runs import Line, Run, combine, expand, load_runs, read_runs
+from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, number, table
 from dlr_pretrain.launch.state import AGAIN, STATES, Measured, Status, look
 
@@ -132,7 +132,7 @@ def _queue(must_answer: bool) -> dict[str, Queued]:
 
 
 def plan_table(
-    runs: Sequence[Run], stands: Sequence[Status], asked: Resources, measured: Measured | None, width: int
+    runs: Sequence[PlannedRun], stands: Sequence[Status], asked: Resources, measured: Measured | None, width: int
 ) -> str:
     """What the runs will take."""
     header = ["#", "run directory", ">steps", ">tokens", ">GPUs" if asked.gpus else ">ranks", "state", ">time"]
@@ -148,7 +148,7 @@ def plan_table(
     return table(header, rows, width, _apart(runs)) + timed
 
 
-def _apart(runs: Sequence[Run]) -> list[str]:
+def _apart(runs: Sequence[PlannedRun]) -> list[str]:
     """Each run's overrides that not every run shares, except those that its directory's name shows."""
     shared = set.intersection(*(set(run.line.words) for run in runs))
     named = (*GROUPS, "seed")
@@ -156,7 +156,7 @@ def _apart(runs: Sequence[Run]) -> list[str]:
     return [shlex.join(words) for words in own]
 
 
-def status_table(runs: Sequence[Run], stands: Sequence[Status], width: int) -> str:
+def status_table(runs: Sequence[PlannedRun], stands: Sequence[Status], width: int) -> str:
     """How the runs stand, with a line for the reason where there is one."""
     header = ["#", "run", "state", ">step", ">loss", ">ppl", ">ETA"]
     one_root = len({run.dir.parent for run in runs}) == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.comparison import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, did_you_mean, flatten, to_dict
 from dlr_pretrain.config.arguments import key_of, spread
-from dlr_pretrain.launch.runs import Line, Run
+from dlr_pretrain.launch.runs import Line, PlannedRun
 
 LISTS = ("pair", "lr", "seeds", "confirm")
 OURS = {"train.lr": "lr=", "scale.lr": "lr=", "seed": "seeds=", "run.dir": "run.root=", "lr": "lr=", "seeds": "seeds="}
@@ -105,7 +105,7 @@ def require_comparable(methods: dict[str, Config]) -> None:
         raise ConfigError(problems)
 
 
-def budgets(runs: dict[str, Run]) -> dict[str, dict[str, int]]:
+def budgets(runs: dict[str, PlannedRun]) -> dict[str, dict[str, int]]:
     """Steps and tokens (positions) of each method's run."""
     return {
         method: {"steps": run.cfg.train.steps, "tokens": run.cfg.train.steps * run.positions}

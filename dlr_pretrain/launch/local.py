@@ -14,13 +14,13 @@ from pathlib import Path
 from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.launch.queue import append_line, note
-from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.process import stop_signals
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 
 
-def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]) -> None:
+def train(runs: Iterable[PlannedRun], at_once: int, ended: Callable[[PlannedRun, float], None]) -> None:
     """Train ``runs``, ``at_once`` of them at a time; ``ended(run, seconds)`` hears of each that has, in whatever way.
 
     Raises Stopped after a signal, when those that ran have saved.
@@ -28,7 +28,7 @@ def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]
     if not TRAIN.is_file():
         raise UserError(f"{TRAIN}: no such file. Install the package with pip install -e from its repository")
     waiting, free = list(runs), list(range(at_once))
-    running: dict[subprocess.Popen, tuple[Run, int, str, float]] = {}
+    running: dict[subprocess.Popen, tuple[PlannedRun, int, str, float]] = {}
     with _ended_with(running), _passed_on(running) as asked:
         while running or (waiting and not asked):
             while waiting and free and not asked:
@@ -47,7 +47,7 @@ def train(runs: Iterable[Run], at_once: int, ended: Callable[[Run, float], None]
         raise Stopped("asked to stop; what had begun is saved. The same command continues")
 
 
-def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
+def _start(run: PlannedRun, slot: int, at_once: int, job: str) -> subprocess.Popen:
     run.dir.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} | os.environ
     if devices := _gpus():
@@ -65,7 +65,7 @@ def _start(run: Run, slot: int, at_once: int, job: str) -> subprocess.Popen:
         )
 
 
-def _log(run: Run) -> Path:
+def _log(run: PlannedRun) -> Path:
     return run.dir / "local.log"
 
 

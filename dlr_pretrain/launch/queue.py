@@ -22,7 +22,7 @@ from pathlib import Path
 
 from dlr_pretrain.config.secrets import named_in
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.launch.runs import PlannedRun
 
 JOBS = "jobs.jsonl"
 OURS = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")
@@ -104,8 +104,8 @@ def _number(text: str, name: str) -> int:
 class Array:
     """An array job that trains some of ``runs``: its files, and the command that queues it."""
 
-    runs: Sequence[Run]
-    chosen: Sequence[Run]
+    runs: Sequence[PlannedRun]
+    chosen: Sequence[PlannedRun]
     name: str
     limit: int | None
     words: Sequence[str]

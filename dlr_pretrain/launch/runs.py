@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """A line with its configuration; ``number`` from 1, the index of its array task."""
 
     number: int
@@ -99,7 +99,7 @@ def combine(lines: list[Line], others: list[Line]) -> list[Line]:
     return [replace(line, words=line.words + other.words) for line in lines for other in others]
 
 
-def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> list[Run]:
+def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> list[PlannedRun]:
     """The checked runs, each as ``train.py`` on ``ranks`` ranks (None: not known) would see it; the files of this
     machine and its other means are looked at where it is the ``machine`` that will train.
 
@@ -127,7 +127,7 @@ def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> li
                 problems.setdefault(str(problem), (problem, []))[1].append(line.origin)
     if problems:
         raise ConfigError([replace(p, key=f"{_places(where)}: {p.key}") for p, where in problems.values()])
-    return [Run(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
+    return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
 
 
 def _loaded(line: Line, ranks: int | None, machine: bool) -> Config | ConfigError:

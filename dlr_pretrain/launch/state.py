@@ -16,7 +16,7 @@ from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
-from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.trained import another, diverged
 
 STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "not started")
@@ -38,7 +38,7 @@ class Status:
     seconds_left: float | None = None
 
 
-def look(run: Run, queue: Mapping[str, Queued]) -> Status:
+def look(run: PlannedRun, queue: Mapping[str, Queued]) -> Status:
     """How ``run`` stands, where ``queue`` is what the scheduler holds."""
     try:
         records = newest_first(run.dir / "metrics.jsonl")
@@ -53,7 +53,7 @@ def look(run: Run, queue: Mapping[str, Queued]) -> Status:
     return Status(state, reason, step, last.get("train/loss"), evaluated.get("eval/perplexity"), left)
 
 
-def _state(run: Run, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
+def _state(run: PlannedRun, step: int, queue: Mapping[str, Queued]) -> tuple[str, str]:
     if changed := another(run):
         return "failed", f"its directory holds another run: {changed}"
     if step >= run.cfg.train.steps and _folded(run.dir):
@@ -155,13 +155,13 @@ ASIDE = re.compile(  # keys that change no speed
 class Measured:
     """Tokens a second of the runs below the roots of ``runs``, by what their speed depends on."""
 
-    def __init__(self, runs: list[Run]):
+    def __init__(self, runs: list[PlannedRun]):
         self.rates: dict[str, tuple[float, str]] = {}
         for root in {run.cfg.run.root for run in runs}:
             for path in sorted(Path(root).glob("*/config.yaml")):
                 self.rates |= dict(_measured(path.parent))
 
-    def estimate(self, run: Run, ranks: int, step: int) -> tuple[float, str] | None:
+    def estimate(self, run: PlannedRun, ranks: int, step: int) -> tuple[float, str] | None:
         """Seconds for the steps of ``run`` after ``step`` on ``ranks`` ranks, and the machine on which such a run was
         timed; None where none was."""
         if (found := self.rates.get(_speed(to_dict(run.cfg), ranks))) is None:

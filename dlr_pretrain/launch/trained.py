@@ -9,7 +9,7 @@ from pathlib import Path
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.errors import UserError
-from dlr_pretrain.launch.runs import Run
+from dlr_pretrain.launch.runs import PlannedRun
 
 FINGERPRINTS = {"data.shards", "tokenizer.pieces", "data.order"}  # the text, its pieces and the order of training
 
@@ -27,7 +27,7 @@ def last_saved(run_dir: Path) -> int:
     return 0 if saved == record.get("forked", {}).get("step") else saved
 
 
-def diverged(run: Run) -> str:
+def diverged(run: PlannedRun) -> str:
     """Why ``run`` ended, where its numbers were not finite and nothing was saved since; empty otherwise."""
     record = _record(run.dir)
     return "" if _changed(record.get("identity", {}), run) else str(record.get("diverged", ""))
@@ -41,16 +41,16 @@ def _record(run_dir: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def another(run: Run) -> str:
+def another(run: PlannedRun) -> str:
     """How the run in the directory of ``run`` differs from it; empty where it does not, or there is none."""
     return told(_changed(trained(run.dir), run))
 
 
-def _changed(there: dict, run: Run) -> dict[str, tuple[object, object]]:
+def _changed(there: dict, run: PlannedRun) -> dict[str, tuple[object, object]]:
     return differences(there, identity(run.cfg))
 
 
-def require_comparable_records(runs: Iterable[Run]) -> None:
+def require_comparable_records(runs: Iterable[PlannedRun]) -> None:
     """Raises UserError where a directory holds another run than is meant, or two have not learnt from the same text.
 
     A name tells neither: an option's file, a default or the text itself may have changed since a run was trained.

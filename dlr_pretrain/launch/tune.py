@@ -20,7 +20,7 @@ from dlr_pretrain.launch.command import summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.queue import Array, Queued, queue, resources
-from dlr_pretrain.launch.runs import Run, load_runs
+from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
 from dlr_pretrain.launch.trained import require_comparable_records
@@ -90,7 +90,7 @@ def _fresh(grid: Grid, trials: Sequence[Trial]) -> list[tuple[str, float, int]]:
     return [(method, lr, seed) for method, lr in chosen.items() if lr is not None for seed in grid.design.fresh]
 
 
-def trial(cell: tuple[str, float, int], run: Run, stands: Status) -> Trial:
+def trial(cell: tuple[str, float, int], run: PlannedRun, stands: Status) -> Trial:
     """What a run has come to. One that ended because its numbers were not finite has diverged, which is a result."""
     last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
     losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
@@ -116,7 +116,7 @@ def _probed(run_dir: Path) -> bool:
     return any(name.startswith("probe/") for record in newest_first(run_dir / "metrics.jsonl") for name in record)
 
 
-def _trials(runs: dict[tuple[str, float, int], Run], jobs: dict[str, Queued]) -> dict[tuple, Trial]:
+def _trials(runs: dict[tuple[str, float, int], PlannedRun], jobs: dict[str, Queued]) -> dict[tuple, Trial]:
     return {cell: trial(cell, run, look(run, jobs)) for cell, run in runs.items()}
 
 
@@ -128,7 +128,7 @@ class Local:
     def __init__(self, at_once: int):
         self.at_once = at_once
 
-    def bring(self, runs: dict[tuple[str, float, int], Run]) -> list[Trial]:
+    def bring(self, runs: dict[tuple[str, float, int], PlannedRun]) -> list[Trial]:
         """Train those that have not ended; what all of them have come to."""
         before = _trials(runs, {})
         due = {cell: run for cell, run in runs.items() if before[cell].state not in ENDED}
@@ -136,7 +136,7 @@ class Local:
         if done:
             print(f"{done} of {total} runs have ended before")
 
-        def ended(run: Run, seconds: float) -> None:
+        def ended(run: PlannedRun, seconds: float) -> None:
             nonlocal done
             done += 1
             stands = look(run, {})
@@ -155,7 +155,7 @@ class Scheduler:
         self.name, self.limit, self.words = name, limit, words
         self.ranks = resources(words).ranks
 
-    def bring(self, runs: dict[tuple[str, float, int], Run]) -> list[Trial]:
+    def bring(self, runs: dict[tuple[str, float, int], PlannedRun]) -> list[Trial]:
         """Queue those that have not ended and are not in the queue; how all of them stand."""
         found = _trials(runs, queue())
         due = {cell: run for cell, run in runs.items() if found[cell].state in (*AGAIN, "not started")}

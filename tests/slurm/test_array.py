@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.launch.queue import last_job, queue
-from dlr_pretrain.launch.runs import Run, expand, load_runs, read_runs
+from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_runs
 from dlr_pretrain.launch.state import Status, look
 from tests.conftest import ROOT, forked
 from tests.slurm.conftest import ask, assert_same_run
@@ -27,7 +27,7 @@ class Table:
 
     def __init__(self, folder: Path, words: list[str]):
         self.words = [*words, f"run.root={folder}/runs"]
-        self.runs: list[Run] = load_runs(expand(self.words), 2)
+        self.runs: list[PlannedRun] = load_runs(expand(self.words), 2)
 
     def submit(self, *options: str, code: int = 0) -> str:
         command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *self.words, *options]

@@ -18,7 +18,7 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch import command, saved
 from dlr_pretrain.launch.command import status_table
 from dlr_pretrain.launch.queue import Queued, last_job, note, resources, spans
-from dlr_pretrain.launch.runs import Line, Run, expand, load_runs, read_runs
+from dlr_pretrain.launch.runs import Line, PlannedRun, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
@@ -56,7 +56,7 @@ def table_of(tmp_path):
     return ["scale=tiny", "seed=1,2", "train.steps=20", f"run.root={tmp_path}/runs"]
 
 
-def loaded(words: list[str]) -> list[Run]:
+def loaded(words: list[str]) -> list[PlannedRun]:
     return load_runs(expand(words), 1)
 
 
@@ -64,21 +64,21 @@ def asked(scheduler) -> list[str]:
     return (scheduler / "asked").read_text().splitlines()
 
 
-def write_metrics(run: Run, steps: int, **last) -> None:
+def write_metrics(run: PlannedRun, steps: int, **last) -> None:
     run.dir.mkdir(parents=True, exist_ok=True)
     records = [{"step": i + 1, "train/loss": 4 - i / 100} for i in range(steps)]
     records[-1] |= last
     (run.dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
 
 
-def write_end(run: Run) -> None:
+def write_end(run: PlannedRun) -> None:
     write_metrics(run, run.cfg.train.steps)
     (run.dir / "folded").mkdir()
     for name in ("folded/config.json", "folded/model.safetensors", "report.md"):
         (run.dir / name).touch()
 
 
-def write_job(run: Run, log: str | None, name: str = "70_1") -> None:
+def write_job(run: PlannedRun, log: str | None, name: str = "70_1") -> None:
     run.dir.mkdir(parents=True, exist_ok=True)
     path = run.dir / "the.log"
     (run.dir / "jobs.jsonl").write_text(json.dumps({"time": 0, "job": name, "log": str(path)}) + "\n")

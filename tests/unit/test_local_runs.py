@@ -13,7 +13,7 @@ from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.launch import local
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import last_job
-from dlr_pretrain.launch.runs import Run, load_runs
+from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.launch.state import look
 
 STAND_IN = """
@@ -37,7 +37,7 @@ def runs(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(STAND_IN)
     monkeypatch.setattr(local, "TRAIN", tmp_path / "train.py")
 
-    def of(lr: float) -> list[Run]:
+    def of(lr: float) -> list[PlannedRun]:
         grid = read_grid(["pair=cola", f"lr={lr}", "seeds=1,2,3,4", f"run.root={tmp_path}", "scale=tiny"])
         return load_runs([grid.line(*cell) for cell in grid.cells()], 1)
 
@@ -63,7 +63,7 @@ def test_what_still_runs_ends_with_an_error(runs, tmp_path):
     """Nobody would hear of it any more, and its GPU would be another's."""
     first, second, *_ = [*runs(0.001)[:1], *runs(1.0)[1:]]
 
-    def ended(run: Run, _seconds: float) -> None:
+    def ended(run: PlannedRun, _seconds: float) -> None:
         raise UserError("one validation sequence has no halves")
 
     with pytest.raises(UserError, match="no halves"):

@@ -16,7 +16,7 @@ from dlr_pretrain.errors import EXIT_FAILED
 from dlr_pretrain.launch import tune
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import note
-from dlr_pretrain.launch.runs import Run, load_runs
+from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.train.record import update_record
 from tests.conftest import ROOT
 from tests.unit.run_folders import FINGERPRINTS
@@ -25,14 +25,14 @@ LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
 NOT_FINITE = "error: step 3: loss nan, gradient norm nan: not finite. The update was not applied.\n"
 
 
-def loss_of(run: Run) -> float | None:
+def loss_of(run: PlannedRun) -> float | None:
     """Planted: best at 0.003, with DLR better by 0.2; no more than 0.001 of a seed in it; the highest rate diverges."""
     if run.cfg.train.lr > 0.02:
         return None
     return 3 + math.log10(run.cfg.train.lr / 0.003) ** 2 - 0.2 * run.cfg.dlr.enabled + run.cfg.seed % 7 / 1000
 
 
-def pretend(run: Run) -> None:
+def pretend(run: PlannedRun) -> None:
     """Leave what a training would."""
     run.dir.mkdir(parents=True, exist_ok=True)
     loss, last = loss_of(run), run.cfg.train.steps
@@ -53,7 +53,7 @@ def pretend(run: Run) -> None:
 @pytest.fixture
 def trained(monkeypatch):
     """The runs that were trained, which is pretended."""
-    found: list[Run] = []
+    found: list[PlannedRun] = []
 
     def train(runs, at_once, ended):
         for run in runs:
