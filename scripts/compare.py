@@ -20,8 +20,8 @@ def main() -> int:
 
 
 def compare(given: argparse.Namespace) -> None:
+    from dlr_pretrain.analysis.compare import render, versus
     from dlr_pretrain.analysis.records import find_runs
-    from dlr_pretrain.analysis.versus import render, versus
 
     runs, remarks = find_runs(given.run)
     found = versus(runs)

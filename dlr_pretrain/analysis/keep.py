@@ -17,10 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dlr_pretrain.analysis.comparison import ENDED
 from dlr_pretrain.analysis.costs import exported_vocabulary
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY
+from dlr_pretrain.analysis.tuning import ENDED
 from dlr_pretrain.errors import UserError, command
 
 EVERY = 25

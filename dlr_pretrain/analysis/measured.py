@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.groups import Group, Spread, grouped
 from dlr_pretrain.analysis.paper import TASKS, facts, marks
 from dlr_pretrain.analysis.records import RunRecord, read_run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
+from dlr_pretrain.analysis.tuning import Design, Trial, compare
 from dlr_pretrain.errors import UserError
 
 if TYPE_CHECKING:

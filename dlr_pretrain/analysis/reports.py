@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.analysis import layouts
-from dlr_pretrain.analysis.comparison_tables import comparison_tables, draw_comparisons
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.figures import Picture, draw
 from dlr_pretrain.analysis.groups import Group, differing_text, grouped
@@ -15,6 +14,7 @@ from dlr_pretrain.analysis.page import page
 from dlr_pretrain.analysis.paths_tables import draw_probed, paths_table
 from dlr_pretrain.analysis.records import RunRecord, find_runs
 from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
+from dlr_pretrain.analysis.tuning_tables import comparison_tables, draw_comparisons
 from dlr_pretrain.errors import UserError
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dlr_pretrain.analysis.comparison import ENDED, Trial, choose, compare
-from dlr_pretrain.analysis.comparison_view import console, write
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.analysis.perplexity import perplexity
+from dlr_pretrain.analysis.tuning import ENDED, Trial, choose, compare
+from dlr_pretrain.analysis.tuning_view import console, write
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.flags import at_least_1, refuse

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dlr_pretrain.analysis.room import Way, ways_to_save
+from dlr_pretrain.analysis.memory_savings import Way, ways_to_save
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError, first_line, tell
 from dlr_pretrain.train.runtime import Runtime

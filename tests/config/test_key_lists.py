@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from dlr_pretrain.analysis import costs, groups, paper, versus
+from dlr_pretrain.analysis import compare, costs, groups, paper
 from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.parse import KNOWN
@@ -32,7 +32,7 @@ LISTS = {
     "identity.ORIGIN": ORIGIN,
     "paper.UNMARKED": paper.UNMARKED,
     "reference.FREE": reference.FREE,
-    "versus.PLACES": versus.PLACES,
+    "compare.PLACES": compare.PLACES,
 }
 
 

@@ -13,8 +13,8 @@ from time import gmtime, strftime
 
 import torch
 
-from dlr_pretrain.analysis.comparison import Design, Trial, compare
 from dlr_pretrain.analysis.paper import C4_SHARDS, T5
+from dlr_pretrain.analysis.tuning import Design, Trial, compare
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.train.evaluate import galore_loss

@@ -78,7 +78,7 @@ def test_tables_in_markdown_are_written_in_one_place():
     """But those of the benchmarks, which are padded to be read as they are."""
     cells = re.compile(r"""\| ---|(['"]) \| \1\.join""")
     marks = [str(p.relative_to(PACKAGE)) for p in FILES if cells.search(p.read_text())]
-    assert set(marks) <= {"markdown.py", "bench/tables.py", "analysis/versus.py"}  # and values of a key, side by side
+    assert set(marks) <= {"markdown.py", "bench/tables.py", "analysis/compare.py"}  # and values of a key, side by side
 
 
 def test_training_imports_no_library_that_it_does_not_use():

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.comparison import Design, Trial, compare, held_out
-from dlr_pretrain.analysis.comparison_tables import comparison_tables
-from dlr_pretrain.analysis.comparison_view import console, report, write
 from dlr_pretrain.analysis.measured import take_measured
 from dlr_pretrain.analysis.paper import fact
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.student import estimate, quantile
 from dlr_pretrain.analysis.tables import text
+from dlr_pretrain.analysis.tuning import Design, Trial, compare, held_out
+from dlr_pretrain.analysis.tuning_tables import comparison_tables
+from dlr_pretrain.analysis.tuning_view import console, report, write
 from dlr_pretrain.errors import UserError
 from tests.unit.run_folders import SHORT, a_run
 

@@ -10,6 +10,7 @@ import pytest
 from run_folders import FINGERPRINTS, SHORT, TINY, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import layouts
+from dlr_pretrain.analysis.compare import versus
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.figures import draw
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, grouped, pairs
@@ -17,7 +18,6 @@ from dlr_pretrain.analysis.measured import system
 from dlr_pretrain.analysis.paper import marks
 from dlr_pretrain.analysis.records import find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
-from dlr_pretrain.analysis.versus import versus
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.record import update_record
 

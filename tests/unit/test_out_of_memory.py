@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.analysis.room import ways_to_save
+from dlr_pretrain.analysis.memory_savings import ways_to_save
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.train.descent import Descent

@@ -19,6 +19,7 @@ import pytest
 from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import figures, layouts
+from dlr_pretrain.analysis.compare import render, versus
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Spread, grouped, pairs
 from dlr_pretrain.analysis.measured import zero_shot_table
@@ -26,7 +27,6 @@ from dlr_pretrain.analysis.paper import fact, facts, marks
 from dlr_pretrain.analysis.records import THINNED, find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.tables import Figure, Table, comma_separated, latex, markdown
-from dlr_pretrain.analysis.versus import render, versus
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import expand
 from dlr_pretrain.train.record import update_record

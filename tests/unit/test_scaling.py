@@ -10,9 +10,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from dlr_pretrain.analysis import work as counting
+from dlr_pretrain.analysis import operations as counting
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.operations import Operation, work
 from dlr_pretrain.analysis.scaling import (
     HEADER,
     Scaling,
@@ -25,7 +26,6 @@ from dlr_pretrain.analysis.scaling import (
     update_bytes,
 )
 from dlr_pretrain.analysis.table1 import counts
-from dlr_pretrain.analysis.work import Operation, work
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from tests.conftest import ROOT

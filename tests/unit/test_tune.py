@@ -62,7 +62,7 @@ def trained(monkeypatch):
             ended(run, 1.0)
 
     monkeypatch.setattr(tune, "train", train)
-    monkeypatch.setattr("dlr_pretrain.analysis.comparison_view.plot", lambda *_: None)
+    monkeypatch.setattr("dlr_pretrain.analysis.tuning_view.plot", lambda *_: None)
     return found
 
 

@@ -1,4 +1,4 @@
-"""A comparison, as ``comparison`` gives it, in words, tables and the curve of perplexity against learning rate."""
+"""A comparison, as ``tuning`` gives it, in words, tables and the curve of perplexity against learning rate."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from dlr_pretrain.analysis.comparison import LEVEL
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.show import diverged_of, fill
 from dlr_pretrain.analysis.style import MARKS, SERIES
+from dlr_pretrain.analysis.tuning import LEVEL
 from dlr_pretrain.markdown import table
 
 COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")

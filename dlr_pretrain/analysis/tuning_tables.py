@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlr_pretrain.analysis import figures
-from dlr_pretrain.analysis.comparison import ENDED
-from dlr_pretrain.analysis.comparison_view import draw_method, remarks, scale_of_rates
 from dlr_pretrain.analysis.figures import Picture
 from dlr_pretrain.analysis.groups import Spread, spread
 from dlr_pretrain.analysis.paper import SCALES, fact
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.style import BLACK, BLUE, GREY, VERMILLION
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
+from dlr_pretrain.analysis.tuning import ENDED
+from dlr_pretrain.analysis.tuning_view import draw_method, remarks, scale_of_rates
 
 Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json
 
