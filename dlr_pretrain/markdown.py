@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""What pages of more than one room share: tables in Markdown, and how an exported folder is loaded."""
 
 from __future__ import annotations
 
@@ -14,3 +14,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def loading(folder: str, trust: bool) -> str:
+    """The Python that loads an exported ``folder``; with ``trust`` it runs the folder's own modeling file."""
+    more = ", trust_remote_code=True" if trust else ""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{more})\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{more})'
+    )

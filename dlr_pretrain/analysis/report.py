@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.records import RunRecord, column, read_run
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.style import BLUE, SKY, VERMILLION
 from dlr_pretrain.durable import write_durably
-from dlr_pretrain.markdown import table
+from dlr_pretrain.markdown import loading, table
 
 DATA, SMOOTH, EVALUATION = SKY, BLUE, VERMILLION
 POINTS = 2000  # of the faint curve; more are not seen
@@ -125,12 +125,7 @@ def how_to_load(folded: Path, config: dict) -> str:
         return "There is none: the run did not reach its end."
     if not (folded / "config.json").exists():
         return f"Its weights are in `{folded}`; transformers cannot load backbone={config['backbone']['name']} yet."
-    trust = ", trust_remote_code=True" if any(folded.glob("modeling_*.py")) else ""
-    return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-model = AutoModelForCausalLM.from_pretrained("{folded}", dtype="auto"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{folded}"{trust})
-```"""
+    return f"```python\n{loading(str(folded), trust=any(folded.glob('modeling_*.py')))}\n```"
 
 
 def provenance(manifest: dict) -> dict[str, str]:

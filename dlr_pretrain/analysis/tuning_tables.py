@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 from dlr_pretrain.analysis import figures
@@ -161,7 +162,11 @@ def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
         cells = [(figure(ours[method]), place), *theirs]
         rows.append([method, *(cell and replace(cell, note=f"{cell.note} [{at}]".strip()) for cell, at in cells)])
     header = ["Method", "Ours", *(f"{scale} paper" for scale in SCALES)]
-    notes = ["perplexities, and in brackets the place among the methods of this table; other text, other sizes"]
+    alike = ", ".join(f"{_in_this_order(ranked, scale)} at {scale}" for scale in SCALES)
+    notes = [
+        "perplexities, and in brackets the place among the methods of this table; other text, other sizes",
+        f"of {math.comb(len(ranked), 2)} pairs of these methods, the paper has in the order of ours: {alike}",
+    ]
     yield Table("tune_order", "The order of the methods, ours and the paper's", header, rows, notes)
     effects = [
         [c["method"], *_difference(c["difference"]), *(_effect(c["against"], c["method"], s) for s in SCALES)]
@@ -176,6 +181,12 @@ def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
             "perplexities, by whose convention a difference is one part in a hundred too small"
         ]
         yield Table("tune_effect", "What DLR changes, ours and the paper's", header, effects, notes)
+
+
+def _in_this_order(ranked: Sequence[str], scale: str) -> int:
+    """The pairs of ``ranked`` methods of which the paper, too, has the first ahead."""
+    theirs = [_published(method, scale) or math.inf for method in ranked]
+    return sum(a < b for a, b in combinations(theirs, 2))
 
 
 def _published(method: str, scale: str) -> float | None:

@@ -24,6 +24,7 @@ from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
 from dlr_pretrain.durable import sync, sync_all
 from dlr_pretrain.errors import UserError, tell
+from dlr_pretrain.markdown import loading
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.shapes import listed, misfits
 
@@ -235,12 +236,8 @@ def how_to_load(cfg: Config, layout: str) -> str:
         return 'In the layout of the CoLA authors\' code: `ColaForCausalLM.from_pretrained(".")` of their repository.'
     if not loadable(cfg):
         return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
-    trust = "" if cfg.backbone.name == "full" else ", trust_remote_code=True"
     return f"""```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".", dtype="auto"{trust})
-tokenizer = AutoTokenizer.from_pretrained("."{trust})
+{loading(".", trust=cfg.backbone.name != "full")}
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import indent
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from dlr_pretrain.deploy.export import export
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.errors import Diverged
+from dlr_pretrain.markdown import loading
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 
@@ -58,11 +60,5 @@ def finish(
 def farewell(cfg: Config, run_dir: Path) -> str:
     """Where the result is, and how to load it."""
     folded = run_dir / "folded"
-    remote = "" if deployed_dense(cfg) else ", trust_remote_code=True"
-    return (
-        f"report      {run_dir / 'report.md'}\n"
-        f"checkpoint  {folded}\n\n"
-        "    from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f'    model = AutoModelForCausalLM.from_pretrained("{folded}"{remote})\n'
-        f'    tokenizer = AutoTokenizer.from_pretrained("{folded}"{remote})'
-    )
+    code = indent(loading(str(folded), trust=not deployed_dense(cfg)), "    ")
+    return f"report      {run_dir / 'report.md'}\ncheckpoint  {folded}\n\n{code}"

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "doctor": {"train", "data", "analysis", "config", "cli", "errors", "flags", "process", "shards", "durable"},
     "train": {
         *("models", "optim", "data", "deploy", "analysis", "config"),
-        *("errors", "shards", "process", "durable", "heartbeat"),
+        *("errors", "shards", "process", "durable", "heartbeat", "markdown"),
     },
 }
 

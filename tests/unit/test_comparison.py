@@ -210,6 +210,7 @@ def test_a_method_that_diverges_is_the_last_of_the_order():
     found["chosen"]["cola+dlr"] |= {"lr": 0.01, "held_out": held_out(design, lost, "cola+dlr", 0.01)}
     order = next(table for table in comparison_tables([(Path("tune"), found)]) if table.name == "tune_order")
     assert [text(row[1]) for row in order.rows] == ["20.09 ± 0.00 (2) [1]", "1 of 2 diverged [2]"]
+    assert order.notes[-1].startswith("of 1 pairs of these methods, the paper has in the order of ours: 0 at 60m, 0 at")
 
 
 def test_a_difference_is_named_by_its_rate_where_its_method_is_compared_at_two(tmp_path):
