@@ -77,7 +77,7 @@ class Tokenizer:
     @cached_property
     def _words_are_apart(self) -> bool:
         """Whether no piece goes on behind a space, so that a text's ids up to a space do not depend on what follows."""
-        pieces = self._model.id_to_piece(list(range(self.vocab_size)))
+        pieces = self._model.id_to_piece(list(range(self._model.vocab_size())))
         return SPACE in pieces and not any(SPACE in piece[1:] for piece in pieces)
 
 

@@ -145,11 +145,14 @@ def test_a_block_is_gathered_document_by_document(tmp_path, model, monkeypatch):
 
 @pytest.mark.slow
 @needs_real_data
-@pytest.mark.parametrize(("folder", "prefix"), [("c4/en", "c4"), ("webmix", "webmix")])
-def test_every_path_counts_the_tokens_of_sentencepiece(folder, prefix, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("folder", "train", "validation"),
+    [("c4/en", "c4-train.*", "c4-validation.*"), ("webmix", "webmix-train.0000*", "webmix-validation.*")],
+)
+def test_every_path_counts_the_tokens_of_sentencepiece(folder, train, validation, tmp_path, monkeypatch):
     """Streamed, local and tokens: one epoch's counts, those of validation, and the batches, packed and padded."""
     keys = {"train__global_batch": 64, "train__seq_len": 256, "eval__tokens": 10**9}
-    names = (("data__train_files", f"{prefix}-train.*"), ("data__validation_files", f"{prefix}-validation.*"))
+    names = (("data__train_files", train), ("data__validation_files", validation))
     local = opened(make_config(data__root=REAL / folder, tokenizer__path=T5, **keys, **dict(names)))
     counts = counts_of_sentencepiece(local[1])
     prepare(*local[1:], tmp_path / "tokens", 2, lambda _: None)
