@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -11,25 +10,32 @@ from pathlib import Path
 import numpy as np
 
 from dlr_pretrain.analysis.costs import Cost
+from dlr_pretrain.analysis.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    MARKS,
+    ORANGE,
+    PINK,
+    SKY,
+    VERMILLION,
+    Picture,
+    label_axes,
+    metric,
+    save,
+    subplots,
+    wrapped,
+)
 from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, pairs, spread
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import THINNED, RunRecord, column
 from dlr_pretrain.analysis.report import finite, smoothed
 from dlr_pretrain.analysis.show import amount
-from dlr_pretrain.analysis.style import BLACK, BLUE, GREEN, GREY, MARKS, ORANGE, PINK, SKY, VERMILLION
 
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
-COLUMNS = 3  # panels in a row
 CROWDED = 5  # names that axes have no room for
-
-
-@dataclass(frozen=True)
-class Picture:
-    """``<name>.png`` and ``<name>.svg``; ``caption`` says what is seen."""
-
-    name: str
-    caption: str
 
 
 @dataclass(frozen=True)
@@ -48,13 +54,6 @@ class Axis:
 def tokens(number: float, _position: int) -> str:
     """1500000000 -> 1.5B."""
     return amount(number, 4)
-
-
-def metric(number: float, _position: int) -> str:
-    """1500000000 -> 1.5G."""
-    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
-    size, unit = next(((size, unit) for size, unit in units if number >= size), (1, ""))
-    return f"{number / size:.4g}{unit}"
 
 
 def duration(hours: float, _position: int) -> str:
@@ -121,7 +120,7 @@ def look(groups: Sequence[Group]) -> list[dict]:
 def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder: Path) -> Picture:
     cost = {id(group): c for group, c in of}
     by_backbone = panels([group for group, _ in of])
-    figure, axes = grid(len(by_backbone))
+    figure, axes = subplots(len(by_backbone))
     shown: list[float] = []
     for (name, groups), ax in zip(by_backbone, axes, strict=True):
         for group, style in zip(groups, look(groups), strict=True):
@@ -146,7 +145,7 @@ def _curves(scale: str, of: list[tuple[Group, Cost | None]], axis: Axis, folder:
 
 def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
     by_backbone = panels(groups)
-    figure, axes = grid(len(by_backbone))
+    figure, axes = subplots(len(by_backbone))
     for (name, members), ax in zip(by_backbone, axes, strict=True):
         for group, style in zip(members, look(members), strict=True):
             for i, run in enumerate(run for run in group.runs if run.metrics):
@@ -174,7 +173,7 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     evaluated = [group for group in groups if any(run.evaluations for run in group.runs)]
     if not evaluated:
         return None
-    figure, (ax,) = grid(1, width=8.0, height=5.0)
+    figure, (ax,) = subplots(1, width=8.0, height=5.0)
     spare = iter(OTHERS * len(groups))
     colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(group.base for group in evaluated)}
     for group in evaluated:
@@ -224,7 +223,7 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     lost = [_name(*pair) for pair, change in told if change and not change.finite]
     if not found:
         return None
-    figure, (ax,) = grid(1, width=7.0, height=1.3 + 0.45 * len(found))
+    figure, (ax,) = subplots(1, width=7.0, height=1.3 + 0.45 * len(found))
     for y, sides in enumerate(found):
         seeds = {run.seed for run in sides[0].finished} & {run.seed for run in sides[1].finished}
         values = [[run.final.get(PERPLEXITY) for run in side.finished if run.seed in seeds] for side in sides]
@@ -267,7 +266,7 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
                 lost.append(group.label)
     if not found:
         return None
-    figure, axes = grid(len(found), width=5.5, height=4.2, shared=False)
+    figure, axes = subplots(len(found), width=5.5, height=4.2, shared=False)
     for (machine, points), ax in zip(found.items(), axes, strict=True):
         spare = iter(OTHERS * len(groups))
         marks: dict[str, Iterator[str]] = {}
@@ -296,7 +295,7 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     studies = [sorted(f, key=lambda g: g.config["backbone"]["rank"]) for f in families.values() if len(f) > 1]
     if not studies:
         return None
-    figure, (ax,) = grid(1, width=6.0, height=4.0)
+    figure, (ax,) = subplots(1, width=6.0, height=4.0)
     spare = iter(OTHERS * len(studies))
     for study in studies:
         color, dash = BACKBONES.get(study[0].base) or next(spare), "-" if study[0].method.endswith("+dlr") else "--"
@@ -317,38 +316,6 @@ def _rank(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 # Drawing
 
 
-def grid(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
-    """A figure with ``n`` panels of one size, which may have one range of values."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(n, COLUMNS)
-    rows = -(-n // columns)
-    figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).flatten()
-    for empty in axes[n:]:
-        empty.remove()
-    for above in axes[max(0, n - columns) : n]:
-        above.tick_params(labelbottom=True)
-    return figure, list(axes[:n])
-
-
-def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=metric) -> None:
-    columns = min(len(axes), COLUMNS)
-    for i, ax in enumerate(axes):
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-        if i + columns >= len(axes):
-            ax.set_xlabel(x)
-        if i % columns == 0:
-            ax.set_ylabel(y)
-        if limits:
-            ax.set_ylim(*limits)
-        if shown:
-            ax.xaxis.set_major_formatter(shown)
-
-
 def _range(values: Sequence[float]) -> tuple[float, float] | None:
     shown = np.array([v for v in values if np.isfinite(v)])
     if not len(shown):
@@ -367,18 +334,3 @@ def _result(group: Group) -> str:
     last = group.final(PERPLEXITY)
     state = f"{last.mean:,.1f}" if last and last.finite else "diverged" if last else "unfinished"
     return wrapped(f"{group.label}  {state}")
-
-
-def wrapped(label: str, width: int = 28) -> str:
-    """A label on as many lines as it needs."""
-    return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")
-
-
-def save(figure, folder: Path, name: str, caption: str) -> Picture:
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
-        figure.savefig(folder / f"{name}.png")
-        figure.set_layout_engine("none")  # it has done its work
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-    return Picture(name, caption)

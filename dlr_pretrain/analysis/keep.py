@@ -21,6 +21,7 @@ from dlr_pretrain.analysis.costs import exported_vocabulary
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY
 from dlr_pretrain.analysis.tuning import ENDED
+from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.errors import UserError, command
 
 EVERY = 25
@@ -84,12 +85,12 @@ def _require_agreement(kept: Path) -> set[str]:
 def _keep_run(run: Path, target: Path, every: int) -> None:
     target.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / "config.yaml", target / "config.yaml")
-    manifest = json.loads((run / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_record(run)
     for start in manifest["starts"]:
         start.pop("host", None)
         start["command"] = [Path(start["command"][0]).name, *start["command"][1:]]
     text = json.dumps(manifest | {THINNED: every, VOCABULARY: exported_vocabulary(run)}, indent=1)
-    (target / "manifest.json").write_text(text + "\n", encoding="utf-8")
+    (target / MANIFEST).write_text(text + "\n", encoding="utf-8")
     lines = (json.dumps(record) + "\n" for record in _thinned(read_metrics(run / "metrics.jsonl"), every))
     (target / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from dlr_pretrain.analysis.figures import Picture
+from dlr_pretrain.analysis.drawing import Picture
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, is_numeric, text
 
 STYLE = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dlr_pretrain.analysis.figures import Picture
+from dlr_pretrain.analysis.drawing import Picture, save
 from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.paths_view import EXPLAINED, Probes, plot_paths, probes
 from dlr_pretrain.analysis.tables import Cell, Figure, Table
@@ -29,10 +29,8 @@ def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
 def draw_probed(groups: Sequence[Group], folder: Path) -> Iterator[Picture]:
     """Write the figure of one run of each group that was probed."""
     for number, (group, found) in enumerate(_probed(groups), 1):
-        name, title = f"gradient_paths_{number}", f"{group.scale} {group.label}"
-        for suffix in ("png", "svg"):
-            plot_paths(found, title, folder / f"{name}.{suffix}")
-        yield Picture(name, f"{title}: {EXPLAINED}")
+        title = f"{group.scale} {group.label}"
+        yield save(plot_paths(found, title), folder, f"gradient_paths_{number}", f"{title}: {EXPLAINED}")
 
 
 def _probed(groups: Sequence[Group]) -> Iterator[tuple[Group, Probes]]:

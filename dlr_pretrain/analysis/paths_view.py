@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-from dlr_pretrain.analysis.style import GREY, SERIES
+from dlr_pretrain.analysis.drawing import GREY, SERIES, subplots, unframe
 from dlr_pretrain.markdown import table
 
 CURVES = len(SERIES)  # projections that a figure shows
@@ -46,15 +45,11 @@ def section(found: Probes) -> str:
     return "\n\n".join([*lines, table(header, rows, right=range(1, 5))])
 
 
-def plot_paths(found: Probes, title: str, path: Path) -> None:
-    """Draw rho over the updates, a colour a projection, with the isotropic expectation dashed."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plot_paths(found: Probes, title: str):
+    """A figure of rho over the updates, a colour a projection, with the isotropic expectation dashed."""
     from matplotlib.ticker import StrMethodFormatter
 
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = subplots(1, width=8, height=4.5)
     for colour, (layer, looks) in zip(SERIES, found.items(), strict=False):
         steps = [step for step, _ in looks]
         axes.plot(steps, [n["rho"] for _, n in looks], color=colour, marker="o", markersize=4, label=layer)
@@ -64,7 +59,6 @@ def plot_paths(found: Probes, title: str, path: Path) -> None:
     left_out = f" (the first {CURVES} of {len(found)} projections)" if len(found) > CURVES else ""
     axes.set(title=f"{title}{left_out}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    unframe(axes)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    return figure

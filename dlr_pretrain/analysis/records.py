@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from calendar import timegm
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 from dlr_pretrain.analysis.history import read_metrics, sound_records
 from dlr_pretrain.config import flatten
 from dlr_pretrain.config.parse import KNOWN
-from dlr_pretrain.config.written import read_config
+from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.errors import UserError
 
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
@@ -176,7 +175,7 @@ def read_run(folder: Path) -> RunRecord:
     config = read_config(folder)
     if missing := [key for key in SECTIONS if key not in config]:
         raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
-    manifest, remarks = _manifest(folder / "manifest.json")
+    manifest, remarks = _manifest(folder)
     metrics, damaged = _metrics(folder / "metrics.jsonl")
     gaps = sorted(set(range(metrics[0]["step"], metrics[-1]["step"])) - {r["step"] for r in metrics}) if metrics else []
     if damaged:
@@ -188,14 +187,12 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(folder, config, identity, metrics, manifest, tuple(remarks))
 
 
-def _manifest(path: Path) -> tuple[dict, list[str]]:
+def _manifest(folder: Path) -> tuple[dict, list[str]]:
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        return (manifest, []) if isinstance(manifest, dict) else ({}, ["manifest.json is damaged"])
-    except FileNotFoundError:
-        return {}, ["there is no manifest.json: data, tokenizer, code and machine are not known"]
-    except ValueError:
-        return {}, ["manifest.json is damaged: data, tokenizer, code and machine are not known"]
+        manifest, missing = read_record(folder), "there is no manifest.json"
+    except UserError:
+        manifest, missing = {}, "manifest.json is damaged"
+    return manifest, [] if manifest else [f"{missing}: data, tokenizer, code and machine are not known"]
 
 
 def _metrics(path: Path) -> tuple[list[dict], str]:

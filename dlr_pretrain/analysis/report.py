@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dlr_pretrain.analysis.drawing import BLUE, SKY, VERMILLION, subplots, unframe
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import RunRecord, column, read_run
 from dlr_pretrain.analysis.show import amount
-from dlr_pretrain.analysis.style import BLUE, SKY, VERMILLION
 from dlr_pretrain.durable import write_durably
 from dlr_pretrain.markdown import loading, table
 
@@ -26,7 +26,7 @@ def write_report(run_dir: Path) -> None:
     (run_dir / "plots").mkdir(exist_ok=True)
     plot_loss(run.metrics, run.name, run_dir / "plots" / "loss.png")
     if looks := probes(run.metrics):
-        plot_paths(looks, run.name, run_dir / "plots" / "gradient_paths.png")
+        plot_paths(looks, run.name).savefig(run_dir / "plots" / "gradient_paths.png")
     write_durably(run_dir / "report.md", report(run))
 
 
@@ -169,16 +169,12 @@ def _median(values: np.ndarray) -> float:
 
 def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
     """Draw the training loss (faint, and smoothed) and the evaluations over the tokens seen."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     tokens, loss = column(metrics, "train/tokens"), finite(column(metrics, "train/loss"))
     evaluated = [line for line in metrics if "eval/loss" in line]
     x, y = column(evaluated, "train/tokens"), finite(column(evaluated, "eval/loss"))
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = subplots(1, width=8, height=4.5)
     every = max(1, len(loss) // POINTS)
     mark = "." if np.isfinite(loss).sum() == 1 else ""  # a line needs two points
     axes.plot(tokens[::every], loss[::every], color=DATA, alpha=0.5, linewidth=0.8, marker=mark, label="training")
@@ -193,8 +189,7 @@ def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
     axes.set_ylim(*limits(loss, y))
     axes.set(title=title, xlabel="tokens seen (positions)", ylabel="loss (nats a token)")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda number, _: amount(number, 6)))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    unframe(axes)
     axes.legend(frameon=False)
     figure.savefig(path)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.costs import costs
-from dlr_pretrain.analysis.figures import Picture, draw
+from dlr_pretrain.analysis.drawing import Picture
+from dlr_pretrain.analysis.figures import draw
 from dlr_pretrain.analysis.groups import Group, differing_text, grouped
 from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
 from dlr_pretrain.analysis.page import page

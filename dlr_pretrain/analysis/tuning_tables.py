@@ -10,12 +10,10 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
-from dlr_pretrain.analysis import figures
-from dlr_pretrain.analysis.figures import Picture
+from dlr_pretrain.analysis.drawing import BLACK, BLUE, GREY, VERMILLION, Picture, label_axes, save, subplots, wrapped
 from dlr_pretrain.analysis.groups import Spread, spread
 from dlr_pretrain.analysis.paper import SCALES, fact
 from dlr_pretrain.analysis.perplexity import perplexity
-from dlr_pretrain.analysis.style import BLACK, BLUE, GREY, VERMILLION
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.analysis.tuning import ENDED
 from dlr_pretrain.analysis.tuning_view import draw_method, remarks, scale_of_rates
@@ -233,36 +231,36 @@ def _points(founds: Sequence[dict], settings: Sequence[str]) -> list[tuple[str, 
 
 
 def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
-    drawn, axes = figures.grid(len(curves))
+    drawn, axes = subplots(len(curves))
     for (found, setting), ax in zip(curves, axes, strict=True):
         methods = found["design"]["methods"]
         for i, method in enumerate(methods):
             draw_method(ax, found, method, (i, len(methods)))
         scale_of_rates(ax, found["design"]["rates"])
         ax.grid(axis="y", which="minor", alpha=0.15)
-        ax.set_title(figures.wrapped(setting or methods[0], 40))
+        ax.set_title(wrapped(setting or methods[0], 40))
         ax.legend(frameon=False, fontsize=8)
-    figures.label_axes(axes, "peak learning rate", "perplexity on held-out text", shown=None)
+    label_axes(axes, "peak learning rate", "perplexity on held-out text", shown=None)
     caption = (
         "Perplexity on held-out text against the learning rate, a panel for each comparison: every seed a faint point, "
         "lines through means, a ring at the rate that the other half chose, a cross for a diverged run."
     )
-    return figures.save(drawn, folder, "tune_rates", caption)
+    return save(drawn, folder, "tune_rates", caption)
 
 
 def _draw_differences(points: Sequence[tuple[str, dict]], chance: Sequence[str], folder: Path) -> Picture:
-    drawn, (ax,) = figures.grid(1, width=7.0, height=1.0 + 0.32 * len(points))
+    drawn, (ax,) = subplots(1, width=7.0, height=1.0 + 0.32 * len(points))
     for y, (_, d) in enumerate(points):
         colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
         error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
         ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
     ax.axvline(0, color=BLACK, linewidth=0.8)
-    ax.set_yticks(range(len(points)), [figures.wrapped(name, 48) for name, _ in points], fontsize=8)
+    ax.set_yticks(range(len(points)), [wrapped(name, 48) for name, _ in points], fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
-    figures.label_axes([ax], "difference of the loss, nats a token: to the left of 0 is better", "", shown=None)
+    label_axes([ax], "difference of the loss, nats a token: to the left of 0 is better", "", shown=None)
     caption = (
         "Each method at its own rate against the first of its comparison, on held-out text, seed by seed, with the "
         "interval of the mean: blue is better, red is worse, grey leaves it open."
     )
     caption += "".join(f" {said}." for said in chance)
-    return figures.save(drawn, folder, "tune_differences", caption)
+    return save(drawn, folder, "tune_differences", caption)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
+from dlr_pretrain.analysis.drawing import MARKS, SERIES, save, subplots, unframe
 from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.show import diverged_of, fill
-from dlr_pretrain.analysis.style import MARKS, SERIES
 from dlr_pretrain.analysis.tuning import LEVEL
 from dlr_pretrain.markdown import table
 
@@ -26,7 +26,7 @@ def write(found: dict, folder: Path) -> None:
         lines = csv.DictWriter(file, COLUMNS)
         lines.writeheader()
         lines.writerows(curve(found))
-    plot(found, [folder / "curve.png", folder / "curve.svg"])
+    plot(found, folder)
     (folder / "report.md").write_text(report(found), encoding="utf-8")
 
 
@@ -230,25 +230,19 @@ def _listed(values: Sequence[object]) -> str:
 # The curve
 
 
-def plot(found: dict, paths: Sequence[Path]) -> None:
-    """Held-out perplexity against learning rate: every seed a faint point, a line through the means of the rates at
-    which all have finished, a ring at the chosen one, a cross at the top for each diverged run."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def plot(found: dict, folder: Path) -> None:
+    """Write ``curve.png`` and ``.svg``, held-out perplexity against learning rate: every seed a faint point, a line
+    through the means of the rates at which all have finished, a ring at the chosen one, a cross at the top for each
+    diverged run."""
     design = found["design"]
-    figure = Figure(figsize=(7, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, (axes,) = subplots(1, width=7, height=4.5)
     for i, method in enumerate(design["methods"]):
         draw_method(axes, found, method, (i, len(design["methods"])))
     scale_of_rates(axes, design["rates"])
     axes.set(xlabel="peak learning rate", ylabel="perplexity on held-out text")
-    axes.grid(alpha=0.25, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
+    unframe(axes, which="both")
     axes.legend(frameon=False, title=f"seeds {_listed(design['seeds'])}; ring: rate chosen on the other half")
-    for path in paths:
-        figure.savefig(path)
+    save(figure, folder, "curve", "")
 
 
 def scale_of_rates(axes, rates: Sequence[float]) -> None:

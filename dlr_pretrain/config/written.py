@@ -1,7 +1,8 @@
-"""The ``config.yaml`` that a run leaves in its directory."""
+"""What a run leaves in its directory about itself: ``config.yaml``, its options, and ``manifest.json``, its record."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -9,6 +10,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from dlr_pretrain.errors import UserError, first_line
+
+MANIFEST = "manifest.json"
 
 
 def read_config(run_dir: Path) -> dict:
@@ -23,3 +26,23 @@ def read_config(run_dir: Path) -> dict:
     if not isinstance(tree, dict):
         raise UserError(f"{path} is damaged: it holds no keys. Restore it from a backup")
     return tree
+
+
+def read_record(run_dir: Path) -> dict:
+    """``run_dir/manifest.json``: identity, starts, the step last saved, forked, diverged, regrown.
+
+    Empty where there is none; UserError where it is damaged.
+    """
+    path = run_dir / MANIFEST
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        sound = isinstance(record["identity"], dict) and isinstance(record["starts"], list)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise UserError(
+            f"{path} is damaged. Move it away to resume; settings are then not checked against those of the run"
+        )
+    return record

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.composition import recorded
-from dlr_pretrain.config.written import read_config
+from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import Source, Tokenizer, ValidationSet, open_source, validation_set
 from dlr_pretrain.deploy.consistency import consistency
 from dlr_pretrain.deploy.export import export, require_export
 from dlr_pretrain.deploy.merge import deployed
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
-from dlr_pretrain.durable import is_there
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import folded_state, residuals
@@ -84,13 +83,7 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
 
 def _require_same_text(run: Path, source: Source) -> None:
     """UserError where the source is another than the run's record names: its perplexity is not the run's."""
-    manifest = run / "manifest.json"
-    if not is_there(manifest):
-        return
-    try:
-        trained = json.loads(manifest.read_text()).get("identity", {}).get("data.shards", source.fingerprint)
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{manifest} is damaged ({error!r})") from error
+    trained = read_record(run).get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:
-        rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({manifest.name})"
+        rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"
         raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back")

@@ -13,11 +13,11 @@ from pathlib import Path
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, identity
 from dlr_pretrain.config.identity import differences, told
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.doctor import machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.flags import refuse
-from dlr_pretrain.train.record import read_record
 
 
 def main(argv: list[str]) -> int:

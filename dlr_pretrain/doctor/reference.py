@@ -18,6 +18,7 @@ from statistics import mean, stdev
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.show import fill
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome, line
 from dlr_pretrain.errors import UserError
 
@@ -67,7 +68,7 @@ def train(words: list[str]) -> bool:
         if code:
             raise UserError(f"the reference run ended with code {code}; what it said stands above")
         loss = read_metrics(run_dir / "metrics.jsonl")[-1]["eval/loss"]
-        text = json.loads((run_dir / "manifest.json").read_text())["identity"]["data.shards"]
+        text = read_record(run_dir)["identity"]["data.shards"]
     outcome = judge(loss, record, text)
     print(line("reference", outcome, time.monotonic() - began))
     return outcome.level != FAIL
@@ -77,10 +78,7 @@ def collect(run_dirs: list[Path]) -> list[dict]:
     """What is kept of runs of the recipe that have finished."""
     found = []
     for run_dir in run_dirs:
-        manifest, last = (
-            json.loads((run_dir / "manifest.json").read_text()),
-            read_metrics(run_dir / "metrics.jsonl")[-1],
-        )
+        manifest, last = read_record(run_dir), read_metrics(run_dir / "metrics.jsonl")[-1]
         start = manifest["starts"][-1]
         words = [word for word in start["command"][1:] if not word.startswith("run.dir=")]
         found.append(

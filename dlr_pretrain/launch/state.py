@@ -13,7 +13,7 @@ from pathlib import Path
 from dlr_pretrain import heartbeat
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import flatten, to_dict
-from dlr_pretrain.config.written import read_config
+from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
 from dlr_pretrain.launch.runs import PlannedRun
@@ -173,10 +173,10 @@ class Measured:
 def _measured(folder: Path) -> Iterator[tuple[str, tuple[float, str]]]:
     """The speed key of a run, its rate and device; nothing where it has not been timed."""
     try:
-        start = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["starts"][-1]
+        start = read_record(folder)["starts"][-1]
         rate = next((r for r in newest_first(folder / "metrics.jsonl")), {}).get("perf/tokens_per_second")
         tree = read_config(folder)
-    except (OSError, ValueError, LookupError, UserError):
+    except (OSError, LookupError, UserError):
         return
     if rate:
         yield _speed(tree, start["world_size"]), (rate, start["device"])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.identity import differences, told
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import PlannedRun
 
@@ -35,10 +35,9 @@ def diverged(run: PlannedRun) -> str:
 
 def _record(run_dir: Path) -> dict:
     try:
-        found = json.loads((run_dir / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        return read_record(run_dir)
+    except UserError:
         return {}  # train.py says so of a damaged one
-    return found if isinstance(found, dict) else {}
 
 
 def another(run: PlannedRun) -> str:

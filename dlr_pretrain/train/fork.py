@@ -10,11 +10,12 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.identity import differences
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.durable import sync, sync_all, write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint
-from dlr_pretrain.train.record import read_record, update_record
+from dlr_pretrain.train.record import update_record
 
 METRICS = "metrics.jsonl"
 # A place in the data means nothing under other values of DATA; an optimizer's state still does under other RATES.

@@ -18,10 +18,11 @@ import torch
 
 from dlr_pretrain.analysis.scaling import fitting, with_micro_batch
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.process import available_memory
 from dlr_pretrain.train.out_of_memory import is_out_of_memory
-from dlr_pretrain.train.record import read_record, update_record
+from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial
 

@@ -19,10 +19,10 @@ import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
-from dlr_pretrain.durable import is_there, write_durably
+from dlr_pretrain.config.written import MANIFEST, read_record
+from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 
-MANIFEST = "manifest.json"
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
@@ -74,23 +74,6 @@ def update_record(run_dir: Path, entries: dict) -> None:
     record = {"starts": []} | read_record(run_dir) | entries
     kept = {name: value for name, value in record.items() if value is not None}
     write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
-
-
-def read_record(run_dir: Path) -> dict:
-    """``manifest.json``: identity, starts, the step last saved, forked, diverged, regrown. Empty if not there."""
-    path = run_dir / MANIFEST
-    if not is_there(path):
-        return {}
-    try:
-        manifest = json.loads(path.read_text())
-        sound = isinstance(manifest["identity"], dict) and isinstance(manifest["starts"], list)
-    except (ValueError, KeyError, TypeError):
-        sound = False
-    if not sound:
-        raise UserError(
-            f"{path} is damaged. Move it away to resume; settings are then not checked against those of the run"
-        )
-    return manifest
 
 
 def versions() -> dict[str, str]:

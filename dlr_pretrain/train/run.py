@@ -15,6 +15,7 @@ from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config, flatten, to_dict
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
     ORDER_VERSION,
     Source,
@@ -53,7 +54,6 @@ from dlr_pretrain.train.record import (
     describe_device,
     hold,
     open_record,
-    read_record,
     record_start,
     update_record,
 )

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.train import fork as fork_module
-from dlr_pretrain.train.record import read_record
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.errors import Stopped, UserError
-from dlr_pretrain.train.record import read_record, update_record
+from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.text import note_shards, take_over_regrown
 from tests.conftest import torchrun
 

@@ -504,7 +504,7 @@ def test_time_is_estimated_from_such_a_run_alone(scheduler, tmp_path, capsys):
     write_metrics(timed, 20, **{"perf/tokens_per_second": timed.positions / 60})  # a minute a step
     (timed.dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(to_dict(timed.cfg))))
     start = {"world_size": 2, "device": "a GPU"}
-    (timed.dir / "manifest.json").write_text(json.dumps({"starts": [start]}))
+    (timed.dir / "manifest.json").write_text(json.dumps({"identity": {}, "starts": [start]}))
     others = ["scale=tiny", "seed=2", "backbone=lowrank,cola", "train.steps=40", f"run.root={tmp_path}/runs"]
     assert command.main([*others, "--time", "--dry-run", "--", "-n2"]) == 0
     shown = capsys.readouterr().out.splitlines()

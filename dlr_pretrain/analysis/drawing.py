@@ -1,0 +1,82 @@
+"""What figures share: axes that need no display, marks, the colours of Okabe and Ito (2008), which are apart for every
+kind of colour vision, and the files."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, VERMILLION, PINK = "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#767676"  # of what only helps the eye
+SERIES = (BLUE, VERMILLION, GREEN, PINK, ORANGE, SKY, BLACK)
+MARKS = "osD^vPX*"
+COLUMNS = 3  # panels in a row
+
+
+@dataclass(frozen=True)
+class Picture:
+    """``<name>.png`` and ``<name>.svg``; ``caption`` says what is seen."""
+
+    name: str
+    caption: str
+
+
+def subplots(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
+    """A figure with ``n`` panels of one size, which may have one range of values."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(n, COLUMNS)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).flatten()
+    for empty in axes[n:]:
+        empty.remove()
+    for above in axes[max(0, n - columns) : n]:
+        above.tick_params(labelbottom=True)
+    return figure, list(axes[:n])
+
+
+def unframe(ax, which: str = "major") -> None:
+    """Faint lines at the ticks, and no frame above and to the right."""
+    ax.grid(alpha=0.25, which=which)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def metric(number: float, _position: int) -> str:
+    """1500000000 -> 1.5G."""
+    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, unit = next(((size, unit) for size, unit in units if number >= size), (1, ""))
+    return f"{number / size:.4g}{unit}"
+
+
+def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, shown=metric) -> None:
+    columns = min(len(axes), COLUMNS)
+    for i, ax in enumerate(axes):
+        unframe(ax)
+        if i + columns >= len(axes):
+            ax.set_xlabel(x)
+        if i % columns == 0:
+            ax.set_ylabel(y)
+        if limits:
+            ax.set_ylim(*limits)
+        if shown:
+            ax.xaxis.set_major_formatter(shown)
+
+
+def wrapped(label: str, width: int = 28) -> str:
+    """A label on as many lines as it needs."""
+    return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")
+
+
+def save(figure, folder: Path, name: str, caption: str) -> Picture:
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
+        figure.savefig(folder / f"{name}.png")
+        figure.set_layout_engine("none")  # it has done its work
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    return Picture(name, caption)
