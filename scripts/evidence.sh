@@ -110,9 +110,9 @@ report() { # of what is kept
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
   done
-  if compgen -G "$kept/cost/*.md" >/dev/null; then
+  if compgen -G "$kept/cost/*.json" >/dev/null; then
     mkdir -p "$root/report/cost/tables"
-    cp "$kept"/cost/*.md "$root/report/cost/tables"
+    "$python" -m dlr_pretrain.bench.cost "$kept"/cost/*.json >"$root/report/cost/tables/cost.md"
   fi
   if [ "$experiment" = evidence_cpu ]; then
     "$python" -m dlr_pretrain.analysis.insert docs/evidence.md "$root/report"

@@ -1,0 +1,31 @@
+"""What DLR costs, by backbone: one table of what ``benchmark.py step`` has measured of several.
+
+python -m dlr_pretrain.bench.cost benchmarks/evidence/cost/*.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from dlr_pretrain.bench import tables
+
+COLUMNS = ["backbone", "ms/step", "with DLR", "positions/s", "with DLR", "ratio", "the same once more"]
+NOTE = "ratio: seconds with DLR over those without in the same round, median [quartiles]; the last column is its noise"
+
+
+def by_backbone(measured: Iterable[Path]) -> str:
+    """A row for each measurement of a backbone without DLR, once more without, and with it."""
+    rows = []
+    for plain, again, dlr in (json.loads(path.read_text())["arms"] for path in measured):
+        speeds = (tables.number(arm[name]) for name in ("ms", "tokens_per_second") for arm in (plain, dlr))
+        ratios = (tables.ratio(arm["ratio"]) if arm["parity"]["passes"] else tables.parity(arm["parity"])
+                  for arm in (dlr, again))  # fmt: skip
+        rows.append([plain["config"]["backbone"], *speeds, *ratios])
+    return f"# Cost\n\n{tables.table(COLUMNS, rows)}\n\n* {NOTE}"
+
+
+if __name__ == "__main__":
+    print(by_backbone(map(Path, sys.argv[1:])))
