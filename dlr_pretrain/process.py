@@ -13,6 +13,11 @@ PR_SET_PDEATHSIG = 1
 _heard: list[int] = []
 
 
+def cores() -> int:
+    """CPU cores that this process may use: in a job, those of its allocation."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def stop_signals() -> tuple[signal.Signals, ...]:
     """What asks a run to stop; a terminal that is closed does unless this process ignores it, as under nohup."""
     always = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)

@@ -14,7 +14,7 @@ def main() -> int:
         "differences seed by seed.",
     )
     parser.add_argument("run", nargs="+", help="run directory, folder of them, or glob")
-    parser.add_argument("--json", action="store_true", help="all of it as JSON: every common step, all digits")
+    parser.add_argument("--json", action="store_true", help="all of it as JSON: every common evaluation, all digits")
     given = parser.parse_args()
     return command(lambda: compare(given))
 

@@ -2,7 +2,7 @@
 # The runs for the question whether DLR does what its paper says, in this framework, on real text.
 #
 #   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or those named; the same command again goes on
-#   MISSING=1 scripts/evidence.sh [PIECE ...]              the comparisons alone of which nothing is kept
+#   MISSING=1 scripts/evidence.sh [PIECE ...]              only what nothing is kept of yet
 #   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from what is kept
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
@@ -33,6 +33,7 @@ tune() { # name of the comparison, words of tune.py
 }
 
 tokens() { # the text, tokenised once
+  if [ -n "${MISSING:-}" ] && [ -f "$root/tokens/manifest.json" ]; then echo "tokens: kept" && return; fi
   local tokenizer=(--train-tokenizer $vocabulary)
   if [ "$experiment" = evidence_60m ]; then tokenizer=("tokenizer.path=${SPIECE:?T5\'s sentencepiece model}"); fi
   "$python" scripts/prepare_data.py data=c4_local "data.root=${TEXT:?folder of the shards}" \
@@ -105,7 +106,6 @@ cost() { # a step without DLR and with it, by turns in one process: on a machine
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # of what is kept
-  rm -rf "$root/report"             # a table that an earlier one drew would pass for one of this
   for piece in "${all[@]}"; do
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"

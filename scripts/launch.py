@@ -1,9 +1,9 @@
 """torchrun for jobs that are preempted: ``python scripts/launch.py --nproc-per-node 8 train.py scale=1b``.
 
-It takes the words of torchrun, and differs in what signals and failures become. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go
-on to this node's workers, which are then waited for as long as they need to save. (torchrun kills them 30 s after
-SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 of a run that has saved
-and that the same command continues; torchrun exits with 1 after any failure.
+It takes the words of torchrun, and differs in what signals and failures become. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and
+SIGUSR2 go on to this node's workers, which are then waited for as long as they need to save. (torchrun kills them 30 s
+after SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 of a run that has
+saved and that the same command continues; torchrun exits with 1 after any failure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GRACE = 60.0  # seconds that torchrun has to end after its workers
 
 
 ABOUT = (
-    "torchrun for jobs that are preempted. SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 go on to the ranks, which save and "
-    "end; the exit code is theirs: 75 where the run has saved and the same command continues it."
+    "torchrun for jobs that are preempted. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the ranks, which save "
+    "and end; the exit code is theirs: 75 where the run has saved and the same command continues it."
 )
 
 

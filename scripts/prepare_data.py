@@ -4,7 +4,6 @@ python scripts/prepare_data.py data=c4_local data.root=/data/c4/en tokenizer.pat
 """
 
 import argparse
-import os
 import shutil
 import sys
 import time
@@ -19,6 +18,7 @@ from dlr_pretrain.data.sample import TOKENIZER_BYTES, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.process import cores
 
 LINE_SECONDS = 10.0  # between lines where there is no terminal
 BAR = 24  # characters
@@ -36,9 +36,8 @@ def main() -> int:
         usage="%(prog)s data=... [data.key=value ...] [tokenizer.path=...] --output FOLDER [--workers N]",
         epilog="Source and tokenizer are named as for train.py.",
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     parser.add_argument("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
-    parser.add_argument("--workers", type=int, default=cores, help=f"processes, a shard each (default: {cores})")
+    parser.add_argument("--workers", type=int, default=cores(), help=f"processes, a shard each (default: {cores()})")
     parser.add_argument(
         "--train-tokenizer",
         type=int,

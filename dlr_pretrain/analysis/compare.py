@@ -24,6 +24,7 @@ from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.analysis.report import smoothed
 from dlr_pretrain.analysis.show import WIDTH, amount, diverged_of, fill
 from dlr_pretrain.config import flatten
+from dlr_pretrain.config.problems import shown
 from dlr_pretrain.errors import UserError
 
 PLACES = ("run.dir", "run.root")
@@ -233,7 +234,7 @@ def _entry(key: str, values: Sequence[str], letters: Sequence[str]) -> list[str]
 
 
 def _shown(value: object) -> str:
-    text = "null" if value is None else json.dumps(value) if isinstance(value, bool | dict | list) else str(value)
+    text = json.dumps(value) if isinstance(value, dict | list) else shown(value)
     return text if len(text) < 40 or "/" in text or " " in text else f"{text[:12]}…"  # a digest
 
 

@@ -13,6 +13,7 @@ GREY = "#767676"  # of what only helps the eye
 SERIES = (BLUE, VERMILLION, GREEN, PINK, ORANGE, SKY, BLACK)
 MARKS = "osD^vPX*"
 COLUMNS = 3  # panels in a row
+IMAGES = ("png", "svg")
 
 
 @dataclass(frozen=True)

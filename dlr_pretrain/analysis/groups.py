@@ -144,8 +144,12 @@ def grouped(runs: Sequence[RunRecord]) -> tuple[list[Group], list[str]]:
 
 
 def _shared(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, dict]]:
-    """Each run with its identity but for the seed. Where ``data.seed`` is the seed, the order is the seed's, unless
-    others that differ in seed and residual alone keep to that one order; with none of another seed, any others."""
+    """Each run with its identity but for the seed.
+
+    A run whose ``data.seed`` is its seed is taken to have its seed's order of the data, unless a run that differs in
+    seed and residual alone has that same order: then it is the order of all, and equal by chance. Where no such run has
+    another seed, any run counts.
+    """
     families: dict[str, list[tuple[RunRecord, dict]]] = {}
     for run in runs:
         same = {k: v for k, v in run.identity.items() if k not in ("seed", "data.seed", *ORIGIN)}

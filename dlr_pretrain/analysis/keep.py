@@ -33,6 +33,8 @@ def keep(comparisons: Sequence[Path], output: Path, every: int = EVERY) -> int:
     UserError where one of them has not ended, where a run that they share with another has other losses now, or where
     ``output`` holds something else: it stays as it was.
     """
+    if len({folder.name for folder in comparisons}) < len(comparisons):
+        raise UserError(f"two of {', '.join(map(str, comparisons))} have one name. Keep them in different folders")
     found = {folder.name: _read(folder / "tune.json") for folder in comparisons}
     for folder in comparisons:
         if open_ones := [trial["run"] for trial in found[folder.name]["trials"] if trial["state"] not in ENDED]:

@@ -187,20 +187,20 @@ def rank_table(groups: Sequence[Group]) -> Table:
     for group in groups:
         families.setdefault((group.scale, group.without(RANK)), []).append(group)
     studies = [members for members in families.values() if len(members) > 1 and "rank" in members[0].config["backbone"]]
-    used = {id(group) for members in studies for group in members}
+    left = {id(group) for members in studies for group in members}  # not shown beside a row of the paper
     for row in (row for row in facts("ablations") if row["ablation"] == "rank"):
         scale, rank = row["scale"], int(row["setting"].removeprefix("r="))
         own = [g for g in _of(groups, scale, row["method"]) if g.config["backbone"].get("rank") == rank]
         rows.append([scale, row["method"], str(rank), published(float(row["ppl"]), float(row["std"]))])
         rows[-1] += [mark(own[0], RANK) if own else None, figure(own[0].final(PERPLEXITY)) if own else None]
         rows += [[scale, g.label, str(rank), "", mark(g, RANK), figure(g.final(PERPLEXITY))] for g in own[1:]]
-        used -= {id(g) for g in own}
+        left -= {id(g) for g in own}
         if not own:
             share = 100 * rank // int(fact("table1", "rank", method=row["method"], scale=scale))
             missing.setdefault(scale, []).append(f"ablation/rank_{share:03d}" if share < 100 else "table1/cola_dlr")
     for members in studies:
         for group in sorted(members, key=lambda g: g.config["backbone"]["rank"]):
-            if id(group) in used:
+            if id(group) in left:
                 r = str(group.config["backbone"]["rank"])
                 rows.append([group.scale, group.method, r, "", mark(group, RANK), figure(group.final(PERPLEXITY))])
     header = ["Scale", "Method", "Rank", "paper", "ours, convention", "ours, unbiased"]

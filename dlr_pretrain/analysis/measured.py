@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob, has_magic
 from itertools import chain
@@ -65,7 +65,7 @@ def measured(runs: Sequence[RunRecord], name: str, over) -> Spread | None:
 
 
 @dataclass(frozen=True)
-class Measured:
+class OtherResults:
     """What other commands have written, among the places of a report."""
 
     zero_shot: tuple[tuple[Path, dict], ...] = ()
@@ -76,7 +76,7 @@ class Measured:
         return bool(self.zero_shot or self.tuned or self.compared)
 
 
-def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
+def take_measured(places: Sequence[str]) -> tuple[list[str], OtherResults]:
     """The places that are runs, and what was read of the others, each file once: JSON of ``evaluate.py --output``,
     folders of ``sft.py --output`` and of ``tune.py``, or the JSON in them. A glob may be of both."""
     runs, files = [], {}
@@ -94,7 +94,7 @@ def take_measured(places: Sequence[str]) -> tuple[list[str], Measured]:
             kinds["tuned"].append((file.parent, _read(file, "models", "scripts/sft.py")))
         else:
             kinds["zero_shot"].append((file, _read(file, "checkpoints", "scripts/evaluate.py --output")))
-    return runs, Measured(**{name: tuple(found) for name, found in kinds.items()})
+    return runs, OtherResults(**{name: tuple(found) for name, found in kinds.items()})
 
 
 COMPARED, TUNED = "tune.json", "table.json"  # of tune.py and sft.py; any other JSON is evaluate.py's
@@ -146,9 +146,12 @@ def zero_shot_table(reports: Sequence[tuple[Path, dict]]) -> Table:
             + (f", the first {report['limit']:,} documents" if report["limit"] else "")
             + ("" if report["convention"] == "as_in_paper" else "; the paper's is as_in_paper")
         )
-        groups = _groups_of(report)
+        trained = list(_trained(report))
+        groups = grouped([run for run, _ in trained])[0]
         if len(groups) > 1:
             notes.append(f"{path.name}: a mean over checkpoints that differ in more than the seed")
+        if len({run.folder for run, _ in trained}) < len(trained):
+            notes.append(f"{path.name}: a mean over checkpoints of one run, which are no seeds")
         other = dict.fromkeys(mark for group in groups for mark in marks(group))
         if other:
             notes.append(f"{path.name}: not trained in the paper's setting: {'; '.join(other)}")
@@ -195,16 +198,18 @@ def _accuracy(task: dict | None, n: int) -> Figure | None:
 
 def _methods(report: dict) -> str:
     """The methods and scales of the checkpoints' runs; the first folder where none is beside a run."""
-    names = dict.fromkeys(f"{group.method} {group.scale}" for group in _groups_of(report))
-    return " and ".join(names) or report["checkpoints"][0]["folder"]
+    found = list(_trained(report))
+    names = dict.fromkeys(f"{group.method} {group.scale}" for group in grouped([run for run, _ in found])[0])
+    early = dict.fromkeys(f"{step:,} of {run.planned:,}" for run, step in found if step < run.planned)
+    at = f" at step {', '.join(early)}" if early else ""
+    return " and ".join(names) + at if names else report["checkpoints"][0]["folder"]
 
 
-def _groups_of(report: dict) -> list[Group]:
-    """The runs beside the checkpoints of a file of evaluate.py."""
-    runs = {}
-    for folder in (Path(checkpoint["folder"]) for checkpoint in report["checkpoints"]):
+def _trained(report: dict) -> Iterator[tuple[RunRecord, int]]:
+    """The run of each checkpoint of a file of evaluate.py that is beside one, and the step that was folded."""
+    for folder in (Path(checkpoint["folder"]).resolve() for checkpoint in report["checkpoints"]):
         for above in (folder, *folder.parents[:2]):
             if (above / "config.yaml").exists():
-                runs[above.resolve()] = read_run(above)
+                run, record = read_run(above), folder / "fold.json"
+                yield run, json.loads(record.read_text())["step"] if record.exists() else run.planned
                 break
-    return grouped(list(runs.values()))[0]

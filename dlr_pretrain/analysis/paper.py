@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.groups import TAKEN_FROM_SCALE, Group
 from dlr_pretrain.config.composition import build, session
 from dlr_pretrain.config.identity import ORIGIN, identity
+from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR
 
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
@@ -73,9 +73,7 @@ def recipe(base: str, residual: str, scale: str) -> dict | None:
 
 
 def _short(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return json.dumps(value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else shown(value)
 
 
 def _text(group: Group, theirs: dict) -> list[str]:

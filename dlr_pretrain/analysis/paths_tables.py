@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -28,9 +29,10 @@ def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
 
 def draw_probed(groups: Sequence[Group], folder: Path) -> Iterator[Picture]:
     """Write the figure of one run of each group that was probed."""
-    for number, (group, found) in enumerate(_probed(groups), 1):
+    for group, found in _probed(groups):
         title = f"{group.scale} {group.label}"
-        yield save(plot_paths(found, title), folder, f"gradient_paths_{number}", f"{title}: {EXPLAINED}")
+        name = re.sub(r"\W+", "_", f"gradient_paths_{title}").strip("_")
+        yield save(plot_paths(found, title), folder, name, f"{title}: {EXPLAINED}")
 
 
 def _probed(groups: Sequence[Group]) -> Iterator[tuple[Group, Probes]]:

@@ -14,6 +14,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     steps             updates; warmup_steps
     tokens            positions of the whole run; paper_budget at this scale (or null); budget_steps, the updates for it
     schedule          update (from 0) and lr, at the corners of the schedule and between them
+    restart_every     updates between restarts of the rate (or null)
     probe             where gradient paths are probed (or null): projections; updates between two looks
     resume            where the data are gzipped text (or null): streams of a rank; seconds and bytes to find the place
                       in them again, at most, with shards of C4's size

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.costs import costs
-from dlr_pretrain.analysis.drawing import Picture
+from dlr_pretrain.analysis.drawing import IMAGES, Picture
 from dlr_pretrain.analysis.figures import draw
 from dlr_pretrain.analysis.groups import Group, differing_text, grouped
 from dlr_pretrain.analysis.measured import sft_table, system, take_measured, zero_shot_table
@@ -18,13 +18,16 @@ from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
 from dlr_pretrain.analysis.tuning_tables import comparison_tables, draw_comparisons
 from dlr_pretrain.errors import UserError
 
+FORMATS = {"md": markdown, "csv": comma_separated, "tex": latex}
+
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of everything in ``places`` into ``output``, and return the remarks.
 
     ``index.html`` has everything; ``report.md`` the tables; ``tables/`` each as Markdown, CSV and LaTeX; ``figures/``
-    each as PNG and SVG. ``places`` are run directories, folders of them, globs, JSON of ``evaluate.py --output`` and
-    folders of ``sft.py`` and ``tune.py``.
+    each as PNG and SVG; ``files.txt`` the names of both, by which the next report removes what it does not have.
+    ``places`` are run directories, folders of them, globs, JSON of ``evaluate.py --output`` and folders of ``sft.py``
+    and ``tune.py``.
     """
     places, others = take_measured(places)
     runs, remarks = find_runs(places)
@@ -51,7 +54,18 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
     pictures += draw(groups, found, output / "figures")
     pictures += draw_probed(groups, output / "figures")
     _write(tables, pictures, remarks, output, command, _summary(runs, groups))
+    _forget_earlier(output, [f"tables/{t.name}" for t in tables] + [f"figures/{p.name}" for p in pictures])
     return remarks
+
+
+def _forget_earlier(output: Path, names: Sequence[str]) -> None:
+    """Remove the tables and figures of an earlier report that are none of this one: they would pass for its own."""
+    record = output / "files.txt"
+    before = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+    now = [f"{name}.{suffix}" for name in names for suffix in (FORMATS if name.startswith("tables/") else IMAGES)]
+    for name in set(before) - set(now):
+        (output / name).unlink(missing_ok=True)
+    record.write_text("".join(f"{name}\n" for name in now), encoding="utf-8")
 
 
 def _summary(runs: Sequence[RunRecord], groups: Sequence[Group]) -> str:
@@ -94,10 +108,9 @@ def _write(
     summary: str,
 ) -> None:
     title = "Pre-training runs"
-    formats = {"md": markdown, "csv": comma_separated, "tex": latex}
     (output / "tables").mkdir(parents=True, exist_ok=True)
     for table in tables:
-        for suffix, render in formats.items():
+        for suffix, render in FORMATS.items():
             (output / "tables" / f"{table.name}.{suffix}").write_text(render(table), encoding="utf-8")
     listed = "\n".join(f"* {remark}" for remark in remarks)
     images = "\n\n".join(f"![{p.name}](figures/{p.name}.png)\n\n{p.caption}" for p in pictures)

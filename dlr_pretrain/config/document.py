@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from dlr_pretrain.config.knobs import rules
+from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, SECTIONS, Config
 from dlr_pretrain.markdown import table
 
@@ -76,9 +77,8 @@ def _open_group(group: str) -> Iterator[str]:
         for knob, value in _values(path).items():
             if knob not in ("name", "factorized"):
                 declared = rules(group, _values(path)["name"], knob)
-                meaning = comments.get(knob) or declared.get("doc", "")
                 values = (_bounds(declared) if declared else "") or ("true, false" if value in (True, False) else "")
-                rows.append([f"`{option}`", f"`{group}.{knob}`", meaning, values, _value(value)])
+                rows.append([f"`{option}`", f"`{group}.{knob}`", comments.get(knob, ""), values, _value(value)])
     yield table(["option", "key", "meaning", "values", "default"], rows)
 
 
@@ -140,8 +140,7 @@ def _kind(hint: type) -> str:
 
 
 def _value(value: object) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{text}`"
+    return f"`{shown(value)}`"
 
 
 if __name__ == "__main__":

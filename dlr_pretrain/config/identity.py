@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from dlr_pretrain.config.parse import all_keys, flatten
+from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
 
 # Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
@@ -37,13 +38,13 @@ def identity(cfg: Config) -> dict[str, object]:
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys that make two runs different ones, with both values; a key that one of them does not know is no such."""
+    """The keys that make two runs different ones, with both values. A key that only one of them has does not count."""
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 
 def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
     """The keys of ``differences`` as text."""
-    return between.join(f"{name}: {there} there, {here} here" for name, (there, here) in changed.items())
+    return between.join(f"{name}: {shown(there)} there, {shown(here)} here" for name, (there, here) in changed.items())
 
 
 def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:

@@ -9,55 +9,60 @@ from collections.abc import Mapping
 
 from dlr_pretrain.config.tree import key
 
-RANK = {"rank": key("rank r of the factors", at_least=1)}
+
+def bounds(**of):
+    """Of a value; what the knob means stands beside it in the YAML file."""
+    return key("", **of)
+
+
+RANK = {"rank": bounds(at_least=1)}
 FACTORS = RANK | {
-    "init": key("initialisation of the factors", choices=("cola", "kaiming", "xavier")),
-    "latent_scale": key("factor of the latent", above=0),
+    "init": bounds(choices=("cola", "kaiming", "xavier")),
+    "latent_scale": bounds(above=0),
 }
-GAIN = {"b_gain": key("factor of B's initial values", above=0)}
-RATES = {"b_lr": key("rate of B over that of the other parameters", above=0)}
-ADAPTER = RANK | {"alpha": key("strength of the factors times their rank", above=0)}
+GAIN = {"b_gain": bounds(above=0)}
+RATES = {"b_lr": bounds(above=0)}
+ADAPTER = RANK | {"alpha": bounds(above=0)}
 LOST = {
-    "gamma": key("share of the low-rank branch", at_least=0, at_most=1),
-    "sparsity": key("share of the input channels", above=0, at_most=1),
-    "activation": key("between the factors", choices=("silu", "none")),
-    "init": key("initialisation of the factors", choices=("svd", "cola")),
-    "channels": key("choice of the channels", choices=("residual", "smallest", "random")),
-    "residual_rank": key("singular values that the choice looks at", at_least=1),
+    "gamma": bounds(at_least=0, at_most=1),
+    "sparsity": bounds(above=0, at_most=1),
+    "activation": bounds(choices=("silu", "none")),
+    "init": bounds(choices=("svd", "cola")),
+    "channels": bounds(choices=("residual", "smallest", "random")),
+    "residual_rank": bounds(at_least=1),
 }
 LAX = {
-    "gate": key("map of the crossing latent", choices=("identity", "linear", "tensor", "dense")),
-    "norm": key("LayerNorm", choices=("latent", "output", "none")),
-    "crossing": key("where the latents are added", choices=("pre_act", "post_act")),
+    "gate": bounds(choices=("identity", "linear", "tensor", "dense")),
+    "norm": bounds(choices=("latent", "output", "none")),
+    "crossing": bounds(choices=("pre_act", "post_act")),
 }
-SLTRAIN = ADAPTER | {"sparsity": key("share of trained entries", above=0, at_most=1)}
+SLTRAIN = ADAPTER | {"sparsity": bounds(above=0, at_most=1)}
 RELORA = ADAPTER | {
-    "merge_every": key("updates between merges", at_least=1),
-    "restart_warmup": key("updates of warm-up after a merge", at_least=0),
-    "prune": key("which optimizer state is dropped", choices=("random", "magnitude")),
-    "prune_ratio": key("share of the optimizer state that is dropped", at_least=0, at_most=1),
+    "merge_every": bounds(at_least=1),
+    "restart_warmup": bounds(at_least=0),
+    "prune": bounds(choices=("random", "magnitude")),
+    "prune_ratio": bounds(at_least=0, at_most=1),
 }
 ADAM = {
-    "beta1": key("decay of first moments", at_least=0, below=1),
-    "beta2": key("decay of second moments", at_least=0, below=1),
-    "eps": key("added to the root of second moments", above=0),
-    "weight_decay": key("share of a weight that an update at rate 1 takes off", at_least=0),
+    "beta1": bounds(at_least=0, below=1),
+    "beta2": bounds(at_least=0, below=1),
+    "eps": bounds(above=0),
+    "weight_decay": bounds(at_least=0),
 }
 GALORE = ADAM | {
-    "rank": key("rank of the projection", at_least=1),
-    "update_scale": key("factor of a projected update", above=0),
-    "refresh_every": key("updates between renewals of the projectors", at_least=1),
+    "rank": bounds(at_least=1),
+    "update_scale": bounds(above=0),
+    "refresh_every": bounds(at_least=1),
 }
 LORO = ADAM | {
-    "schedule": key("learning rate", choices=("loro", "cosine")),
-    "exact_every": key("updates from one exact step to the next", at_least=1),
-    "restart_warmup": key("updates of warm-up after an exact step", at_least=0),
-    "shift": key("updates by which the cosine runs late", at_least=0, kind=int),
+    "schedule": bounds(choices=("loro", "cosine")),
+    "exact_every": bounds(at_least=1),
+    "restart_warmup": bounds(at_least=0),
+    "shift": bounds(at_least=0, kind=int),
 }
 MUON = {
-    "momentum": key("decay of the momentum", at_least=0, below=1),
-    "nesterov": key("Nesterov's momentum"),
-    "ns_steps": key("iterations", at_least=1, at_most=99),
+    "momentum": bounds(at_least=0, below=1),
+    "ns_steps": bounds(at_least=1, at_most=99),
 }
 
 KNOBS: dict[str, dict[str, dict]] = {
@@ -75,10 +80,10 @@ KNOBS: dict[str, dict[str, dict]] = {
         "adamw": ADAM | RATES,
         "adamw_foreach": ADAM | RATES,
         "galore": GALORE,
-        "fira": GALORE | {"limiter": key("growth of a norm in an update", at_least=1)},
+        "fira": GALORE | {"limiter": bounds(at_least=1)},
         "loro": LORO,
         "muon": ADAM | MUON,
-        "adamw_8bit": ADAM | {"block_size": key("values that share a scale", at_least=1)},
+        "adamw_8bit": ADAM | {"block_size": bounds(at_least=1)},
     },
 }
 

@@ -24,7 +24,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        value = HIDDEN if named_in(f"{self.key}=") else _shown(self.value)
+        value = HIDDEN if named_in(f"{self.key}=") else shown(self.value)
         given = self.key if self.value is MISSING else f"{self.key}={value}"
         return redact(f"{given}: {self.rule}" + (f". {self.fix}" if self.fix else ""))
 
@@ -96,7 +96,8 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
     return f"Did you mean {near}?" if near else otherwise
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as it is typed: null, true, 0.5."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -29,7 +29,7 @@ def read_config(run_dir: Path) -> dict:
 
 
 def read_record(run_dir: Path) -> dict:
-    """``run_dir/manifest.json``: identity, starts, the step last saved, forked, diverged, regrown.
+    """``run_dir/manifest.json``: identity, starts, the step last saved, forked, diverged, regrown, micro_batch.
 
     Empty where there is none; UserError where it is damaged.
     """

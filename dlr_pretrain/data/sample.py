@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dlr_pretrain.data import prose
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.process import cores
 
 SEARCH_PATH = list(sys.path)  # as the process started: torch's compilers put setuptools' own packages on it later
 VERSION = 2  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
@@ -115,8 +116,7 @@ def harvest(packages: list[Path], source_bytes: int = MAX_SOURCE_BYTES) -> Itera
     sizes = accumulate(map(_size, files), initial=0)
     files, seen = [file for file, before in zip(files, sizes, strict=False) if before < source_bytes], set()
     with ExitStack() as stack:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        count = min(cores, MAX_WORKERS)
+        count = min(cores(), MAX_WORKERS)
         workers = [stack.enter_context(_worker(files[i::count])) for i in range(count)]
         for i in range(len(files)):
             line = workers[i % count].stdout.readline()
@@ -187,6 +187,6 @@ def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
             hard_vocab_limit=False,  # a small environment may not have as many
             character_coverage=0.9999,
             pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
-            num_threads=min(os.cpu_count() or 1, MAX_WORKERS),
+            num_threads=min(cores(), MAX_WORKERS),
             minloglevel=2,
         )  # fmt: skip

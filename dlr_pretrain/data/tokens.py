@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dlr_pretrain.data.documents import Tokens, token_dtype
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
 from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.process import cores
 
 FORMAT = 1
 MANIFEST, MODEL, CHECKED = "manifest.json", "spiece.model", ".checked.json"
@@ -161,7 +161,7 @@ class TokenSource:
             return
         size = sum(entry.bytes for entry in self.entries.values()) / 1e9
         progress(f"{self.root}: checking {size:.1f} GB of tokens against their checksums (once for this copy)")
-        pool = ThreadPoolExecutor(min(CHECK_THREADS, os.cpu_count() or 1))
+        pool = ThreadPoolExecutor(min(CHECK_THREADS, cores()))
         try:
             found = [f"{name}: {fault}" for name, fault in zip(self.entries, pool.map(self.fault, self.entries),
                                                                strict=True) if fault]  # fmt: skip

@@ -114,7 +114,7 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str
 
 
 class Stream:
-    """Writes the text of a single row as it grows: ``Stream(tokenizer, write)`` is a ``tell`` for ``generate``.
+    """Writes the text of a single row as it grows: ``Stream(tokenizer, prompt, write)`` is a ``tell`` for ``generate``.
 
     The text of ids is not that of each, joined (spaces belong to the next word), so all is decoded at each step.
     """

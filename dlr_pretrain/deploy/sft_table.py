@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlr_pretrain.deploy.folder import open_folder
-from dlr_pretrain.deploy.sft import RECORD
+from dlr_pretrain.deploy.sft import RECORD, tuned_in
 from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.markdown import table
@@ -30,7 +30,12 @@ def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setti
 
 
 def write_table(output: Path, records: list[dict]) -> str:
-    """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies in percent."""
+    """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies in percent.
+
+    Behind the models of ``records`` stand the others that were tuned there, by earlier commands.
+    """
+    here = {(record["name"], record["seed"]) for record in records}
+    records = records + [other for other in tuned_in(output) if (other["name"], other["seed"]) not in here]
     models: dict[str, list[dict]] = {}
     for record in records:
         models.setdefault(record["name"], []).append(record)
@@ -44,7 +49,9 @@ def write_table(output: Path, records: list[dict]) -> str:
     settings = {"setting": records[0]["setting"]}
     measured = [record["zero_shot"]["setting"] for record in records if "zero_shot" in record]
     if any(setting != measured[0] for setting in measured):
-        raise UserError(f"{output}: its zero-shot accuracies were measured in different ways. Give --tasks again")
+        raise UserError(
+            f"{output}: zero-shot accuracies were measured in different ways. Give --tasks again, with all its models"
+        )
     if measured:
         settings["zero_shot"] = measured[0]
         lines += ["", f"Zero-shot: {', '.join(f'{name}={value}' for name, value in measured[0].items())}."]

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from dlr_pretrain.analysis.flops import peak_flops
 from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
+from dlr_pretrain.process import cores
 from dlr_pretrain.train.wandb_sender import choose_mode
 
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "afs")
@@ -58,14 +59,14 @@ def software() -> Outcome:
 def gpus(cfg: Config) -> Outcome:
     """The GPUs that torch sees, their driver and memory, against ``device``."""
     if not torch.cuda.is_available():
-        cores = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
+        cpu = f"{cores()} cores, {torch.get_num_threads()} threads"
         if cfg.device == "cuda":
             return Outcome(FAIL, f"device=cuda, and torch {torch.__version__} finds no GPU", "Look at nvidia-smi")
         if cfg.device == "cpu":
-            return Outcome(OK, f"not used: device=cpu ({cores})")
+            return Outcome(OK, f"not used: device=cpu ({cpu})")
         built = torch.version.cuda
         why = "finds none" if built else "is built for CPUs"
-        return Outcome(WARN, f"none, torch {why}: the run would train on {cores}", "Set device=cpu if that is meant")
+        return Outcome(WARN, f"none, torch {why}: the run would train on {cpu}", "Set device=cpu if that is meant")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", 0)) % len(names))
@@ -76,9 +77,9 @@ def gpus(cfg: Config) -> Outcome:
         return Outcome(FAIL, f"{text}, and {local} ranks on this node", f"Use --nproc-per-node {len(names)}")
     if free < 0.9 * total:
         return Outcome(WARN, f"{text}: another process holds some", "Look at nvidia-smi")
-    if (cores := len(os.sched_getaffinity(0))) < 2 * local:
+    if cores() < 2 * local:
         fix = "Each rank tokenises its own text: ask for more, under SLURM with --cpus-per-gpu=8 or --exclusive"
-        return Outcome(WARN, f"{text}; {cores} CPU cores for {local} ranks", fix)
+        return Outcome(WARN, f"{text}; {cores()} CPU cores for {local} ranks", fix)
     if peak_flops(torch.device("cuda", 0), cfg.precision.name) is None:
         return Outcome(OK, f"{text}; its peak in {cfg.precision.name} is not known, so perf/mfu stays empty")
     return Outcome(OK, text)

@@ -16,10 +16,10 @@ from dlr_pretrain.config.arguments import key_of
 from dlr_pretrain.config.tree import GROUPS
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.flags import at_least_1, refuse
-from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources
+from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources, warn_without_gpus
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, number, table
-from dlr_pretrain.launch.state import AGAIN, STATES, Measured, Status, look
+from dlr_pretrain.launch.state import AGAIN, STATES, Status, Throughputs, look
 
 USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]"
 EPILOG = """examples:
@@ -50,11 +50,10 @@ def submit(argv: list[str]) -> None:
         return print(status_table(runs, stands, width))
     wanted = AGAIN if given.resubmit else ("not started",)
     chosen = [run for run, status in zip(runs, stands, strict=True) if status.state in wanted]
-    measured = Measured(runs) if given.time else None
+    measured = Throughputs(runs) if given.time else None
     print(plan_table(runs, stands, asked, measured, width))
     print(summary(stands, "--resubmit" if not given.resubmit else ""))
-    if not asked.gpus and any(run.cfg.device != "cpu" for run in chosen):
-        print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
+    warn_without_gpus(asked, chosen)
     if not chosen:
         return print("Nothing to submit.")
     array = Array(runs, chosen, name, given.limit, for_sbatch)
@@ -64,7 +63,7 @@ def submit(argv: list[str]) -> None:
     print(f"Submitted {len(chosen)} as job {job}: {shlex.join(array.command)}")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         super().error(f"{message}. Options of sbatch follow a lone --")
 
@@ -72,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and those of sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = _Parser(
+    parser = Parser(
         prog="submit.py",
         usage=USAGE,
         epilog=EPILOG,
@@ -132,7 +131,7 @@ def _queue(must_answer: bool) -> dict[str, Queued]:
 
 
 def plan_table(
-    runs: Sequence[PlannedRun], stands: Sequence[Status], asked: Resources, measured: Measured | None, width: int
+    runs: Sequence[PlannedRun], stands: Sequence[Status], asked: Resources, measured: Throughputs | None, width: int
 ) -> str:
     """What the runs will take."""
     header = ["#", "run directory", ">steps", ">tokens", ">GPUs" if asked.gpus else ">ranks", "state", ">time"]

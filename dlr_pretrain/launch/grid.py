@@ -18,7 +18,8 @@ from dlr_pretrain.config.arguments import key_of, spread
 from dlr_pretrain.launch.runs import Line, PlannedRun
 
 LISTS = ("pair", "lr", "seeds", "confirm")
-OURS = {"train.lr": "lr=", "scale.lr": "lr=", "seed": "seeds=", "run.dir": "run.root=", "lr": "lr=", "seeds": "seeds="}
+RESERVED = {"train.lr": "lr=", "scale.lr": "lr=", "lr": "lr=", "seed": "seeds=", "seeds": "seeds=",
+            "run.dir": "run.root="}  # fmt: skip
 # What a loss is of: between methods that differ in one of these, losses say nothing.
 MEASURE = re.compile(
     r"eval\.(?!every).*|tokenizer\..*|train\.seq_len|scale\.vocab_size"
@@ -65,10 +66,11 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
             problems.append(Problem(key, value, f"{key}={lists[key]} is there already", "Write one list"))
         else:
             lists[key] = value
-    problems += [_reserved(word) for word in shared if key_of(word) in OURS]
+    problems += [_reserved(word) for word in shared if key_of(word) in RESERVED]
     for name, fix in (("pair", "cola,cola+dlr"), ("lr", "0.001,0.003,0.01"), ("seeds", "41,42,43")):
         if name not in lists:
             problems.append(Problem(name, MISSING, "is needed", f"Write for instance {name}={fix}"))
+    problems += [Problem(name, "", "is an empty list", "Leave it out, or fill it") for name in lists if not lists[name]]
     methods: dict[str, tuple[str, ...]] = {}
     before = ""
     for written in _items(lists.get("pair", ""), "pair", problems):
@@ -139,7 +141,7 @@ def _method(written: str, before: str, config_dir: str | None, problems: list[Pr
             chosen[group] = option
         chosen = {"backbone": backbone, "dlr": "off"} | chosen
         words = [*(f"{group}={'on' if option == 'dlr' else option}" for group, option in chosen.items()), *words]
-    problems += [_reserved(word) for word in words if key_of(word) in OURS]
+    problems += [_reserved(word) for word in words if key_of(word) in RESERVED]
     return tuple(words)
 
 
@@ -153,8 +155,8 @@ def _unknown(written: str, name: str, what: str, known: set[str]) -> Problem:
 
 
 def _reserved(word: str) -> Problem:
-    key, _, value = word.lstrip("+").partition("=")
-    return Problem(key, value, "is the grid's, and the same for all methods", f"Write {OURS[key]}<value>,<value>")
+    key, _, value = word.lstrip("+~").partition("=")
+    return Problem(key, value, "is the grid's, and the same for all methods", f"Write {RESERVED[key]}<value>,<value>")
 
 
 def _overridden(word: str) -> Problem:

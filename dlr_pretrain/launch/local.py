@@ -15,7 +15,7 @@ from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.launch.queue import append_line, note
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.process import stop_signals
+from dlr_pretrain.process import cores, stop_signals
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 
@@ -49,7 +49,7 @@ def train(runs: Iterable[PlannedRun], at_once: int, ended: Callable[[PlannedRun,
 
 def _start(run: PlannedRun, slot: int, at_once: int, job: str) -> subprocess.Popen:
     run.dir.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // at_once))} | os.environ
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
     if devices := _gpus():
         environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
     note(run.dir, job, _log(run))

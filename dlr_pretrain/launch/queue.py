@@ -25,7 +25,7 @@ from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import PlannedRun
 
 JOBS = "jobs.jsonl"
-OURS = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")
+REFUSED = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Resources:
 
 
 def resources(words: Sequence[str]) -> Resources:
-    """What the options of sbatch ask for; refuses those that submit.py sets itself."""
+    """What the options of sbatch ask for; refuses those that an array of runs has no place for."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flags in OURS:
-        parser.add_argument(*flags.split(), dest="ours", nargs="?", action="append")
+    for flags in REFUSED:
+        parser.add_argument(*flags.split(), dest="refused", nargs="?", action="append")
     for flags in ("-N --nodes", "-n --ntasks", "--ntasks-per-node", "--gpus-per-node", "--gres", "-G --gpus"):
         parser.add_argument(*flags.split())
     parser.add_argument("--gpus-per-task")
@@ -75,23 +75,35 @@ def resources(words: Sequence[str]) -> Resources:
     if name := next(filter(None, map(named_in, words)), None):
         rule = f"{name} is a password or a token, and the command line is recorded and shown"
         raise UserError(f"of the options of sbatch: {rule}. Export it where you submit: sbatch passes it on")
-    if asked.ours is not None:
-        raise UserError(f"of the options of sbatch, {shlex.join(words)}: submit.py sets {', '.join(OURS)} itself")
+    if asked.refused is not None:
+        rule = f"array, logs and script are chosen for you, so {', '.join(REFUSED)} cannot be given"
+        raise UserError(f"of the options of sbatch, {shlex.join(words)}: {rule}")
     nodes = _number(asked.nodes or "1", "--nodes")
-    gres = [entry for entry in (asked.gres or "").split(",") if entry.startswith("gpu")]
-    gpus = asked.gpus_per_node or (gres[0] if gres else None)
+    gres = [entry for entry in (asked.gres or "").split(",") if entry.partition(":")[0] == "gpu"]
+    gpus = asked.gpus_per_node or (str(sum(map(_gpus, gres))) if gres else None)
     tasks = asked.ntasks_per_node or str(_number(asked.ntasks or str(nodes), "--ntasks") // nodes)
     if gpus is None and asked.gpus_per_task is not None:
         of_a_task = _number(asked.gpus_per_task.rpartition(":")[2], "--gpus-per-task")
         gpus = str(of_a_task * _number(tasks, "the tasks of a node"))
     per_node = os.environ.get("RANKS_PER_NODE")
     if per_node is None and gpus is not None:
-        per_node = gpus.rpartition(":")[2] if gpus != "gpu" else "1"
+        per_node = gpus.rpartition(":")[2]
     elif per_node is None and asked.gpus is not None:
         per_node = str(_number(asked.gpus.rpartition(":")[2], "--gpus") // nodes)
     elif per_node is None:
         per_node = tasks
     return Resources(nodes, _number(per_node, "the ranks of a node"), gpus is not None or asked.gpus is not None)
+
+
+def warn_without_gpus(asked: Resources, runs: Sequence[PlannedRun]) -> None:
+    if not asked.gpus and any(run.cfg.device != "cpu" for run in runs):
+        print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
+
+
+def _gpus(entry: str) -> int:
+    """gpu, gpu:4, gpu:h100 or gpu:h100:4."""
+    count = entry.rpartition(":")[2]
+    return int(count) if count.isdecimal() else 1
 
 
 def _number(text: str, name: str) -> int:

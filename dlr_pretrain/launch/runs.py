@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
 import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +23,7 @@ from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import jobs, session
 from dlr_pretrain.config.rules import unnamed
 from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.process import cores
 
 FEW = 12  # lines that this process composes itself, a quarter of a second each
 
@@ -109,7 +109,7 @@ def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> li
     if len(lines) <= FEW:
         found = list(map(check, lines))
     else:
-        workers = min(16, os.cpu_count() or 1)
+        workers = min(16, cores())
         with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
             found = list(pool.map(check, lines, chunksize=4))
     problems: dict[str, tuple[Problem, list[str]]] = {}

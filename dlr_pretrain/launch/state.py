@@ -96,7 +96,7 @@ END = re.compile(r"^job [\d_]+: ended with exit code (-?\d+)$", re.MULTILINE)  #
 CANCELLED = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (.*?) )?\*\*\*", re.MULTILINE
 )
-OURS = re.compile(r"^(?:error|stopped): (.*(?:\n  .*)?)|^slurmstepd\S*: error: (Detected .*)", re.MULTILINE)
+ERROR = re.compile(r"^(?:error|stopped): (.*(?:\n  .*)?)|^slurmstepd\S*: error: (Detected .*)", re.MULTILINE)
 PYTHONS = re.compile(
     r"^(?:\[rank\d+\]: ?)?((?!torch\.distributed\.elastic)[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE
 )
@@ -131,7 +131,7 @@ def _ending(last: Start | None) -> tuple[str, str]:
     text, end, cancelled = last.text, last.ended, CANCELLED.search(last.text)
     if cancelled:
         return "stopped", (cancelled[1] or "cancelled").lower()
-    said = OURS.findall(text) or PYTHONS.findall(text)
+    said = ERROR.findall(text) or PYTHONS.findall(text)
     lines = [line for line in text.splitlines() if line.strip() and not END.match(line)]
     reason = " ".join("".join(said[-1]).split()) if said else lines[-1].strip() if lines else ""
     if end and int(end[1]) < 0 and not said:
@@ -152,7 +152,7 @@ ASIDE = re.compile(  # keys that change no speed
 )
 
 
-class Measured:
+class Throughputs:
     """Tokens a second of the runs below the roots of ``runs``, by what their speed depends on."""
 
     def __init__(self, runs: list[PlannedRun]):

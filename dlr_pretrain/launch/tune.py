@@ -16,10 +16,10 @@ from dlr_pretrain.analysis.tuning_view import console, write
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.flags import at_least_1, refuse
-from dlr_pretrain.launch.command import summary
+from dlr_pretrain.launch.command import Parser, summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
-from dlr_pretrain.launch.queue import Array, Queued, queue, resources
+from dlr_pretrain.launch.queue import Array, Queued, queue, resources, warn_without_gpus
 from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
@@ -85,7 +85,7 @@ def _ordered_by_seed(configs: Sequence[Config]) -> bool:
 
 
 def _fresh(grid: Grid, trials: Sequence[Trial]) -> list[tuple[str, float, int]]:
-    """The fresh seeds at each method's chosen rate, when all have one."""
+    """The fresh seeds at the chosen rate of each method that has one."""
     chosen = {method: choose(grid.design, trials, method)["lr"] for method in grid.design.methods}
     return [(method, lr, seed) for method, lr in chosen.items() if lr is not None for seed in grid.design.fresh]
 
@@ -153,7 +153,8 @@ class Scheduler:
 
     def __init__(self, name: str, limit: int | None, words: list[str]):
         self.name, self.limit, self.words = name, limit, words
-        self.ranks = resources(words).ranks
+        self.asked = resources(words)
+        self.ranks = self.asked.ranks
 
     def bring(self, runs: dict[tuple[str, float, int], PlannedRun]) -> list[Trial]:
         """Queue those that have not ended and are not in the queue; how all of them stand."""
@@ -163,6 +164,7 @@ class Scheduler:
             for cell in due:
                 if found[cell].state == "failed":
                     print(f"{runs[cell].line.origin}: submitted again, after: {found[cell].remark}")
+            warn_without_gpus(self.asked, list(due.values()))
             job = Array(list(runs.values()), list(due.values()), self.name, self.limit, self.words).submit()
             print(f"Submitted {len(due)} of {len(runs)} as job {job}. The same command reports, and goes on")
         return [replace(t, state="pending", remark="") if cell in due else t for cell, t in found.items()]
@@ -171,7 +173,7 @@ class Scheduler:
 def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options, and those of sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tune.py",
         usage=USAGE,
         epilog=EPILOG,
@@ -180,7 +182,13 @@ def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("words", nargs="*", help="the grid, and overrides of train.py")
-    parser.add_argument("--jobs", type=at_least_1, default=1, metavar="N", help="runs at once (default: 1)")
+    parser.add_argument(
+        "--jobs",
+        type=at_least_1,
+        default=1,
+        metavar="N",
+        help="runs at once, each a process on a GPU of its own (default: 1)",
+    )
     parser.add_argument(
         "--slurm", action="store_true", help="queue the runs as a job array, from the repository's root"
     )

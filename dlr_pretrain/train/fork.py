@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.identity import differences
+from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.durable import sync, sync_all, write_durably
 from dlr_pretrain.errors import UserError
@@ -61,7 +62,7 @@ def fork(
     sync(run_dir / "checkpoints")
     update_record(run_dir, {"saved": step})
     for name, (there, here) in changed.items():
-        say(f"fork: {name} was {there}, and is {here} after step {step:,}")
+        say(f"fork: {name} was {shown(there)}, and is {shown(here)} after step {step:,}")
     return run_dir / "checkpoints" / found.name
 
 

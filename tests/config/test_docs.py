@@ -29,6 +29,11 @@ def test_the_page_of_keys_is_that_of_the_code():
     assert (ROOT / "docs/configuration.md").read_text() == page(), f"run {command}"
 
 
+def test_every_knob_is_explained_in_its_file():
+    rows = [line.split(" | ") for line in page().splitlines() if re.match(r"\| `\w+` \| `(backbone|optimizer)\.", line)]
+    assert len(rows) > 50 and [row[1] for row in rows if not row[2]] == []
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", path.read_text()):

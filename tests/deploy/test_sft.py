@@ -324,6 +324,8 @@ def test_two_models_and_two_seeds_give_folders_and_a_table(command, folders, tex
     assert code == 0 and again.strip() == (tmp_path / "sft/table.md").read_text().strip()
     code, _, said = command(*given, "--lr", 1e-3)
     assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
+    code, _, said = command(f"more={folders['full']}", *given[2:], "--lr", 1e-3)  # it would share a table with them
+    assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
 
 
 def test_weights_that_are_not_finite_are_not_written_whatever_the_logged_losses_are(
@@ -445,6 +447,9 @@ def test_zero_shot_accuracy_joins_the_table_and_is_measured_once(folders, tmp_pa
         "",
         "Zero-shot: convention=plain.",
     ]
+    write_table(tmp_path, records[2:])  # of a command with b alone: a stays in the table, behind it
+    table = json.loads((tmp_path / "table.json").read_text())["models"]
+    assert list(table) == ["b", "a"] and table["a"]["seeds"] == [1, 2]
 
 
 def test_the_command_measures_what_it_has_tuned(command, folders, texts, tmp_path):

@@ -181,6 +181,8 @@ def test_what_has_not_ended_is_not_kept(trained):
     with pytest.raises(UserError, match=r"runs/cola-42 has not ended. Give its command again first"):
         keep([trained], Path("kept"))
     assert not Path("kept").exists()
+    with pytest.raises(UserError, match=r"two of tune/cola, elsewhere/cola have one name"):
+        keep([trained, Path("elsewhere/cola")], Path("kept"))
     with pytest.raises(UserError, match=r"runs/tune\.json: no such file"):
         keep([Path("runs")], Path("kept"))
 

@@ -84,10 +84,10 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
     assert f"{tmp_path} holds another run" in text and "choose another run.dir" in text
     changed = {line.strip() for line in text.splitlines() if line.startswith("  ")}
     assert {
-        "train.clip: 1.0 there, None here",
+        "train.clip: 1.0 there, null here",
         "seed: 42 there, 7 here",
         "dlr.name: off there, on here",
-        "dlr.enabled: False there, True here",
+        "dlr.enabled: false there, true here",
         "data.shards: f there, g here",
     } == changed
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())

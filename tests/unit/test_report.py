@@ -48,7 +48,7 @@ def a_run(folder: Path, lines: list[dict], manifest: dict = MANIFEST) -> str:
     """Write a run directory and its report; returns the text, after a look that the picture is one."""
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     OmegaConf.save(OmegaConf.create(CONFIG), folder / "config.yaml")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (folder / "manifest.json").write_text(json.dumps({"identity": {}} | manifest))
     write_report(folder)
     png = (folder / "plots/loss.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) > 5_000
@@ -102,7 +102,7 @@ ODD = {
 @pytest.mark.parametrize("lines", ODD.values(), ids=ODD.keys())
 @pytest.mark.filterwarnings("error")
 def test_odd_records(tmp_path, lines):
-    text = a_run(tmp_path, lines, manifest={"anything": {"a": [1, 2]}})
+    text = a_run(tmp_path, lines, manifest={"starts": [], "anything": {"a": [1, 2]}})
     assert f"After step {len(lines)} of 300" in text
     assert "| anything | a 1 2 |" in text
     assert "There is none" in text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import SHORT, TINY, a_run, moment, pairs_of_runs
+from run_folders import SHORT, TINY, a_comparison, a_run, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import figures, layouts
 from dlr_pretrain.analysis.compare import render, versus
@@ -420,6 +420,22 @@ def test_a_mean_over_checkpoints_of_different_methods_says_so(tmp_path):
     assert "z.json: a mean over checkpoints that differ in more than the seed" in table.notes
 
 
+def test_checkpoints_on_the_way_are_not_those_of_the_end(tmp_path):
+    run = a_run(tmp_path / "on", *COLA_DLR)
+    folders = [run / f"folded_step_{step}" for step in (20, 40)]
+    for folder, step in zip(folders, (20, 40), strict=True):
+        folder.mkdir()
+        (folder / "fold.json").write_text(json.dumps({"step": step}))
+    report = {
+        "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "as_in_paper",
+        "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
+        "checkpoints": [{"folder": str(folder)} for folder in folders],
+    }  # fmt: skip
+    table = zero_shot_table([(tmp_path / "z.json", report)])
+    assert table.rows[-1][0] == "cola+dlr tiny at step 20 of 60, 40 of 60, ours"
+    assert "z.json: a mean over checkpoints of one run, which are no seeds" in table.notes
+
+
 # ----------------------------------------------------------------------------------------------------
 # Formats, figures, the command
 
@@ -502,6 +518,18 @@ def test_figures_are_the_same_files_twice(tmp_path, monkeypatch):
         for suffix in ("png", "svg"):
             a, b = ((tmp_path / name / f"{picture.name}.{suffix}").read_bytes() for name in "ab")
             assert a == b
+
+
+def test_what_an_earlier_report_had_does_not_stay(tmp_path, no_figures):
+    a_run(tmp_path / "cola", *COLA)
+    a_comparison(tmp_path / "tune", tmp_path / "compared")
+    out = tmp_path / "out"
+    write_reports([str(tmp_path / "tune"), str(tmp_path / "cola")], out, "")
+    (out / "tables" / "mine.md").touch()
+    assert (out / "tables" / "tune.csv").exists()
+    write_reports([str(tmp_path / "cola")], out, "")
+    assert not list(out.glob("tables/tune*")) and (out / "tables" / "runs.csv").exists()
+    assert (out / "tables" / "mine.md").exists()
 
 
 @pytest.mark.filterwarnings("error")

@@ -160,6 +160,9 @@ def test_the_results_keep_their_name_when_the_grid_grows():
         (["pair=full+galore,full+adamw", *LISTS[1:], "optimizer=muon"], ["optimizer=muon: does nothing"]),
         ([*LISTS, "seeds=43"], ["seeds=43: seeds=41,42 is there already. Write one list"]),
         ([*LISTS, "+lr=0.1"], ["lr=0.1: lr=0.003,0.001,0.01 is there already"]),
+        ([*LISTS, "confirm="], ["confirm=: is an empty list. Leave it out, or fill it"]),
+        (["pair=", "lr=", "seeds=41"], ["pair=: is an empty list", "lr=: is an empty list"]),
+        ([*LISTS, "~seed"], ["seed=: is the grid's, and the same for all methods. Write seeds=<value>,<value>"]),
         (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: dlr and random are both a choice of dlr"]),
         (["pair=full+galore+muon", *LISTS[1:]], ["galore and muon are both a choice of optimizer. Keep one"]),
         (
