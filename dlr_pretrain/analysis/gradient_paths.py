@@ -17,6 +17,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.residual import Residual
+from dlr_pretrain.tensors import at_least_fp32
 
 META = torch.device("meta")
 SUMS = 6  # of ``sums``
@@ -88,7 +89,7 @@ def sums(g: Tensor, b: Tensor, residual: Tensor) -> Tensor:
     B and ``residual``, beta R^T, are [d_out, r]. Where u or v is zero there is neither ratio nor cosine. Products in
     fp32 (fp64 for fp64), sums in fp64.
     """
-    wide = torch.promote_types(g.dtype, torch.float32)
+    wide = at_least_fp32(g.dtype)
     u, v = ((g.to(wide) @ matrix.to(wide)).double() for matrix in (b, residual))
     through_b, through_residual = u.norm(dim=-1), v.norm(dim=-1)
     both = (through_b > 0) & (through_residual > 0)
@@ -119,7 +120,7 @@ def means(sums: list[float]) -> dict[str, float | None]:
 
 def residual_matrix(residual: Residual, b: Tensor, alpha: Tensor | None) -> Tensor:
     """beta R^T [d_out, r] in fp32 (fp64 for fp64), as it enters B."""
-    matrix = torch.zeros_like(b, dtype=torch.promote_types(b.dtype, torch.float32))
+    matrix = torch.zeros_like(b, dtype=at_least_fp32(b.dtype))
     residual.add(matrix, alpha)
     return matrix
 

@@ -1,14 +1,13 @@
 """The data room: from text, wherever it lies, to the batches of a step."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader
-from dlr_pretrain.data.packing import IGNORE, inputs_and_targets
+from dlr_pretrain.data.packing import inputs_and_targets
 from dlr_pretrain.data.sources import Source, ask_hub, open_source
 from dlr_pretrain.data.streams import ORDER_VERSION, DocumentStream, Place, uneven
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.validation import ValidationSet, validation_set
 
 __all__ = [
-    "IGNORE",
     "ORDER_VERSION",
     "Batch",
     "DocumentStream",

@@ -15,8 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.data.streams import Chunk, Place
 from dlr_pretrain.data.tokenizer import EOS
-
-IGNORE = -100  # target of a position where nothing is predicted; cross_entropy leaves it out
+from dlr_pretrain.tensors import IGNORE
 
 
 class Rows(NamedTuple):

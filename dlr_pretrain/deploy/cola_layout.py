@@ -6,12 +6,12 @@ SwiGLU is gone where ``only_lr_act`` is true.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.lowrank import latent_scale
+from dlr_pretrain.tensors import at_least_fp32
 
 
 def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -28,7 +28,7 @@ def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name.endswith(".b.weight"):
             stem = name.removesuffix(".b.weight")
             own = {"theta": tensors[f"{stem}.theta"]} if f"{stem}.theta" in tensors else {}
-            wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            wide = tensor.to(at_least_fp32(tensor.dtype))
             renamed[f"{stem}.cola_b"] = (wide * latent_scale(own, cfg.backbone.knobs)).to(tensor.dtype).T
         elif not name.endswith(".theta"):
             renamed[name] = tensor

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
+from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
+from dlr_pretrain.tensors import IGNORE
 
 SEQUENCES = 8  # at once
 FORWARDS = 15  # of each model, timed

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.tensors import at_least_fp32
 
 Pair = tuple[list[int], list[int]]
 
@@ -87,6 +88,6 @@ def _scores(model, batch: list[tuple], questions: list[tuple[int, tuple]]) -> li
     where = [(row, len(batch[row]) - len(after) + j, id_) for row, after in questions for j, id_ in enumerate(after)]
     row, position, id_ = torch.tensor(where, device=hidden.device).T
     logits = model.get_output_embeddings()(hidden[row, position])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(at_least_fp32(logits.dtype))
     log_p = iter((logits.gather(1, id_[:, None])[:, 0] - logits.logsumexp(1)).tolist())
     return [math.fsum(next(log_p) for _ in after) for _, after in questions]

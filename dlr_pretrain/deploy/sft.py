@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlr_pretrain.data.packing import IGNORE
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.alpaca import Example, Examples, encode
 from dlr_pretrain.deploy.export import WRITTEN, write_weights
@@ -33,6 +32,7 @@ from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.durable import sync, sync_all
 from dlr_pretrain.errors import UserError
+from dlr_pretrain.tensors import IGNORE
 
 RECORD = "sft.json"
 LOG_EVERY = 10  # updates

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from fnmatch import fnmatch
 
 import torch
@@ -97,13 +97,21 @@ def attach_dlr(
     return list(targets)
 
 
-def active(module: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def active(module: nn.Module) -> Iterator[None]:
     """Within, the weights are B + beta R^T, and forward and backward are those of DLR; outside they are B again.
 
     B is restored bit for bit, also when the body raises. What changes B belongs outside: ``optimizer.step`` and
     ``load_state_dict`` raise RuntimeError within, before they change anything, and other changes are found at the end.
+    A learned alpha has its gradient then.
     """
-    return Publisher(module).active()
+    publisher = Publisher(module)
+    with publisher.active():
+        yield
+    for _, linear in publisher.carrying:
+        if hasattr(linear, "dlr_alpha") and linear.weight.grad is not None:
+            gradient = linear.residual.strength_gradient(linear.weight.grad)
+            linear.dlr_alpha.grad = gradient.to(linear.dlr_alpha.dtype)
 
 
 def fold_(module: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.dlr import active, residuals
 from dlr_pretrain.models.spectrum import factors
+from dlr_pretrain.tensors import at_least_fp32
 
 
 class Factors(nn.Module):
@@ -100,7 +101,7 @@ def multiply_(module: nn.Module) -> int:
     for name, layer in layers:
         a, b = layer.a.weight, layer.b.weight
         dense = nn.Linear(a.shape[1], b.shape[0], layer.b.bias is not None, device=b.device, dtype=b.dtype)
-        wide = torch.promote_types(b.dtype, torch.float32)
+        wide = at_least_fp32(b.dtype)
         dense.weight.copy_(b.to(wide) @ a.to(wide))
         if layer.b.bias is not None:
             dense.bias.copy_(layer.b.bias)

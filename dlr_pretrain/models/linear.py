@@ -63,7 +63,7 @@ class Stack:
 
     Row-major storages are [G, pad_out, d_in]. Where the input is padded the storage is [G, pad_in, d_out] and the
     weights are its transposes, so that each weight stays dense and holds exactly its own entries: the padding is in no
-    parameter, gradient, optimizer state or checkpoint, and stays zero.
+    parameter, gradient, optimizer state or checkpoint, and stays zero. Such a storage has no room for ``pad_out``.
     """
 
     def __init__(self, linears: list[nn.Linear], pad_in: int, pad_out: int):
@@ -104,7 +104,7 @@ class Stack:
         return [linear.weight for linear in self.linears]
 
     def shared(self, x: Tensor) -> Tensor:
-        """x [..., pad_in] -> [..., G, pad_out]: one product for projections that read the same input."""
+        """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections that read the same input."""
         rows = x.flatten(0, -2)
         if torch.is_grad_enabled():
             y = _SharedInput.apply(rows, self.storage, *self.leaves)

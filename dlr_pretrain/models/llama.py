@@ -21,6 +21,7 @@ from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
 from dlr_pretrain.models.loss import score, summed_cross_entropy
+from dlr_pretrain.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
@@ -48,13 +49,13 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(at_least_fp32(x.dtype))
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)).to(x.dtype)
 
 
 def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin [T, E] of the half-split rotary embedding, formed in fp32 (fp64 for fp64)."""
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = at_least_fp32(dtype)
     frequency = ROPE_BASE ** (-torch.arange(0, width, 2, dtype=wide, device=device) / width)
     angle = torch.outer(torch.arange(positions, dtype=wide, device=device), frequency).repeat(1, 2)
     return angle.cos().to(dtype), angle.sin().to(dtype)

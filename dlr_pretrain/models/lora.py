@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+from dlr_pretrain.tensors import at_least_fp32
 
 FROZEN_STD = 0.02
 
@@ -71,7 +72,7 @@ def down_factor(draw: Draw, name: str, shape: tuple[int, int]) -> Tensor:
 
 def merged(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
     """W0 + scale B A, formed in fp32 (fp64 for fp64) and rounded once to the dtype of ``weight``."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = at_least_fp32(weight.dtype)
     return torch.addmm(weight.to(wide), b.to(wide), a.to(wide), alpha=scale).to(weight.dtype)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-IGNORE = -100  # target of a position that is not scored
+from dlr_pretrain.tensors import IGNORE, at_least_fp32
 
 # The more rows in a piece, the less traffic: each piece adds a product [V, D] to an fp32 sum, 12 D V bytes in bf16,
 # while a row of logits is written and read for 12 V bytes. At 4,096 rows the sum adds D / 4,096 to that (an eighth at
@@ -29,7 +29,7 @@ def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tens
     Both in fp32 (fp64 for fp64), where softmax is formed too, in one buffer at most. The logits are overwritten: with
     ``gradient`` by the gradient to them, but for those of the targets.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    wide = logits.to(at_least_fp32(logits.dtype))
     scored = (targets != IGNORE).to(wide.dtype)[:, None]
     chosen = wide.gather(1, targets.clamp(min=0)[:, None])
     top = wide.amax(-1, keepdim=True)
@@ -86,7 +86,7 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
     product that is ``alone``."""
     if alone:
         return a @ b
-    wide = torch.promote_types(a.dtype, torch.float32)
+    wide = at_least_fp32(a.dtype)
     if total is None:
         return (a @ b).to(wide)
     return total.addmm_(a, b) if a.dtype == wide else total.add_(a @ b)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 from dlr_pretrain.models.spectrum import factors
+from dlr_pretrain.tensors import at_least_fp32
 
 
 class LowRankProjection(nn.Module):
@@ -72,7 +73,7 @@ class LowRank(Group):
         if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # what stands between is no matrix
             return super().dense(tensors)
         a, b = tensors["a.weight"], tensors["b.weight"]
-        wide = torch.promote_types(a.dtype, torch.float32)
+        wide = at_least_fp32(a.dtype)
         return (latent_scale(tensors, self.knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
     def down(self, x: Tensor) -> Tensor:
@@ -105,7 +106,7 @@ def latent_scale(tensors: dict[str, Tensor], knobs: dict) -> float | Tensor:
     """s of the projection that holds ``tensors``."""
     if "theta" in tensors:
         theta = tensors["theta"]
-        return theta.to(torch.promote_types(theta.dtype, torch.float32)).tanh()
+        return theta.to(at_least_fp32(theta.dtype)).tanh()
     return knobs.get("latent_scale", 1.0)
 
 

@@ -50,7 +50,7 @@ class Publisher:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the weights are B + beta R^T: see ``dlr.active``."""
+        """Within, the weights are B + beta R^T; outside they are B again: see ``dlr.active``."""
         by_weight = {id(linear.weight): (name, linear) for name, linear in self.carrying}
         require_restored(self.carrying)
         watch = register_optimizer_step_pre_hook(partial(_refuse_step, by_weight))
@@ -62,10 +62,6 @@ class Publisher:
             changed = self._restore()
         if changed:
             raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
-        for _, linear in self.carrying:
-            if hasattr(linear, "dlr_alpha") and linear.weight.grad is not None:
-                gradient = linear.residual.strength_gradient(linear.weight.grad)
-                linear.dlr_alpha.grad = gradient.to(linear.dlr_alpha.dtype)
 
     @torch.no_grad()
     def publish(self, masters: Mapping[str, Tensor] | None = None) -> None:

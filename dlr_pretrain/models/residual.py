@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain import shards
+from dlr_pretrain.tensors import at_least_fp32
 
 GROUPINGS = ("contiguous", "balanced", "random")
 
@@ -88,7 +89,7 @@ class Residual:
 
     def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
-        beta = self.beta if alpha is None else alpha.to(wide(weight.dtype)) / self.divisor
+        beta = self.beta if alpha is None else alpha.to(at_least_fp32(weight.dtype)) / self.divisor
         self.write(weight, plus(self.entries(weight), share * beta, weight.dtype))
 
     def places(self, weight: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class Residual:
 
     def betas(self, entries: Tensor, alpha: Tensor | None = None) -> Tensor:
         """beta for each of ``entries``, in the dtype in which it is added to them."""
-        dtype = wide(entries.dtype)
+        dtype = at_least_fp32(entries.dtype)
         if alpha is not None:
             return (alpha.to(dtype) / self.divisor).expand(len(entries))
         if self._betas is None or self._betas.dtype != dtype or self._betas.device != entries.device:
@@ -114,7 +115,7 @@ class Residual:
 
         Of a gradient that is sharded by rows, it is the part of those that are here.
         """
-        return self.entries(gradient).sum(dtype=wide(gradient.dtype)) / self.divisor
+        return self.entries(gradient).sum(dtype=at_least_fp32(gradient.dtype)) / self.divisor
 
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out]; contiguous copies as full groups plus a tail.
@@ -149,18 +150,12 @@ def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Te
     return None
 
 
-@cache
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a residual is added to ``dtype``: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
     """entries + betas, formed in fp32 (fp64 for fp64) and rounded once to ``dtype``.
 
     The one sum by which a residual enters a weight: in training, folding and exporting alike.
     """
-    return (entries.to(wide(entries.dtype)) + betas).to(dtype)
+    return (entries.to(at_least_fp32(entries.dtype)) + betas).to(dtype)
 
 
 @dataclass(frozen=True)

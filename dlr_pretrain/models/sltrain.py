@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 from dlr_pretrain.models.lora import down_factor
+from dlr_pretrain.tensors import at_least_fp32
 
 
 class SltrainProjection(nn.Module):
@@ -71,7 +72,7 @@ class Sltrain(Group):
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         b, a, values = (tensors[name] for name in ("b.weight", "a.weight", "values"))
-        wide = torch.promote_types(a.dtype, torch.float32)
+        wide = at_least_fp32(a.dtype)
         return form(b.to(wide), a.to(wide), values.to(wide), tensors["index"], self.scale).to(a.dtype)
 
 

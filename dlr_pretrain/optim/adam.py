@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.parameters import empty_state, wide
+from dlr_pretrain.optim.parameters import empty_state
+from dlr_pretrain.tensors import at_least_fp32
 
 COUNTER_BYTES = 4
 
@@ -44,7 +45,7 @@ class Adam(torch.optim.Optimizer):
     def direction(self, p: Tensor, gradient: Tensor, group: dict) -> tuple[Tensor, float]:
         """Count an update of ``p`` and move its moments by ``gradient``, of any shape.
 
-        Returns m / (sqrt(v) + eps) in the wide dtype, and the step size with its bias correction.
+        Returns m / (sqrt(v) + eps) in fp32 (fp64 for fp64), and the step size with its bias correction.
         """
         state, (beta1, beta2) = self.state[p], group["betas"]
         if "exp_avg" not in state:
@@ -52,7 +53,7 @@ class Adam(torch.optim.Optimizer):
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = empty_state(p, gradient.shape, p.dtype).zero_()
         state["step"] += 1
-        k, g = int(state["step"]), gradient.to(wide(p.dtype))
+        k, g = int(state["step"]), gradient.to(at_least_fp32(p.dtype))
         m = state["exp_avg"].to(g.dtype).mul_(beta1).add_(g, alpha=1 - beta1)  # in place, or on a wider copy
         v = state["exp_avg_sq"].to(g.dtype).mul_(beta2).addcmul_(g, g, value=1 - beta2)
         state["exp_avg"].copy_(m)

@@ -15,8 +15,9 @@ from dlr_pretrain.config.optimizer_rules import ROUND_AT_WILL
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.adam import Adam
-from dlr_pretrain.optim.parameters import empty_state, wide
+from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.shards import Stored
+from dlr_pretrain.tensors import at_least_fp32
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -82,16 +83,17 @@ class Optimizer:
 
         Fused kernels read both on the device through the hooks that gradient scalers use: the host does not wait, and
         gradients are scaled in fp32 as they are read. Where a part has no such hooks (any but adamw and adamw_8bit),
-        the host waits for ``skip`` once, and calls nothing if it is 1.
+        the host waits for both once, and calls nothing if ``skip`` is 1.
         """
-        if not self.masked_on_device and bool(skip):
+        skipped, exact = (False, None) if self.masked_on_device else _on_host(skip, factor)
+        if skipped:
             return
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
         for part in self.parts:
             if isinstance(part, Adam):
                 part.index = index
-            _step(part, lr, skip, factor)
+            _step(part, lr, skip, factor, exact)
         for p in filter(shards.is_sharded, self.parameters.values()):
             shards.here(p).grad = None
 
@@ -164,7 +166,22 @@ class Optimizer:
                 yield name, entry, value
 
 
-def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor, factor: Tensor | None) -> None:
+def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float | None]:
+    """Both after one wait; the factor as no kernel rounds it to bf16 first: a number on GPUs, a tensor on CPUs."""
+    if factor is None or not factor.is_cuda:
+        return bool(skip), factor
+    skipped, number = torch.stack((skip, factor)).tolist()
+    return bool(skipped), number
+
+
+def _step(
+    part: torch.optim.Optimizer,
+    lr: float,
+    skip: Tensor,
+    factor: Tensor | None,
+    exact: Tensor | float | None = None,
+) -> None:
+    """A step of ``part``, which reads ``skip`` and ``factor`` on the device, or else has ``exact`` for the latter."""
     for group in part.param_groups:
         own = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
@@ -173,11 +190,9 @@ def _step(part: torch.optim.Optimizer, lr: float, skip: Tensor, factor: Tensor |
             group["lr"] = own
     if _reads_found_inf(part):
         part.grad_scale, part.found_inf = None if factor is None else factor.reciprocal(), skip
-    elif factor is not None:
+    elif exact is not None and exact != 1.0:
         gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-        exact = factor.item() if factor.is_cuda else factor  # what each kernel does not round to bf16 first
-        if exact != 1.0:
-            torch._foreach_mul_(gradients, exact)
+        torch._foreach_mul_(gradients, exact)
     part.step()
 
 
@@ -200,7 +215,7 @@ def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return (torch.rand(value.shape, generator=generator) >= keep).to(value.device)
     if by == "magnitude":
-        size = value.abs().to(wide(value.dtype))
+        size = value.abs().to(at_least_fp32(value.dtype))
         rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # so many lie below the quantile
         return size < size.flatten().kthvalue(rank + 1).values
     raise ValueError(f"prune by {by!r}: random or magnitude")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim import galore
-from dlr_pretrain.optim.parameters import block_matrices, wide
+from dlr_pretrain.optim.parameters import block_matrices
+from dlr_pretrain.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
@@ -18,7 +19,7 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
 
 def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
     """The state of GaLore, and a norm for each matrix."""
-    norms = sum(wide(p.dtype).itemsize for p in block_matrices(parameters).values())
+    norms = sum(at_least_fp32(p.dtype).itemsize for p in block_matrices(parameters).values())
     return galore.state_bytes(parameters, knobs) + norms
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dlr_pretrain.optim.adam import COUNTER_BYTES, Adam, move
 from dlr_pretrain.optim.adam import state_bytes as adam_bytes
-from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, wide, without
+from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, without
+from dlr_pretrain.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
@@ -54,7 +55,7 @@ class GaLore(Adam):
         move(p, self.full(p, reduced, direction), step, group["lr"] * group["weight_decay"])
 
     def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
-        """The direction of the whole matrix, in the wide dtype, from Adam's on the reduced gradient."""
+        """The direction of the whole matrix, in fp32 (fp64 for fp64), from Adam's on the reduced gradient."""
         return self.scale * back(direction, self.state[p]["projector"], p)
 
 
@@ -62,7 +63,7 @@ def projector(gradient: Tensor, rank: int) -> Tensor:
     """Orthonormal P in the dtype of ``gradient`` [m, n]: [rank, n] for a product from the right where m >= n, otherwise
     [m, rank] for one from the left. The decomposition is computed in fp32 (fp64 for fp64).
     """
-    u, _, vh = torch.linalg.svd(gradient.to(wide(gradient.dtype)), full_matrices=False)
+    u, _, vh = torch.linalg.svd(gradient.to(at_least_fp32(gradient.dtype)), full_matrices=False)
     leading = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]
     return empty_state(gradient, leading.shape, gradient.dtype).copy_(leading)
 
@@ -73,7 +74,7 @@ def project(gradient: Tensor, p: Tensor) -> Tensor:
 
 
 def back(reduced: Tensor, p: Tensor, like: Tensor) -> Tensor:
-    """R [m, r] or [r, n] -> R P or P R, of the shape of ``like``; multiplied in the dtype of P, returned wide."""
+    """R [m, r] or [r, n] -> R P or P R, of the shape of ``like``; multiplied in P's dtype, then at least fp32."""
     reduced = reduced.to(p.dtype)
     full = reduced @ p if like.shape[0] >= like.shape[1] else p @ reduced
-    return full.to(wide(p.dtype))
+    return full.to(at_least_fp32(p.dtype))

@@ -42,8 +42,3 @@ def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     if shape == p.shape:
         return torch.empty_like(p, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype, device=p.device)
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which an update of ``dtype`` is computed: at least fp32."""
-    return torch.promote_types(dtype, torch.float32)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dlr_pretrain import shards
 from dlr_pretrain.optim import quantized, rounding
-from dlr_pretrain.optim.parameters import empty_state, wide
+from dlr_pretrain.optim.parameters import empty_state
+from dlr_pretrain.tensors import at_least_fp32
 
 LARGEST = 1 << 24  # values that are updated at once
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # or codes, scales and map
@@ -137,7 +138,7 @@ def _advance(
     eps: float,
 ) -> None:
     """One update in place, where ``skip`` is 0; ``step`` counts those before it."""
-    kept, dtype = skip != 0, wide(p.dtype)
+    kept, dtype = skip != 0, at_least_fp32(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
     if grad_scale is not None:

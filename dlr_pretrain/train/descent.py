@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets
+from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
+from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.passing import PassingGradients

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from dlr_pretrain.analysis.perplexity import perplexity
-from dlr_pretrain.data import IGNORE, ValidationSet, inputs_and_targets
+from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.runtime import Runtime
 
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,

@@ -31,22 +31,22 @@ class Gradients:
 
     def __init__(self, weights: Weights, accumulate: str, world_size: int):
         self.weights, self.world_size = weights, world_size
-        self.forward: nn.Module = weights.model
+        self.module: nn.Module = weights.model
         self.buffer, self.sums = None, None
         if accumulate == "fp32":
-            working = list(weights.working.values())
+            working = list(weights.differentiated.values())
             self.buffer = torch.zeros(sum(p.numel() for p in working), device=working[0].device)
             self.sums = _views(self.buffer, working)
         elif world_size > 1:
             left_out = [*weights.strengths, *(name for name, _ in weights.model.named_buffers())]  # nothing moves them
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, left_out)
-            self.forward = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
-            self.forward.register_comm_hook(None, _summed)
+            self.module = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
+            self.module.register_comm_hook(None, _summed)
 
     @property
     def bucketed(self) -> bool:
         """Whether DDP reduces the gradients, in buckets."""
-        return isinstance(self.forward, DistributedDataParallel)
+        return isinstance(self.module, DistributedDataParallel)
 
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss.
@@ -55,14 +55,14 @@ class Gradients:
 
         With the ``last`` micro-batch the sums are reduced over ranks.
         """
-        with nullcontext() if last or not self.bucketed else self.forward.no_sync():
+        with nullcontext() if last or not self.bucketed else self.module.no_sync():
             with record_function("forward"):
-                loss = self.forward(*inputs) / count
+                loss = self.module(*inputs) / count
             with record_function("backward"):
                 loss.backward()
         if self.sums is not None:
-            torch._foreach_add_(self.sums, [p.grad for p in self.weights.working.values()])
-            self.forward.zero_grad()
+            torch._foreach_add_(self.sums, [p.grad for p in self.weights.differentiated.values()])
+            self.module.zero_grad()
             if last and self.world_size > 1:
                 with record_function("communication"):
                     dist.all_reduce(self.buffer)
@@ -70,7 +70,7 @@ class Gradients:
 
     def collect(self) -> list[Tensor]:
         """Give each tensor that is optimized its gradient, in its own dtype, and return them all."""
-        working = self.weights.working
+        working = self.weights.differentiated
         sources = self.sums if self.sums is not None else [p.grad for p in working.values()]
         gradients = dict(zip(working, sources, strict=True))
         if self.weights.strengths:
@@ -86,9 +86,9 @@ class Gradients:
 
     def clear(self) -> None:
         if self.bucketed:  # the gradients are views of the buckets: keep them so
-            torch._foreach_zero_([p.grad for p in self.weights.working.values()])
+            torch._foreach_zero_([p.grad for p in self.weights.differentiated.values()])
         else:
-            self.forward.zero_grad()
+            self.module.zero_grad()
         if self.weights.masters is not None:
             for master in self.weights.masters.values():
                 master.grad = None

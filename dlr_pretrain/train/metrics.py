@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -96,15 +96,13 @@ class Pending:
         event.record()
         self.queue.append((step, host, event))
 
-    def ready(self, everything: bool = False) -> list[tuple[int, list[float]]]:
-        """The steps that are due, oldest first: all but the last ``lag``, or everything."""
-        due = []
+    def ready(self, everything: bool = False) -> Iterator[tuple[int, list[float]]]:
+        """The steps that are due, oldest first, each when it has ended: all but the last ``lag``, or everything."""
         while len(self.queue) > (0 if everything else self.lag):
             step, values, event = self.queue.popleft()
             if event is not None:
                 event.synchronize()
-            due.append((step, values.tolist()))
-        return due
+            yield step, values.tolist()
 
 
 class Throughput:

@@ -37,7 +37,7 @@ class PassingGradients:
         self.running = False
         self.waiting: deque = deque()  # parameters whose gradients are being summed
         arrived = WeakMethod(self._arrived)  # hooks live as long as the weights, which outlive the optimizer's state
-        for name, p in weights.working.items():
+        for name, p in weights.differentiated.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: arrived()(name, p))
 
     def backward(self, loss: Tensor, lr: float, masked: Tensor, factor: Tensor | None) -> Tensor:

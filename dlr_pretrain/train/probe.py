@@ -11,7 +11,8 @@ import torch
 from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
-from dlr_pretrain.data import IGNORE, Batch, inputs_and_targets
+from dlr_pretrain.data import Batch, inputs_and_targets
+from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 

@@ -146,7 +146,8 @@ class Run:
         self.runtime.on_main(lambda: record_start(self.dir, world, device, text))
         self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
         with explained(self.cfg, self.runtime, self.vocab_size):
-            weights = self.place(snapshot, start)
+            weights = self.build_weights(snapshot, start)
+            self.summarize(weights, snapshot)
             self.train(weights, snapshot)
         self.runtime.finishing()
         tensors = weights.folded(keep=self.runtime.is_main)
@@ -171,7 +172,7 @@ class Run:
             )
         read_spiece(tokenizer.path)
         self.vocab_size = cfg.scale.vocab_size or tokenizer.vocab_size
-        self.validation = main_first(lambda: validation_set(cfg, source, tokenizer))
+        self.validation = self.runtime.on_main(lambda: validation_set(cfg, source, tokenizer))
 
     def open_run(self) -> Checkpoint | None:
         """The state to go on from, after a look that the directory holds this very run."""
@@ -218,7 +219,7 @@ class Run:
         self.runtime.on_main(lambda: hold(self.dir, {"train.init_from.weights": start.fingerprint()}))
         return start
 
-    def place(self, snapshot: Checkpoint | None, start: DenseStart | None) -> Weights:
+    def build_weights(self, snapshot: Checkpoint | None, start: DenseStart | None) -> Weights:
         """The model on this rank's device, compiled if it is to be."""
         dtype = STATE_DTYPE[self.cfg.precision.name]
         model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
@@ -226,7 +227,6 @@ class Run:
             start.put_into_(model)
         self.runtime.broadcast(model.state_dict().values())
         weights = place(self.cfg, model)
-        self.summarize(weights, snapshot)
         if self.cfg.compile:
             torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
             weights.compile_(self.cfg.train, self.runtime.world_size)

@@ -75,8 +75,8 @@ class ShardedGradients:
 
     def __init__(self, weights: ShardedWeights, accumulate: str):
         self.weights = weights
-        self.forward: nn.Module = weights.model
-        self.scalars = [p for p in weights.working.values() if not shards.is_sharded(p)]
+        self.module: nn.Module = weights.model
+        self.scalars = [p for p in weights.differentiated.values() if not shards.is_sharded(p)]
         self.totals: list[_Total] = []
         if accumulate == "fp32" and weights.model.lm_head.weight.dtype != torch.float32:
             for module in weights.model.modules():
@@ -86,10 +86,10 @@ class ShardedGradients:
 
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
-        for p in self.weights.working.values() if self.totals else ():
+        for p in self.weights.differentiated.values() if self.totals else ():
             p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold it
         with record_function("forward"):
-            loss = self.forward(*inputs) / count
+            loss = self.module(*inputs) / count
         with record_function("backward"):
             loss.backward()
         return loss.detach()
@@ -98,7 +98,7 @@ class ShardedGradients:
     def collect(self) -> list[Tensor]:
         """Give each tensor that is optimized its gradient, in its own dtype, and return the rows that are here."""
         weights = self.weights
-        own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.working.items()})
+        own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.differentiated.items()})
         partial = [*(p.grad for p in self.scalars), *own.values()]
         if partial:
             summed = torch.stack([g.float() for g in partial])
@@ -118,7 +118,7 @@ class ShardedGradients:
         return torch.sqrt(square + global_norm(scalars).square() if scalars else square)
 
     def clear(self) -> None:
-        self.forward.zero_grad()
+        self.module.zero_grad()
         for total in self.totals:
             total.fresh = True
 

@@ -59,6 +59,7 @@ class Trainer:
         self.probe = Probe(cfg, runtime, self.weights)
         self.probed: dict[int, dict] = {}  # what it has found, by the step that followed
         self.profiler = Profiler(cfg, runtime, console)
+        self.positions = cfg.train.global_batch * cfg.train.seq_len  # of an update
         self.step = self.tokens = self.real_tokens = 0
         self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
         self.streams: dict[str, list[int]] = {}  # and the position before them
@@ -108,12 +109,12 @@ class Trainer:
             save = last or self.step % self.cfg.checkpoint.every == 0 or self.step == stop_after
             merge = merging.is_due(self.cfg, self.step)
             skipped = self.skipped
-            records = self.completed(everything=evaluate or save or merge)
+            records = self.settle(everything=evaluate or save or merge)
             if self.skipped > skipped and self.step - self.last_save > self.cfg.train.max_skipped:
                 save = True  # the weights, too, are to be looked at
             save = save or self.stopping
             if save:
-                records += self.completed(everything=True)
+                records += self.settle(everything=True)
             if self.broken:
                 self.report(records)
                 self.give_up(*self.broken)
@@ -184,9 +185,9 @@ class Trainer:
     def lr(self, update: int) -> float:
         return rate(self.cfg, update)
 
-    def completed(self, everything: bool) -> list[dict]:
-        """The records of updates whose metrics have arrived, oldest first, up to one that ends the run."""
-        positions = self.cfg.train.global_batch * self.cfg.train.seq_len
+    def settle(self, everything: bool) -> list[dict]:
+        """Take in the updates whose metrics have arrived, oldest first, up to one that ends the run: where the data
+        and the counters stand, whether to stop. Returns their records."""
         records: list[dict] = []
         for step, (loss, norm, masked, halted, real_tokens, stop) in self.pending.ready(everything):
             batch = self.batches.pop(step)
@@ -197,28 +198,28 @@ class Trainer:
                 self.broken = self.broken or (step, loss, norm)
                 continue
             self.streams = batch.state
-            self.tokens += positions
+            self.tokens += self.positions
             self.real_tokens += int(real_tokens)
             self.stopping = self.stopping or stop > 0
-            speed = self.throughput.step(positions)
-            records.append(
-                {
-                    "step": step,
-                    "train/loss": finite_or_none(loss),
-                    "train/spike": self.spikes.score(loss),
-                    "train/lr": self.lr(step - 1),
-                    "train/grad_norm": finite_or_none(norm),
-                    "train/skipped": self.skipped,
-                    "train/tokens": self.tokens,
-                    "train/real_tokens": self.real_tokens,
-                    "perf/tokens_per_second": speed,
-                    "perf/mfu": self.mfu(speed),
-                    "perf/max_memory_gb": self.runtime.peak_memory() / 1e9,
-                    "time": time.time(),
-                }
-                | self.probed.pop(step, {})
-            )
+            records.append(self.record_of(step, loss, norm))
         return records
+
+    def record_of(self, step: int, loss: float, norm: float) -> dict:
+        speed = self.throughput.step(self.positions)
+        return {
+            "step": step,
+            "train/loss": finite_or_none(loss),
+            "train/spike": self.spikes.score(loss),
+            "train/lr": self.lr(step - 1),
+            "train/grad_norm": finite_or_none(norm),
+            "train/skipped": self.skipped,
+            "train/tokens": self.tokens,
+            "train/real_tokens": self.real_tokens,
+            "perf/tokens_per_second": speed,
+            "perf/mfu": self.mfu(speed),
+            "perf/max_memory_gb": self.runtime.peak_memory() / 1e9,
+            "time": time.time(),
+        } | self.probed.pop(step, {})
 
     def look_at_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``."""

@@ -62,7 +62,7 @@ class Weights:
         share_memory_(model, lambda linear: hasattr(linear, "residual"))
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
-        self.working = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
+        self.differentiated = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
 
     def gradients(self, world_size: int) -> Gradients:
         """What takes backward passes through the model."""

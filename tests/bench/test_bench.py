@@ -16,8 +16,9 @@ from dlr_pretrain.bench.arms import Arm, fixed_batch
 from dlr_pretrain.bench.peers import PAD, as_batch, peer_ids
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import IGNORE, inputs_and_targets
+from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED
+from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train import benchmark
 from dlr_pretrain.train.runtime import Runtime
 from tests.conftest import ROOT, SMALL, script

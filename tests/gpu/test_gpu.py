@@ -174,7 +174,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     warm, measured = steps(4)[:3], steps(4)[3]
     for index, batch in enumerate(warm):
         a.pending.push(index + 1, a.descent.update(batch, index, 1e-3))
-    a.pending.ready(everything=True)
+    list(a.pending.ready(everything=True))
     torch.cuda.synchronize()
     if few:
         torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds

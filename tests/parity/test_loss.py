@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.models import loss
-from dlr_pretrain.models.loss import IGNORE, summed_cross_entropy
+from dlr_pretrain.models.loss import summed_cross_entropy
+from dlr_pretrain.tensors import IGNORE
 
 N, D, V = 60, 16, 70
 

@@ -96,7 +96,7 @@ def test_no_gradient_and_no_residual_is_left_when_the_next_one_comes(train, tmp_
     applied, apply = [], PassingGradients._apply
 
     def watched(self, name, p, reduced):
-        working = self.weights.working
+        working = self.weights.differentiated
         held = [n for n, other in working.items() if other.grad is not None]
         siblings = {n for n in held if n != name}
         assert len(siblings) <= 2, siblings  # of one group: their gradients are one product

@@ -15,6 +15,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "dlr_pretrain"
 MAY_IMPORT = {
     "errors": set(),
+    "tensors": set(),
     "process": set(),
     "durable": set(),
     "heartbeat": set(),
@@ -23,19 +24,19 @@ MAY_IMPORT = {
     "config": {"errors", "markdown"},
     "cli": {"config", "errors"},
     "shards": set(),
-    "models": {"config", "errors", "shards"},
-    "optim": {"config", "errors", "shards"},
-    "data": {"config", "errors", "durable", "process"},
-    "deploy": {"models", "config", "data", "errors", "durable", "process", "markdown"},
+    "models": {"tensors", "config", "errors", "shards"},
+    "optim": {"tensors", "config", "errors", "shards"},
+    "data": {"tensors", "config", "errors", "durable", "process"},
+    "deploy": {"tensors", "models", "config", "data", "errors", "durable", "process", "markdown"},
     # a plan tells the optimizer's memory and rates
-    "analysis": {"models", "optim", "config", "errors", "durable", "markdown"},
+    "analysis": {"tensors", "models", "optim", "config", "errors", "durable", "markdown"},
     # of analysis the history, which needs no torch
     "launch": {"cli", "config", "analysis", "errors", "flags", "process", "heartbeat"},
     "bench": {"cli", "train", "models", "data", "analysis", "config", "errors", "process"},
     "doctor": {"train", "data", "analysis", "config", "cli", "errors", "flags", "process", "shards", "durable"},
     "train": {
         *("models", "optim", "data", "deploy", "analysis", "config"),
-        *("errors", "shards", "process", "durable", "heartbeat", "markdown"),
+        *("errors", "shards", "tensors", "process", "durable", "heartbeat", "markdown"),
     },
 }
 

@@ -120,8 +120,8 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
 def test_on_a_cpu_metrics_are_due_at_once():
     pending = Pending(torch.device("cpu"))
     pending.push(1, torch.tensor([1.5, 2.0]))
-    assert pending.ready() == [(1, [1.5, 2.0])]
-    assert pending.ready(everything=True) == []
+    assert [*pending.ready()] == [(1, [1.5, 2.0])]
+    assert [*pending.ready(everything=True)] == []
 
 
 def test_late_metrics_are_due_in_order_and_everything_when_asked():
