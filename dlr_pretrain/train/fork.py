@@ -1,4 +1,4 @@
-"""A run that goes on from another run's checkpoint with other settings, on purpose (``run.fork_from``)."""
+"""Forks: runs that deliberately go on from another run's checkpoint with other settings (``run.fork_from``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dlr_pretrain.train.checkpoint import Checkpoint
 from dlr_pretrain.train.record import update_record
 
 METRICS = "metrics.jsonl"
-# A place in the data means nothing under other values of DATA; an optimizer's state still does under other RATES.
+# If a key of DATA changes, the position in the data is void. If only RATES change, the optimizer's state stays valid.
 DATA = ("data.", "tokenizer.", "train.global_batch", "train.seq_len")
 RATES = (
     *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.b_lr"),
@@ -32,9 +32,9 @@ def fork(
 ) -> Path:
     """Make the newest valid checkpoint of the run ``fork_from``, or the one it names, the first one of ``run_dir``.
 
-    Its metrics come with it, and ``manifest.json`` keeps where it is from and which keys differ. A kill leaves a fork
-    that is whole, or none: nothing counts before the checkpoint, which comes last. Raises UserError where its weights
-    have not the ``shapes`` of this run's.
+    The metrics up to it are copied too, and ``manifest.json`` records its origin and which keys differ. The checkpoint
+    is put in place last and nothing counts before it, so a kill leaves a complete fork or none. Raises UserError if its
+    tensors do not have the ``shapes`` of this run's, or if no step is left to train.
     """
     source, found = _source(fork_from.resolve(), say)
     origin = checkpoint.load(found)
@@ -54,7 +54,7 @@ def fork(
     count = sum(record["step"] <= step for record in read_metrics(source / METRICS))
     lines = (source / METRICS).read_bytes().splitlines(keepends=True) if count else []
     write_durably(run_dir / METRICS, b"".join(lines[:count]))
-    before = read_record(source)  # its starts tell the pauses in the metrics that come along
+    before = read_record(source)  # its starts explain the pauses in the copied metrics
     starts = [*before.get("forked", {}).get("starts", []), *(start["time"] for start in before.get("starts", []))]
     forked = {"checkpoint": str(found), "step": step, "changed": changed, "starts": starts}
     update_record(run_dir, {"forked": forked})
@@ -67,16 +67,16 @@ def fork(
 
 
 def departures(found: Checkpoint, identity: dict) -> dict[str, tuple[object, object]]:
-    """The keys whose values in the run that made a checkpoint are not those of ``identity``, with both."""
+    """The keys in which the run that made the checkpoint differs from ``identity``, with both values."""
     changed = differences(found.state["identity"], identity)
     changed.pop("run.fork_from", None)
     return changed
 
 
 def adapt(found: Checkpoint, record: dict, say: Callable[[str], None]) -> None:
-    """Drop from the checkpoint that a run of ``record`` was forked from what says nothing under this run's settings.
+    """After a fork, drop from the checkpoint what is not valid under this run's settings; ``record`` is this run's.
 
-    Raises UserError where the checkpoint is of another run, and this one was not forked from it.
+    Raises UserError if the checkpoint is of another run, and this run was not forked from it.
     """
     changed, forked = departures(found, record["identity"]), record.get("forked")
     if changed.get("data.shards", ("",))[0] in record.get("regrown", []):
@@ -91,18 +91,18 @@ def adapt(found: Checkpoint, record: dict, say: Callable[[str], None]) -> None:
     if any(name.startswith(DATA) for name in changed):
         found.state["streams"] = None
         say("fork: the data start anew")
-    if forked and best_after(forked):
+    if forked and found.step == forked["step"] and best_after(forked):
         found.state |= {"losses": [], "best": None}
 
 
 def best_after(forked: dict) -> int:
-    """The step up to which evaluations are of other text than this run's."""
+    """The step up to which evaluations used other text than this run's; 0 if none did."""
     other = any(name.startswith((*DATA, "eval.")) for name in forked["changed"])
     return forked["step"] if other else 0
 
 
 def _source(given: Path, say: Callable[[str], None]) -> tuple[Path, Path]:
-    """The run directory, and the checkpoint in it."""
+    """The run directory of ``given``, and the checkpoint to fork from."""
     if re.fullmatch(r"step_\d+", given.name):
         if damage := checkpoint.fault(given):
             raise UserError(f"run.fork_from={given}: {damage}. Name another checkpoint")
@@ -116,7 +116,7 @@ def _source(given: Path, say: Callable[[str], None]) -> tuple[Path, Path]:
 
 
 def _link(source: str, target: str) -> None:
-    """The same file under another name, where the file system can: checkpoints are never changed in place."""
+    """Hard-link ``source`` as ``target``, or copy it if that fails. Checkpoints are never changed in place."""
     try:
         os.link(source, target)
     except OSError:

@@ -61,6 +61,9 @@ def test_a_fork_is_resumed_like_any_run_and_once_forked_needs_its_origin_no_more
         train(tmp_path / "parts", *given, "train.stop_after=12")
     shutil.rmtree(origin)
     assert_same(final(train(tmp_path / "parts", *given)), whole)
+    ends = [tmp_path / name / "checkpoints/step_00000020/state.json" for name in ("whole", "parts")]
+    of_whole, of_parts = (json.loads(path.read_text())["losses"] for path in ends)
+    assert of_whole == of_parts and len(of_whole) == 10  # those of the origin are of other text
 
 
 def test_other_data_and_another_optimizer_start_anew(train, tmp_path, origin, capsys):
