@@ -12,7 +12,7 @@ from dlr_pretrain.config import Config
 
 
 def train(cfg: Config) -> None:
-    """Run one configuration; torch is imported only now, when nothing is left to refuse."""
+    """Run one configuration. torch is imported only now, after the checks of the configuration."""
     from dlr_pretrain.train.run import run
 
     run(cfg)

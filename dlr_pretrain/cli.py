@@ -1,7 +1,7 @@
-"""The front door: check a command line, hand it to Hydra, build the ``Config``, run, and say in one line what failed.
+"""The command line of train.py: check it, hand it to Hydra, build the ``Config``, run, and print an error in one line.
 
-Nothing here imports torch before a configuration stands, so that help and mistakes are answered at once. Messages are
-printed by rank 0; under torchrun every failure is recorded as well, for torchrun's own summary.
+Nothing here imports torch before the configuration is valid, so that help and mistakes are answered at once. Rank 0
+prints the messages; under torchrun every failure is also recorded, for torchrun's own summary.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main(run: Callable[[Config], None]) -> int:
 def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
     """The checked configuration of a list of overrides such as ``["scale=1b", "train.lr=1e-3"]``, for scripts.
 
-    With ``ranks`` None their number is not known yet, without ``machine`` it need not run here: see ``validate``.
+    ``ranks`` is None if their number is not known yet. Without ``machine``, the configuration need not run on this
+    machine: see ``validate``.
     """
     _require_own_package(Path(sys.argv[0]))
     line = read(words)
@@ -53,7 +54,7 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started; raises ConfigError where its variables make no sense."""
+    """The number of ranks that torchrun started; raises ConfigError if its variables make no sense."""
     ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
     if ranks.isdecimal() and rank.isdecimal() and int(rank) < int(ranks):
         return int(ranks)
@@ -62,7 +63,7 @@ def world_size() -> int:
 
 
 def _require_own_package(script: Path) -> None:
-    """A script of one checkout would check what the package of another trains."""
+    """Refuse a script that imports another checkout's package: it would check code that its train.py does not run."""
     root, package = script.resolve().parent.parent, Path(__file__).resolve().parent
     if (root / "dlr_pretrain" / "cli.py").exists() and root != package.parent:
         rule = f"belongs to another checkout than the package that Python imports, {package}"
@@ -76,15 +77,15 @@ def _refuse_sweep_of_ranks(line: CommandLine) -> None:
 
 
 def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
-    """Let Hydra run, sweep, show the configuration or print its help; the exit code.
+    """Let Hydra run, sweep, show the configuration or print its help; returns the exit code.
 
-    A job of a sweep that diverges is a result, such as of a rate that is too high: the others are run.
+    A sweep goes on after a job that diverges, because that is a result too, for example of a high learning rate.
     """
     typed, diverged = sys.argv, []
 
     def task(composed: DictConfig) -> None:
-        sys.argv = typed  # for the record of the run
-        # Hydra prints a traceback for any error and exits with 1: those that are for the user end the process here
+        sys.argv = typed  # the run records the command line as typed
+        # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
             cfg, problems = configure(composed, HydraConfig.get())
             if cfg is None:

@@ -1,4 +1,4 @@
-"""Small files that a crash leaves whole, and whether a file is there."""
+"""Writes small files so that a crash cannot damage them, and checks whether a file exists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def write_durably(path: Path, content: str | bytes) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Have the disk hold a folder with everything in it."""
+    """Flush a folder and everything in it to the disk."""
     for path in (*folder.rglob("*"), folder):
         sync(path)
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is such a file. Raises OSError where its disk does not answer: Path.exists may say no to that."""
+    """Whether ``path`` exists. Raises OSError if the disk does not answer; Path.exists may return False then."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -31,7 +31,7 @@ def is_there(path: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

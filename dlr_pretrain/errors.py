@@ -10,58 +10,58 @@ from contextlib import suppress
 from typing import NoReturn, TextIO
 
 EXIT_CONFIG = 2  # a configuration problem: nothing was started
-EXIT_FAILED = 3  # data, files, the hub or another run stood in the way
-EXIT_LOST = 4  # a rank was lost or hangs: the same command continues from the last checkpoint
-EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one where there is nothing to save
-EXIT_STOPPED = 75  # stopped early and saved: the same command continues the run
+EXIT_FAILED = 3  # data, files, the hub or another run prevented the run, or it diverged
+EXIT_LOST = 4  # a rank was lost or hangs, or data do not arrive: the same command continues
+EXIT_INTERRUPTED = 130  # a second Ctrl-C, or one that no handler turns into a stop
+EXIT_STOPPED = 75  # stopped early, and saved if there was anything to save: the same command continues
 
 
 class UserError(Exception):
-    """What went wrong, with the file or key, and the fix; ``exit_code`` ends the process."""
+    """An error whose message names the file or key, and the fix. The process exits with ``exit_code``."""
 
     exit_code = EXIT_FAILED
 
 
 class Diverged(UserError):
-    """Numbers that are not finite have ended the run."""
+    """Numbers that are not finite ended the run."""
 
 
 class RankLost(UserError):
-    """Ranks wait for one that has died or does not advance."""
+    """Ranks wait for a rank that has died or does not advance."""
 
     exit_code = EXIT_LOST
 
 
 class Stalled(UserError):
-    """What a run reads from does not answer. It has saved its state."""
+    """The disk or the hub that a run reads from does not answer. The run saves its state."""
 
     exit_code = EXIT_LOST
 
 
 class Stopped(UserError):
-    """The run was asked to stop before its last step, and has saved its state."""
+    """The run was asked to stop early, and has saved what there was to save."""
 
     exit_code = EXIT_STOPPED
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line that an error says, without a full stop; its type where it says nothing."""
+    """The first line of an error's message, without its full stop; the error's type if the message is empty."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said.rstrip(".") or type(error).__name__
 
 
 def command(act: Callable[[], int | None]) -> int:
-    """What a script exits with: the answer of ``act`` (None: 0), or the code of what has ended it.
+    """Run ``act`` and return the script's exit code: the value of ``act`` (None: 0), or the code of what ended it.
 
-    What a user can fix is said in a line, under torchrun with the rank where that is not the first; a reader of the
-    output that has gone, such as ``| head``, is no error.
+    An error that a user can fix is printed in one line, which names the rank unless it is rank 0. If the reader of the
+    output has gone, as after ``| head``, no error is printed.
     """
     rank = os.environ.get("RANK", "0")
     try:
         code = act() or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # what is left in the buffer goes nowhere as Python ends
+    except BrokenPipeError:  # Python discards the rest of the buffer at exit instead of failing again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
@@ -76,7 +76,7 @@ def command(act: Callable[[], int | None]) -> int:
 
 
 def record(error: BaseException) -> None:
-    """Write the error where torchrun's summary of failures looks for it; without a traceback where it needs none."""
+    """Write the error to where torchrun's summary of failures reads it; a UserError without its traceback."""
     if isinstance(error, UserError):
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
@@ -86,28 +86,28 @@ def record(error: BaseException) -> None:
 
 
 def say(text: str, stream: TextIO, end: str = "\n") -> None:
-    """Write to a stream that may be gone, as a closed terminal is: what follows then goes nowhere, and ends no run."""
+    """Print to a stream that may be gone, such as a closed terminal. If it is, this and later output is discarded."""
     try:
         print(text, file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())  # what is still in the buffer would fail again at the end of the process
+            os.dup2(null, stream.fileno())  # otherwise the rest of the buffer would fail again when the process ends
             os.close(null)
 
 
 def tell(text: str) -> None:
-    """Write a line to stderr at once, also in a signal handler, and also where stderr is gone."""
+    """Write a line to stderr at once. Signal handlers may call this, and it does not fail if stderr is gone."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
 def leave(error: UserError, say: bool = True) -> NoReturn:
-    """End the process from any thread, at once and without another write to the run."""
+    """End the process at once, from any thread, without writing anything else to the run."""
     if say:
         tell(f"\nerror: {error}")
     try:
-        raise error  # torchrun's handler looks at what is being handled
+        raise error  # torchrun's handler reads the exception that is being handled
     except UserError:
         record(error)
     finally:

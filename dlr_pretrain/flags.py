@@ -1,4 +1,4 @@
-"""What several command lines ask of their flags, beyond argparse."""
+"""Checks of command-line flags that several scripts share and argparse lacks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def at_least_1(text: str) -> int:
 
 
 def refuse(parser: ArgumentParser, given: Namespace, flags: tuple[str, ...], why: str) -> None:
-    """End with the parser's error where one of ``flags`` was given, which would be ignored in silence."""
+    """End with the parser's error if one of ``flags`` was given, because it would be ignored silently."""
     for flag in flags:
         name = flag.removeprefix("--").replace("-", "_")
         if getattr(given, name) != parser.get_default(name):

@@ -1,4 +1,4 @@
-"""What pages of more than one room share: tables in Markdown, and how an exported folder is loaded."""
+"""Text that pages of several packages share: Markdown tables, and the code that loads an exported folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """A table without a line's end behind it; the columns whose numbers are in ``right`` stand to the right."""
+    """A table without a final line feed; the columns whose indices are in ``right`` are right-aligned."""
     numeric = set(right)
     rule = ["---:" if i in numeric else "---" for i in range(len(header))]
     return "\n".join([_line(header), f"| {' | '.join(rule)} |", *map(_line, rows)])

@@ -1,4 +1,4 @@
-"""What a process owes its launcher (to end with it, and to hear requests to stop), and the memory that it takes."""
+"""How a process follows its launcher (it ends with it, and stops on request), and how much memory it uses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def cores() -> int:
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """What asks a run to stop; a terminal that is closed does unless this process ignores it, as under nohup."""
+    """The signals that ask a run to stop. SIGHUP (a closed terminal) is one unless it is ignored, as under nohup."""
     always = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
 def prepare() -> None:
-    """To be called first: importing torch takes seconds, in which an agent may die and a signal would end the process.
+    """Call this first: importing torch takes seconds, in which the agent may die or a signal would end the process.
 
-    A signal is remembered until the run can follow it (``stop_requested``). Not Ctrl-C, which ends an import at once.
+    Signals are remembered until the run can act on them (``stop_requested``). Ctrl-C is not: it ends an import at once.
     """
     die_with_agent()
     for number in stop_signals():
@@ -36,23 +36,23 @@ def prepare() -> None:
 
 
 def stop_requested() -> bool:
-    """Whether a stop was asked for since ``prepare``, before there was a handler that could see to it."""
+    """Whether a stop was requested after ``prepare``, before the run installed its own handlers."""
     return bool(_heard)
 
 
 def deafen() -> None:
-    """To be called last: a request that is repeated while the interpreter ends would otherwise end the process."""
+    """Call this last: otherwise a repeated request to stop would kill the process while the interpreter ends."""
     for number in stop_signals():
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
 
 
 def die_with_agent() -> None:
-    """End with the torchrun agent: its workers otherwise go on training, and writing, after it is killed."""
+    """Make this process die with the torchrun agent; a worker would otherwise train and write on after it is killed."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         agent = os.getppid()
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != agent:  # it died before the kernel knew whom to tell
+        if os.getppid() != agent:  # the agent died before prctl took effect
             os._exit(1)
 
 
@@ -61,24 +61,24 @@ def die_with_agent() -> None:
 
 
 def resident_memory() -> int:
-    """What this process holds; on systems that do not tell, the most that it has held."""
+    """The memory that this process holds; its peak on systems that do not report it."""
     return _row_of("/proc/self/status", "VmRSS:") or peak_memory()
 
 
 def peak_memory() -> int:
-    """The most that this process has held; on Linux since a 5 was last written to ``/proc/self/clear_refs``."""
+    """The most memory that this process has held; on Linux, since 5 was last written to ``/proc/self/clear_refs``."""
     unit = 1 if sys.platform == "darwin" else 1024
     return _row_of("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def available_memory() -> int:
-    """What processes could still take of the machine's; on systems that do not tell, half of all."""
+    """The memory that processes could still allocate; half of the machine's on systems that do not report it."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return _row_of("/proc/meminfo", "MemAvailable:") or whole // 2
 
 
 def _row_of(path: str, label: str) -> int | None:
-    """A row of a file of the kernel's, in bytes; None where there is none."""
+    """The value of a row of a file in /proc, in bytes; None if the file or the row does not exist."""
     try:
         rows = Path(path).read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""Tensors of which each rank holds some rows: DTensors that are sharded on their first dimension.
+"""Sharded tensors, of which each rank holds some rows: DTensors that are sharded on their first dimension.
 
-Every function takes plain tensors too, of which a rank holds all rows. DTensors are known by what they have: importing
-their module takes half a second, and only ``parallel=fsdp`` makes any.
+Every function also takes plain tensors, of which a rank holds all rows. DTensors are recognised by an attribute and not
+by their class: importing it takes half a second, and only ``parallel=fsdp`` makes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Stored(Protocol):
-    """A tensor elsewhere, read as it is asked for."""
+    """A tensor stored elsewhere, whose rows are read on request."""
 
     def whole(self) -> Tensor: ...
 
@@ -25,7 +25,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The first row of a sharded ``tensor`` that is here, and the one after the last: dealt out as by torch.chunk."""
+    """The range [first, end) of the rows of a sharded ``tensor`` that this rank holds, divided as by torch.chunk."""
     (placement,), count = tensor.placements, tensor.shape[0]
     if not placement.is_shard(0):
         raise ValueError(f"tensors are sharded by rows here, not {tensor.placements}")
@@ -35,7 +35,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def here(tensor: Tensor) -> Tensor:
-    """The rows of ``tensor`` that are here, in its own memory: the same object at each call, as optimizers need it."""
+    """The rows of ``tensor`` that this rank holds, in its memory; always the same object, as optimizers need."""
     if not is_sharded(tensor):
         return tensor
     if not hasattr(tensor, "_here"):
@@ -45,7 +45,7 @@ def here(tensor: Tensor) -> Tensor:
 
 
 def like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """The tensor of ``shape`` (that of ``tensor`` if None), sharded as ``tensor``, whose rows here are ``own``."""
+    """A tensor of ``shape`` (default: that of ``tensor``), sharded like ``tensor``, with ``own`` as the rows here."""
     if not is_sharded(tensor):
         return own
     from torch.distributed.tensor import DTensor
@@ -60,7 +60,7 @@ def whole(stored: Tensor | Stored) -> Tensor:
 
 
 def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
-    """Those rows of a tensor, ``stored`` whole, that this rank holds of ``tensor``."""
+    """The rows of ``stored``, a whole tensor, at the indices of the rows that this rank holds of ``tensor``."""
     if not is_sharded(tensor):
         return whole(stored)
     first, end = span(tensor)

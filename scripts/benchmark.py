@@ -96,7 +96,7 @@ def measure_peers(given: argparse.Namespace, words: list[str]) -> int:
         os.environ["PEERS_DIR"] = str(given.peers_dir.absolute())
     words = with_source(words)
     cfg = load(words)
-    if cfg.train.micro_batch is None:  # a peer takes a batch at once
+    if cfg.train.micro_batch is None:  # a peer does not split a batch
         words = [*words, f"train.micro_batch={cfg.train.global_batch}"]
     from dlr_pretrain.bench import step, tables
     from dlr_pretrain.bench.peers import Peer
@@ -138,7 +138,7 @@ def say(text: str) -> None:
 
 
 def write(given: argparse.Namespace, found: dict, title: str, table) -> None:
-    """Print the table, and write it and everything else where asked to."""
+    """Print the table, and write it and all results to the files that were asked for."""
     from dlr_pretrain.bench import tables
 
     text = f"# {title}\n\n{tables.header(found)}\n\n{table(found)}\n"
@@ -160,7 +160,7 @@ def measure_data(given: argparse.Namespace, words: list[str]) -> int:
     from dlr_pretrain.data.benchmark import measures
 
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # all of it on one core
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
     report(given, measures(cfg, given.tokens, given.rounds), {
         "batch": f"{cfg.train.global_batch} x {cfg.train.seq_len} tokens", "data": cfg.data.source,
     })  # fmt: skip
@@ -180,7 +180,7 @@ def measure_saves(given: argparse.Namespace, words: list[str]) -> int:
 
 
 def report(given: argparse.Namespace, measures, about: dict[str, str]) -> None:
-    """Print machine, versions, command and each measure as it comes; with ``--json`` to a file, too. Rank 0 alone."""
+    """On rank 0, print machine, versions, command and each measure as it comes; with ``--json`` also write a file."""
     from dlr_pretrain.bench import tables
 
     about |= tables.about()
@@ -197,6 +197,7 @@ def report(given: argparse.Namespace, measures, about: dict[str, str]) -> None:
         busy = f"   {statistics.median(measure.processor):.4g}" if measure.processor else ""
         print(f"{measure.name + ', ' + measure.unit:<56}{columns}{busy}", flush=True)
     if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(about | {"measures": found}, indent=1) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""What differs between runs, and by how much: ``python scripts/compare.py runs/a runs/b``."""
+"""Compare runs, their configurations and their curves: ``python scripts/compare.py runs/a runs/b``."""
 
 import argparse
 import json

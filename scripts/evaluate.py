@@ -1,5 +1,8 @@
-"""Zero-shot accuracy of exported folders: ``python scripts/evaluate.py runs/<name>/folded --data DIR``; several, as the
-seeds of one method, give mean and standard deviation. Under torchrun each rank, a GPU each, takes its share."""
+"""Zero-shot accuracy of exported folders: ``python scripts/evaluate.py runs/<name>/folded --data DIR``.
+
+Several folders, such as the seeds of one method, give mean and standard deviation. Under torchrun the ranks, with one
+GPU each, share the work.
+"""
 
 import argparse
 import json
@@ -47,7 +50,7 @@ def run(given: argparse.Namespace) -> None:
         given.output.parent.mkdir(parents=True, exist_ok=True)
         if given.output.is_dir():
             raise UserError(f"--output {given.output}: is a folder. Name a file")
-    with joined("cpu"):  # only scores are exchanged, when all of a model's are there
+    with joined("cpu"):  # gloo: ranks exchange scores alone, when all of a model's are there
         for report in evaluate(given):
             report["harness"] = harness
             if given.output and not rank():
@@ -57,7 +60,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def evaluate(given: argparse.Namespace) -> Iterator[dict]:
-    """Everything that is printed and written, after each folder of those until then: a later one may fail."""
+    """Yield, after each folder, the report of all folders so far, because a later one may fail."""
     import torch
 
     from dlr_pretrain.deploy import zero_shot
@@ -94,7 +97,7 @@ def evaluate(given: argparse.Namespace) -> Iterator[dict]:
 
 
 def table(report: dict) -> str:
-    """The report for reading, in percent."""
+    """The report as text, with a table in percent."""
     several = len(report["checkpoints"]) > 1
 
     def percent(value: float | None) -> str:

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The runs for the question whether DLR does what its paper says, in this framework, on real text.
+# The runs that answer whether DLR does what its paper says, in this framework, on real text.
 #
-#   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or those named; the same command again goes on
-#   MISSING=1 scripts/evidence.sh [PIECE ...]              only what nothing is kept of yet
-#   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from what is kept
+#   TEXT=/data/webmix scripts/evidence.sh [PIECE ...]      all pieces, or the named ones; repeat it to continue
+#   MISSING=1 scripts/evidence.sh [PIECE ...]              only what has no kept results yet
+#   scripts/evidence.sh report                             the tables and figures of docs/evidence.md, from kept results
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
-# default: minutes a run and core), or evidence_60m with SPIECE, T5's sentencepiece model, on a GPU, whose tables and
-# figures stay beside its runs. JOBS run at once. A comparison is kept as soon as it has ended.
+# default: a run takes minutes on one core) or evidence_60m, which needs a GPU and SPIECE, T5's sentencepiece model; its
+# tables and figures stay beside its runs. JOBS is the number of runs at once. The results of a comparison are kept as
+# soon as it has ended.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 experiment=${EXPERIMENT:-evidence_cpu}
@@ -19,7 +20,7 @@ evidence_60m) root=runs/evidence_60m kept=benchmarks/evidence_60m half=64 three_
 esac
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
 paper=0.01
-lower=0.003                         # at which so small a model trains evenly, as it does not at the paper's
+lower=0.003                         # at this rate so small a model trains evenly; at the paper's it does not
 seeds=42,43,44
 more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -41,24 +42,24 @@ tokens() { # the text, tokenised once
     --output "$root/tokens"
 }
 
-pairs() { # each backbone without and with DLR: a rate of its own from the same grid, then fresh seeds at it
+pairs() { # each backbone without and with DLR: find the best rate of one grid for each, then train fresh seeds at it
   tune full pair=full "lr=$rates" seeds=41 "confirm=$more"
   for backbone in cola lowrank lost lax cola_lax; do
     tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$more"
   done
 }
 
-paper() { # the same at the paper's one rate
+paper() { # the same pairs at the paper's single rate
   for backbone in cola lowrank lost lax cola_lax; do
     tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$paper" "seeds=$more"
   done
   tune full pair=full "lr=$paper" "seeds=$more"
 }
 
-mechanism() { # a residual, an initial offset, decay towards it: with and without decay, by the rounding of the updates
-  local three=cola+dlr,cola,cola+init_offset # the residual first: what it is compared with stands against it
+mechanism() { # residual, initial offset, and decay towards it: with and without decay, for each rounding of the updates
+  local three=cola+dlr,cola,cola+init_offset # the residual first: the others are compared with it
   local four=$three,cola+init_offset_decay
-  tune bf16_as_the_papers "pair=$three" "lr=$lower,$paper" "seeds=$seeds" # in whose rounding decay changes no weight
+  tune bf16_as_the_papers "pair=$three" "lr=$lower,$paper" "seeds=$seeds" # in its rounding decay changes no weight
   for decay in 0.0 0.1; do
     local shared=("lr=$lower" "seeds=$seeds" "optimizer.weight_decay=$decay")
     tune "bf16-$decay" "pair=$three" "${shared[@]}" optimizer=adamw
@@ -70,7 +71,7 @@ mechanism() { # a residual, an initial offset, decay towards it: with and withou
     precision=bf16_mixed
 }
 
-ablations() { # of the residual; then what a sceptic would try in its place: a larger B at the start, a faster B
+ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a higher learning rate of B
   local controls=cola:backbone.b_gain=1.3,cola:backbone.b_gain=2,cola:optimizer.b_lr=2,cola:optimizer.b_lr=4
   local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
   local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
@@ -83,19 +84,19 @@ ablations() { # of the residual; then what a sceptic would try in its place: a l
   tune at_the_papers_rate "pair=cola+dlr,cola,$some" "lr=$paper" "seeds=$seeds"
 }
 
-longer() { # four times the tokens, and four times the parameters: does the sign at each rate stay?
+longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
   if [ "$experiment" = evidence_60m ]; then echo "left out: evidence_60m reads all of the text already" && return; fi
   tune tokens pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" train.steps=4000 eval.every=1000
   tune parameters pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" scale.hidden_size=256 \
     scale.intermediate_size=688 scale.rank=64
 }
 
-paths() { # how the gradient splits on its way to the latents, over a run; those of pairs have ended without the probe
+paths() { # how the gradient splits on its way to the latents, over a run; the runs of pairs have no probe
   tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=$lower,$paper" seeds=41 probe=on probe.every=100 \
     "run.root=$root/probed"
 }
 
-cost() { # a step without DLR and with it, by turns in one process: on a machine that does nothing else
+cost() { # a step without DLR and with it, by turns in one process; the machine must be otherwise idle
   for backbone in cola lowrank lost lax cola_lax; do
     if [ -n "${MISSING:-}" ] && [ -f "$kept/cost/$backbone.json" ]; then echo "$backbone: kept" && continue; fi
     "$python" scripts/benchmark.py step "experiment=$experiment" "scale.vocab_size=$vocabulary" "backbone=$backbone" \
@@ -105,7 +106,7 @@ cost() { # a step without DLR and with it, by turns in one process: on a machine
 
 all=(pairs paper mechanism ablations longer paths)
 
-report() { # of what is kept
+report() { # from the kept results
   for piece in "${all[@]}"; do
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"

@@ -59,7 +59,7 @@ def fold(given: argparse.Namespace) -> None:
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:
-    """What the folder's README tells of the checkpoint: where it stands, and its own evaluation if it has one."""
+    """Facts of the checkpoint for the folder's README: its step, its tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
     since = takewhile(lambda line: line["step"] >= record["step"], newest_first(run / "metrics.jsonl"))
     own = next((line for line in since if line["step"] == record["step"]), {})

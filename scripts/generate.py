@@ -26,7 +26,7 @@ def main() -> int:
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the file")
     add("--device", help="default: a GPU where there is one")
     given = parser.parse_args()
-    sys.stdout.reconfigure(errors="replace")  # what its encoding has no letter for is a question mark
+    sys.stdout.reconfigure(errors="replace")  # characters that its encoding lacks become question marks
     return command(lambda: run(given))
 
 
@@ -65,11 +65,11 @@ def run(given: argparse.Namespace) -> None:
 
 
 def check(given: argparse.Namespace) -> list[str]:
-    """The prompts; ConfigError names every argument that is out of its bounds."""
+    """The prompts; raises ConfigError, which names every argument that is out of its bounds."""
     prompts = given.prompt
     if given.prompts:
         try:
-            lines = given.prompts.read_text(encoding="utf-8").split("\n")  # splitlines would cut at Unicode's ends, too
+            lines = given.prompts.read_text(encoding="utf-8").split("\n")  # splitlines also cuts at Unicode separators
         except UnicodeDecodeError as error:
             raise UserError(f"{given.prompts}: is not UTF-8: {error}. Save it as UTF-8 text") from error
         prompts = prompts + [line for line in lines if line.strip()]

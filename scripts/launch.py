@@ -1,9 +1,9 @@
 """torchrun for jobs that are preempted: ``python scripts/launch.py --nproc-per-node 8 train.py scale=1b``.
 
-It takes the words of torchrun, and differs in what signals and failures become. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and
-SIGUSR2 go on to this node's workers, which are then waited for as long as they need to save. (torchrun kills them 30 s
-after SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 of a run that has
-saved and that the same command continues; torchrun exits with 1 after any failure.
+It takes the arguments of torchrun, and differs in how it handles signals and failures. It passes SIGTERM, SIGINT,
+SIGHUP, SIGUSR1 and SIGUSR2 on to this node's workers, and waits for as long as they need to save. (torchrun kills them
+30 s after SIGTERM, and dies of SIGUSR1.) It exits with the code of the worker that ended first, such as 75 if the run
+has saved and the same command continues it; torchrun exits with 1 after any failure.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
 from dlr_pretrain.process import deafen, stop_signals
 
-EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # by the workers
+EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason the workers have told
 GRACE = 60.0  # seconds that torchrun has to end after its workers
 
 
@@ -31,7 +31,7 @@ ABOUT = (
 
 def main() -> int:
     asked: set[int] = set()
-    begun = threading.Event()  # there are workers, or have been
+    begun = threading.Event()  # set once there are or have been workers
 
     def pass_on(number: int, _frame) -> None:
         asked.add(number)
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def launch(asked: set[int]) -> int:
-    """Run torchrun; ``asked`` are the signals that have been passed on."""
+    """Run torchrun; returns the exit code. ``asked`` are the signals that have been passed on."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import get_args_parser, run
@@ -64,7 +64,7 @@ def launch(asked: set[int]) -> int:
     if given.max_restarts:
         print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)
         return EXIT_CONFIG
-    given.signals_to_handle = "SIGQUIT"  # the others are not torchrun's any more
+    given.signals_to_handle = "SIGQUIT"  # torchrun must leave the others to pass_on
     try:
         run(given)
     except ChildFailedError as error:
@@ -72,25 +72,25 @@ def launch(asked: set[int]) -> int:
         code = exit_code(first.exitcode, asked)
         if code not in EXPLAINED:
             print(error, file=sys.stderr)
-        elif rank != 0 and code != EXIT_STOPPED:  # which is mute, and may be the only one that knows the reason
+        elif rank != 0 and code != EXIT_STOPPED:  # this rank printed nothing, and it alone may know the reason
             said = first.message["message"] if isinstance(first.message, dict) else first.message
             print(f"error: rank {rank}: {said}", file=sys.stderr)
         return code
-    except RendezvousError as error:  # most likely its node is
+    except RendezvousError as error:  # most likely the node that hosts it is lost
         print(f"error: the place where the nodes meet is lost: {error}", file=sys.stderr)
         return EXIT_STOPPED if asked else EXIT_LOST
     return 0
 
 
 def end_with_workers(asked: set[int], begun: threading.Event) -> None:
-    """End this process where torchrun does not: it may wait for a node that is gone, where it would report the end.
+    """End this process if torchrun does not, which may wait to report the end to a node that is gone.
 
     Sets ``begun`` when there are workers.
     """
     while not workers():
         time.sleep(0.05)
     begun.set()
-    ended: dict[int, int] = {}  # the workers' exit codes, in the order of their ends
+    ended: dict[int, int] = {}  # the workers' exit codes, in the order in which they ended
     since = time.monotonic()
     while True:
         time.sleep(1)
@@ -109,9 +109,9 @@ def end_with_workers(asked: set[int], begun: threading.Event) -> None:
 
 
 def exit_code(ended: int, asked: set[int]) -> int:
-    """This process's, from a worker's as ``Popen`` has it: negative after a signal.
+    """This process's exit code, from a worker's in the form of ``Popen``: negative after a signal.
 
-    A worker that dies of a signal passed on to it had no ear yet, so it had nothing to save either.
+    A worker that dies of a signal passed on to it did not handle the signal yet, so it had nothing to save either.
     """
     if -ended in asked:
         return EXIT_STOPPED

@@ -1,4 +1,4 @@
-"""What a run will take: ``python scripts/plan.py scale=1b backbone=cola dlr=on``, the overrides of train.py."""
+"""Plan a run: ``python scripts/plan.py scale=1b backbone=cola dlr=on``, with the overrides of train.py."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def text(given: argparse.Namespace, words: list[str]) -> str:
-    """What was asked for."""
+    """The output that the flags ask for."""
     if given.table1:
         return table1(given.json)
     if given.measured:
@@ -73,7 +73,7 @@ def one(words: list[str], ranks: int, as_json: bool, device: str | None) -> str:
     if device and cfg.train.micro_batch != "auto":
         raise ConfigError([Problem("--device", device, "changes nothing", "Add --gpus, or train.micro_batch=auto")])
     device = device or DEVICE
-    from dlr_pretrain.analysis.plan import plan, render  # torch is imported only now, when nothing is left to refuse
+    from dlr_pretrain.analysis.plan import plan, render  # imports torch, so only after all checks of the arguments
     from dlr_pretrain.analysis.scaling import assume, on_paper
 
     found = plan(on_paper(cfg, ranks, assume(device)), ranks)

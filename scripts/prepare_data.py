@@ -20,10 +20,10 @@ from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.process import cores
 
-LINE_SECONDS = 10.0  # between lines where there is no terminal
+LINE_SECONDS = 10.0  # between lines of progress if there is no terminal
 BAR = 24  # characters
 LONGEST_LINE = 4192  # bytes: sentencepiece's max_sentence_length
-FEWEST_PIECES = 300  # letters, digits, signs, and some of their bytes
+FEWEST_PIECES = 300  # so that letters, digits and signs have one each
 USED = {
     f"data.{name}" for name in ("dataset", "revision", "cache", "root", "train_files", "validation_files", "text_key")
 }
@@ -53,7 +53,7 @@ def run(given: argparse.Namespace, words: list[str]) -> None:
         if (value := getattr(given, name)) is not None and value < least:
             raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
     refuse_unused(words)
-    cfg = load([*words, "logger=jsonl"])  # the default one needs a package that this command does not
+    cfg = load([*words, "logger=jsonl"])  # the default logger needs a package that this command does not
     if cfg.data.source == "tokens":
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
     source = open_source(cfg, say)
@@ -69,7 +69,7 @@ def run(given: argparse.Namespace, words: list[str]) -> None:
 
 
 def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
-    """The sentencepiece model beside ``output``, trained on the first texts of ``source`` where it is not there."""
+    """The sentencepiece model beside ``output``, trained on the first texts of ``source`` if there is none yet."""
     path = output.with_name(f"{output.name}.{pieces}.model")
     if path.exists():
         say(f"taking the tokenizer that was trained before: {path}")
@@ -85,11 +85,11 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
             share = f"{100 * too_long / size:.2g} % of these texts"
             say(f"sentencepiece leaves lines of over {LONGEST_LINE:,} bytes out: {share}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:  # another command may be at it, too
+        with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:  # another command may train it, too
             draft = Path(aside, path.name)
             try:
                 train_tokenizer(draft, texts, pieces)
-            except RuntimeError as error:  # of sentencepiece
+            except RuntimeError as error:  # raised by sentencepiece
                 raise UserError(f"no tokenizer of {pieces} pieces can be trained on these texts: {error}") from None
             if not path.exists():
                 draft.replace(path)
@@ -97,7 +97,7 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
 
 
 def refuse_unused(words: list[str]) -> None:
-    """Raise for keys of a run that say nothing about its texts and tokens."""
+    """Raise ConfigError for keys of a run that say nothing about its texts and tokens."""
     fix = "Leave it out, and give it to train.py"
     parts = [part for part in spread(words) if "=" in part and not part.startswith("-")]
     problems = [
@@ -114,7 +114,7 @@ def say(text: str) -> None:
 
 
 class Display:
-    """Progress on a stream: one line in place on a terminal, otherwise a line now and then."""
+    """Shows progress on a stream: on a terminal as one line that it redraws, otherwise as a line now and then."""
 
     def __init__(self, stream):
         self.stream, self.terminal = stream, stream.isatty()
@@ -137,7 +137,7 @@ class Display:
 
 
 def describe(progress: Progress, seconds: float) -> str:
-    """One line of text."""
+    """The progress as one line of text."""
     rate = progress.tokens / seconds if seconds else 0.0
     kept = f" ({progress.kept} kept)" if progress.kept else ""
     text = f"{progress.finished}/{progress.shards} shards{kept}  {progress.documents:,} documents  "

@@ -57,7 +57,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def named(folders: list[str]) -> dict[str, Path]:
-    """Folders by name: the given one, or that of the run."""
+    """Folders by name: the given name, or that of the run. Raises UserError for an unusable name."""
     found: dict[str, Path] = {}
     for word in folders:
         name, equals, path = word.partition("=")
@@ -126,7 +126,7 @@ def say(line: str) -> None:
 
 
 def evaluation(given: argparse.Namespace, device):
-    """(model, tokenizer) -> the measures of scripts/evaluate.py, on the device that the model was tuned on."""
+    """A function (model, tokenizer) that returns the measures of scripts/evaluate.py, computed on ``device``."""
     from dlr_pretrain.deploy import zero_shot
 
     tasks = zero_shot.load_tasks(given.tasks, given.eval_data)

@@ -1,4 +1,4 @@
-"""Runs against each other: what differs between their configurations, and by how much their curves do."""
+"""Compares runs: the differences between their configurations and between their curves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dlr_pretrain.config.problems import shown
 from dlr_pretrain.errors import UserError
 
 PLACES = ("run.dir", "run.root")
-ROWS = 10  # steps of a curve that are printed
+ROWS = 10  # printed steps of a curve, at most
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
 
 
@@ -46,10 +46,11 @@ class Side:
 
 
 def versus(runs: Sequence[RunRecord]) -> dict:
-    """Everything that ``render`` shows, as plain values with stable keys; means and standard deviations over seeds.
+    """Compare runs. Returns everything that ``render`` shows, as plain values with stable keys.
 
-    Runs that differ in their seed alone are one side; where all do, each is a side. Differences are from the first
-    side, over the seeds that both have; where they have none in common, of the means. UserError for fewer than two.
+    Runs that differ only in their seed form one side; if all runs do, each run is a side. The figures of a side are
+    means and standard deviations over its seeds. Each difference is a side minus the first side: by seed over the seeds
+    that both have, or between the means if they share no seed. Raises UserError if there are fewer than two sides.
     """
     groups, remarks = grouped(runs)
     groups.sort(key=lambda group: min(runs.index(run) for run in group.runs))
@@ -86,7 +87,7 @@ def _sides(groups: Sequence[Group]) -> list[Side]:
 
 
 def facts(run: RunRecord) -> dict[str, object]:
-    """Every key of the configuration, the fingerprints of the data, and who trained it on what."""
+    """The configuration without ``PLACES``, the fingerprints of the data, and the code, torch version and machine."""
     torch = (run.starts[-1] if run.starts else {}).get("packages", {}).get("torch")
     made = {"(code)": ", then ".join(run.codes), "(torch)": torch, "(machine)": run.machine}
     return {k: v for k, v in (flatten(run.config) | run.identity | made).items() if k not in PLACES}
@@ -101,7 +102,7 @@ def _differing_keys(sides: Sequence[Side]) -> list[str]:
 
 
 def _values(side: Side, key: str) -> list[object]:
-    """The values of a key in a side, which are several where its runs differ in what does not matter."""
+    """The distinct values of a key in a side. Its runs may differ in keys that do not set groups apart."""
     found = [facts(run).get(key, "absent") for run in side.runs]
     return [value for i, value in enumerate(found) if value not in found[:i]]
 
@@ -131,27 +132,27 @@ def _evaluated(run: RunRecord) -> dict[int, float]:
 
 
 def _trained(run: RunRecord) -> dict[int, float]:
-    """The running median of the training loss, at the nearest of its steps."""
+    """The training loss by step: its running median at the nearest step for which ``smoothed`` gives one."""
     steps = run.column("step")
     at, level = smoothed(run.column("train/loss"))
     return {int(step): float(level[np.abs(at - i).argmin()]) for i, step in enumerate(steps)}
 
 
 def common_steps(curves: Sequence[tuple[RunRecord, dict[int, float]]]) -> list[int]:
-    """The steps at which every run has a value or has diverged before."""
+    """The steps at which every run has a value or has already diverged."""
     found = sorted(set[int]().union(*(curve for _, curve in curves)))
     return [s for s in found if all(s in curve or (run.diverged and s > run.step) for run, curve in curves)]
 
 
 def _quarters(steps: Sequence[int]) -> list[int]:
-    """Those of the steps that are nearest to the quarters of the way."""
+    """The steps that are nearest to each quarter of the last step."""
     return sorted(
         {min(steps, key=lambda step, at=part: abs(step - round(at * steps[-1]))) for part in QUARTERS if steps}
     )
 
 
 def _curve(sides: Sequence[Side], of: Callable[[RunRecord], dict[int, float]], every: bool) -> list[dict]:
-    """At every common step or at the quarters; infinite where a run has diverged before."""
+    """Losses and differences at ``every`` common step, or at the quarters. A run is infinite after it has diverged."""
     curves = {id(run): of(run) for side in sides for run in side.runs}
     steps = common_steps([(run, curves[id(run)]) for side in sides for run in side.runs])
     rows = []
@@ -169,7 +170,7 @@ def _curve(sides: Sequence[Side], of: Callable[[RunRecord], dict[int, float]], e
 
 
 def _difference(a: dict[int, float], b: dict[int, float]) -> dict:
-    """b - a, by seed where they share seeds."""
+    """b - a: by seed over the seeds that both have, or between the means if they share no seed."""
     both = [seed for seed in a if seed in b]
     if both:
         gaps = (b[seed] - a[seed] for seed in both)
@@ -226,7 +227,7 @@ def render(found: dict) -> str:
 
 
 def _entry(key: str, values: Sequence[str], letters: Sequence[str]) -> list[str]:
-    """A key and its values, on one line where they fit."""
+    """A key and its values, on one line if they fit."""
     line = f"  {key:28}  " + "   ".join(f"{letter} {value}" for letter, value in zip(letters, values, strict=True))
     if len(line) <= WIDTH:
         return [line]
@@ -239,7 +240,7 @@ def _shown(value: object) -> str:
 
 
 def some(rows: Sequence[dict]) -> list[dict]:
-    """At most ``ROWS`` of the rows, evenly, the first and the last among them."""
+    """At most ``ROWS`` of the rows, evenly spaced, including the first and the last."""
     return [rows[i] for i in sorted(set(np.linspace(0, len(rows) - 1, ROWS).round().astype(int)))]
 
 
@@ -265,7 +266,7 @@ COLUMNS = (("perplexity", 2), ("tokens_per_second", 0), ("memory_gb", 2))
 
 
 def number(figure: dict | None, sign: str = "", digits: int = 4) -> str:
-    """4.1234 ± 0.0123; – where there is none."""
+    """A figure as text, such as 4.1234 ± 0.0123; – if there is none; how many seeds diverged if it is not finite."""
     if figure is None:
         return "–"
     if figure["mean"] is None:

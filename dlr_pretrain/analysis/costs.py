@@ -1,4 +1,4 @@
-"""What the model of a group costs: trained parameters, and FLOPs for a position, counted as ``plan`` counts them."""
+"""The cost of a group's model: trained parameters, and FLOPs per position, counted as ``plan`` counts them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Cost:
 
 
 def costs(groups: Sequence[Group]) -> tuple[list[Cost | None], list[str]]:
-    """One a group, None where today's code cannot build its model; and remarks on these."""
+    """The cost of each group, and remarks on groups without one.
+
+    A cost is None if the current code cannot build the model, or if the size of its vocabulary is not known.
+    """
     sizes = vocabularies(groups)
     known: dict[str, Cost | str] = {}
     found: list[Cost | None] = []
@@ -51,7 +54,10 @@ def costs(groups: Sequence[Group]) -> tuple[list[Cost | None], list[str]]:
 
 
 def model_key(group: Group) -> str:
-    """Equal for groups whose models have the same parameters and products: a residual in weight space adds neither."""
+    """A key that is equal for groups whose models have the same parameters and products.
+
+    A residual that is added to the weights (``impl=weight``) changes neither, unless B is frozen or alpha is learned.
+    """
     dlr = group.config["dlr"]
     folded = not dlr["enabled"] or (dlr["impl"] == "weight" and dlr["train_b"] and not dlr["learn_alpha"])
     return group.without(*IRRELEVANT, *(["dlr."] if folded else []))
@@ -69,7 +75,7 @@ def _cost(run: RunRecord, vocabulary: int | None) -> Cost:
 
 
 def vocabularies(groups: Sequence[Group]) -> dict[object, int | None]:
-    """The size of each tokenizer's vocabulary by its fingerprint: configured, or that of an exported model."""
+    """The vocabulary size for each ``tokenizer``: the configured one, else that of an exported model, else None."""
     sizes: dict[object, int | None] = {}
     for group in groups:
         for run in group.runs:
@@ -79,12 +85,12 @@ def vocabularies(groups: Sequence[Group]) -> dict[object, int | None]:
 
 
 def tokenizer(group: Group) -> tuple:
-    """What decides on the vocabulary."""
+    """What determines the vocabulary: the tokenizer's fingerprint and the configured size."""
     return group.shared.get("tokenizer.pieces"), group.config["scale"].get("vocab_size")
 
 
 def exported_vocabulary(run_dir: Path) -> int | None:
-    """Rows of the exported model's embedding; None where there is none."""
+    """The embedding rows of the run's exported model; None if there is no such model."""
     try:
         return json.loads((run_dir / "folded" / "config.json").read_text())["vocab_size"]
     except (OSError, ValueError, KeyError):

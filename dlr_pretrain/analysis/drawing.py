@@ -1,5 +1,7 @@
-"""What figures share: axes that need no display, marks, the colours of Okabe and Ito (2008), which are apart for every
-kind of colour vision, and the files."""
+"""Shared parts of the figures: axes that need no display, marks, colours, and writing of files.
+
+The colours are those of Okabe and Ito (2008), which can be told apart with every kind of colour vision.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,23 @@ from pathlib import Path
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILLION, PINK = "#0072B2", "#D55E00", "#CC79A7"
-GREY = "#767676"  # of what only helps the eye
+GREY = "#767676"  # for guide lines and arrows
 SERIES = (BLUE, VERMILLION, GREEN, PINK, ORANGE, SKY, BLACK)
 MARKS = "osD^vPX*"
-COLUMNS = 3  # panels in a row
+COLUMNS = 3  # panels in a row, at most
 IMAGES = ("png", "svg")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """``<name>.png`` and ``<name>.svg``; ``caption`` says what is seen."""
+    """A figure that was saved as ``<name>.png`` and ``<name>.svg``; ``caption`` describes it."""
 
     name: str
     caption: str
 
 
 def subplots(n: int, width: float = 3.6, height: float = 3.1, shared: bool = True):
-    """A figure with ``n`` panels of one size, which may have one range of values."""
+    """A figure and its ``n`` panels of equal size; ``shared`` panels have the same ranges on both axes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -42,7 +44,7 @@ def subplots(n: int, width: float = 3.6, height: float = 3.1, shared: bool = Tru
 
 
 def unframe(ax, which: str = "major") -> None:
-    """Faint lines at the ticks, and no frame above and to the right."""
+    """Draw faint lines at the ticks, and remove the frame at the top and on the right."""
     ax.grid(alpha=0.25, which=which)
     ax.spines[["top", "right"]].set_visible(False)
 
@@ -69,15 +71,15 @@ def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, 
 
 
 def wrapped(label: str, width: int = 28) -> str:
-    """A label on as many lines as it needs."""
+    """Break a label into lines of ``width`` characters, between words only."""
     return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")
 
 
 def save(figure, folder: Path, name: str, caption: str) -> Picture:
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": name}):  # the same figure is the same file
+    with matplotlib.rc_context({"svg.hashsalt": name}):  # equal figures give equal files
         figure.savefig(folder / f"{name}.png")
-        figure.set_layout_engine("none")  # it has done its work
+        figure.set_layout_engine("none")  # the first savefig has laid out the figure
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return Picture(name, caption)

@@ -35,14 +35,14 @@ from dlr_pretrain.analysis.show import amount
 
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}
-CROWDED = 5  # names that axes have no room for
+CROWDED = 5  # a legend with more names than this stands beside the axes
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a curve runs along: ``of(run, cost)`` gives a value for each update; None where it is not known.
+    """The x axis of a curve: ``of(run, cost)`` gives its value at each update, or None if it is not known.
 
-    ``shown(value, position)`` is a tick's text.
+    ``shown(value, position)`` is the text of a tick.
     """
 
     name: str
@@ -71,7 +71,7 @@ AXES = (
 
 
 def draw(groups: Sequence[Group], costs: Sequence[Cost | None], folder: Path) -> list[Picture]:
-    """Write every figure that the groups have the numbers for into ``folder``."""
+    """Write every figure for which the groups have the numbers into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     for scale in dict.fromkeys(group.scale for group in groups):
@@ -99,7 +99,10 @@ def _of_scale(scale: str, of: list[tuple[Group, Cost | None]], folder: Path) -> 
 
 
 def panels(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
-    """The groups of each backbone; the dense model is in all panels, and has its own where it is alone."""
+    """The name and the groups of each panel. There is one for each backbone, which also shows the dense model.
+
+    The dense model has a panel of its own only if there is no other backbone.
+    """
     bases = dict.fromkeys(group.base for group in groups)
     dense = [group for group in groups if group.method == "full"]
     found = [(name, [*(g for g in groups if g.base == name), *dense]) for name in bases if name != "full"]
@@ -107,7 +110,7 @@ def panels(groups: Sequence[Group]) -> list[tuple[str, list[Group]]]:
 
 
 def look(groups: Sequence[Group]) -> list[dict]:
-    """A colour and a dash for each group of a panel: plain, DLR and dense always the same."""
+    """A colour and a line style for each group of a panel; those of plain, DLR and dense are the same in all panels."""
     others = iter([(color, dash) for dash in ("-", "--", ":", "-.") for color in OTHERS] * len(groups))
     looks = []
     for group in groups:
@@ -169,7 +172,10 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
 
 
 def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
-    """Evaluation perplexity of all groups in one set of axes: colour for the backbone, dash for what is added."""
+    """Draw the evaluation perplexity of all groups in one panel.
+
+    The colour shows the backbone. The line style shows whether it is plain, with DLR or another variant.
+    """
     evaluated = [group for group in groups if any(run.evaluations for run in group.runs)]
     if not evaluated:
         return None
@@ -205,8 +211,10 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 
 
 def mean_curve(group: Group) -> tuple[list[int], list[Spread]]:
-    """The steps that all finished seeds have evaluated, or diverged before, and the perplexities there: always of the
-    same seeds, since a mean over fewer of them would jump where one stops."""
+    """The steps at which every finished seed has an evaluation or has already diverged, and the perplexities there.
+
+    Every mean is over the same seeds, because a mean over fewer of them would jump where one seed stops.
+    """
     ended = replace(group, runs=group.finished)
     steps = sorted({e["step"] for run in ended.runs for e in run.evaluations})
     found = [(step, at) for step in steps if (at := ended.at(step, PERPLEXITY)) and at.n == len(ended.runs)]
@@ -244,7 +252,7 @@ def _pairs(scale: str, groups: list[Group], folder: Path) -> Picture | None:
 
 
 def _without(lost: Sequence[str]) -> str:
-    """What a caption says of the groups that have no mean."""
+    """The sentence of a caption that names the groups without a mean; empty if there are none."""
     return f" Not drawn, since a seed has diverged: {', '.join(dict.fromkeys(lost))}." if lost else ""
 
 
@@ -325,7 +333,7 @@ def _range(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def _legend(ax, beside: bool) -> None:
-    """Within the axes, or to their right."""
+    """Add a legend inside the axes, or to their right if ``beside``."""
     where = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if beside else {}
     ax.legend(frameon=False, fontsize=8, **where)
 

@@ -1,4 +1,4 @@
-"""Arithmetic of a model, counted from the products that its code runs: low-rank layers count as low-rank."""
+"""FLOPs of a model, counted from the matrix products that its code runs, so that low-rank layers count as low-rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.precision import WORKING_DTYPE
 
-# Dense bf16 peaks of the data sheets, FLOP/s, by the driver's exact name: variants differ, and so do slices of a GPU.
-# A GPU that is not listed has no MFU, and neither have fp32 products, which take the slower units.
+# Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
+# have different peaks, and so do slices of it. There is no MFU for a GPU that is not listed, nor for fp32 products,
+# which run on slower units.
 PEAK_FLOPS = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
@@ -37,11 +38,11 @@ PEAK_FLOPS = {
 def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int, recomputed: bool = False) -> float:
     """FLOPs of forward and backward for one position, in micro-batches of ``micro_batch`` sequences.
 
-    2 for each weight that multiplies a position, 4 more in the backward pass, 2 where the weight is frozen; causal
-    attention as 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its weights), are
-    shared out. Embedding rows, padding, elementwise work and the optimizer do not count. Neither does what activation
-    checkpointing computes again, but where it is asked for (``recomputed``; attention's is 2 T d L).
-    The count is of the model's own code, on the meta device.
+    Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
+    Causal attention costs 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its
+    weights), are divided by its positions. Embedding rows, padding, elementwise operations and the optimizer do not
+    count. What activation checkpointing computes again counts only if ``recomputed``; for attention it is 2 T d L.
+    The count runs the model's own code on the meta device.
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
     again = recomputed and cfg.train.activation_checkpointing != "none"
@@ -54,7 +55,7 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int, recomputed: 
 
 
 def _products(cfg: Config, vocab_size: int, num_layers: int) -> tuple[int, int]:
-    """FLOPs of all products but attention's with ``num_layers`` blocks: for each position, and for each micro-batch."""
+    """FLOPs of all products except attention's with ``num_layers`` blocks: per position, and once per micro-batch."""
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=False)  # no padding
@@ -75,7 +76,7 @@ def _count(model: Llama, positions: int) -> int:
 
 
 class _Products(TorchDispatchMode):
-    """Sums the FLOPs of matrix products, those inside attention excepted."""
+    """Sums the FLOPs of all matrix products except those inside attention."""
 
     flops = 0
 
@@ -89,8 +90,9 @@ class _Products(TorchDispatchMode):
 
 @contextmanager
 def attention_as_on_a_gpu() -> Iterator[None]:
-    """Within, attention on the meta device is one of the fused operators of a GPU: by itself meta takes the one that
-    forms the weights [T, T].
+    """Within this context, attention on the meta device runs as one of a GPU's fused operators.
+
+    Without it, the meta device runs the operator that forms the attention weights [T, T].
     """
 
     def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool) -> Tensor:
@@ -104,7 +106,7 @@ def attention_as_on_a_gpu() -> Iterator[None]:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The peak of one device for products in the working dtype of ``precision``, or None where it is not known."""
+    """The peak FLOP/s of one device for products in the working dtype of ``precision``, or None if it is not known."""
     if device.type != "cuda" or WORKING_DTYPE[precision] != torch.bfloat16:
         return None
     return PEAK_FLOPS.get(torch.cuda.get_device_name(device))

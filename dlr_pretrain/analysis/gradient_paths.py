@@ -1,8 +1,9 @@
 """The gradient-path probe: how a projection's gradient reaches its latent, through B and through the residual.
 
-Of y = (B + beta R^T) z, the gradient of z is u + v with u = B^T g and v = beta R g; g is that of y, the output of B
-before anything is added to it or normalised. For a g without a preferred direction the root mean squares of |v| and |u|
-are in the ratio |beta R^T|_F / |B|_F (``isotropic``). Source: Wang et al. (2026), their study of gradient paths.
+For y = (B + beta R^T) z, the gradient with respect to z is u + v, with u = B^T g and v = beta R g. Here g is the
+gradient with respect to y, the output of B before anything is added to it or normalises it. If g has no preferred
+direction, the ratio of the root mean squares of |v| and |u| is |beta R^T|_F / |B|_F (``isotropic``).
+Source: Wang et al. (2026), their study of gradient paths.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.tensors import at_least_fp32
 
 META = torch.device("meta")
-SUMS = 6  # of ``sums``
+SUMS = 6  # entries in the result of ``sums``
 
 
 class PlainPath:
-    """The model of ``cfg`` as it is read: eager, one projection at a time, on somebody else's weights.
+    """The model of ``cfg`` in its readable form: eager, one projection at a time, on the weights of another model.
 
-    Its parameters are constants in the memory of the model that trains, so no backward pass through it leaves a
-    gradient there, and neither hooks nor compiled code of that model see it.
+    Its parameters are constants that share the memory of the model that trains. A backward pass through it therefore
+    leaves no gradient in that model, and calls neither its hooks nor its compiled code.
     """
 
     def __init__(self, cfg: Config, vocab_size: int):
         if cfg.dlr.impl == "branch":
             self.model = build(cfg, vocab_size, META)
-        else:  # the weights that are multiplied by hold the residual
+        else:  # the published weights already hold the residual
             with META:
                 self.model = Llama(cfg, vocab_size, grouped=False)
 
@@ -42,14 +43,14 @@ class PlainPath:
     ) -> dict[str, Tensor]:
         """The gradients [N, d_out] of the outputs of the up-projections ``names``, at the N positions of ``inputs``.
 
-        ``weights`` are the model's parameters and buffers as it multiplies by them, ``inputs`` its arguments; the loss
-        is their summed cross-entropy divided by ``count``.
+        ``weights`` are the parameters and buffers that the model multiplies by; they hold the residual unless it is a
+        branch. ``inputs`` are the arguments of the model. The loss is its summed cross-entropy divided by ``count``.
         """
         own = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         bare = {name: weights[name].detach() for name in own}
         self.model.load_state_dict(bare | marks(self.model), assign=True)
         self.model.requires_grad_(False)
-        zeros: dict[str, Tensor] = {}  # added to the outputs; what is computed again in the backward pass finds its own
+        zeros: dict[str, Tensor] = {}  # added to the outputs; recomputation in the backward pass reuses them
 
         def added(name: str, _module, _inputs, y: Tensor) -> Tensor:
             if name not in zeros:
@@ -69,10 +70,10 @@ class PlainPath:
 
 
 def counted(name: str, scored: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Which positions [N] count for the projection ``name``: the ``scored`` ones [B, T].
+    """A mask [N] of the positions that count for the projection ``name``: the ``scored`` ones [B, T].
 
-    Of queries the first of a document (of a row without ``documents`` [B, T]) does not: it sees one key, and its
-    gradient is zero but for rounding.
+    For q_proj, the first position of a document (of a row if there are no ``documents`` [B, T]) does not count: it sees
+    only one key, so that its gradient is zero up to rounding.
     """
     if ".q_proj." in name:
         first = torch.zeros_like(scored)
@@ -84,10 +85,11 @@ def counted(name: str, scored: Tensor, documents: Tensor | None = None) -> Tenso
 
 
 def sums(g: Tensor, b: Tensor, residual: Tensor) -> Tensor:
-    """Over the positions of ``g`` [N, d_out]: their number, |u|, |v|, |v| / |u|, cos(u, v), and the number of the last.
+    """Totals [6] over the positions of ``g`` [N, d_out].
 
-    B and ``residual``, beta R^T, are [d_out, r]. Where u or v is zero there is neither ratio nor cosine. Products in
-    fp32 (fp64 for fp64), sums in fp64.
+    They are the number of positions, the sums of |u|, |v|, |v| / |u| and cos(u, v), and the number of positions at
+    which neither u nor v is zero: only these have a ratio and a cosine. ``b`` is B and ``residual`` is beta R^T, both
+    [d_out, r]. Products are in fp32 (fp64 for fp64), sums in fp64.
     """
     wide = at_least_fp32(g.dtype)
     u, v = ((g.to(wide) @ matrix.to(wide)).double() for matrix in (b, residual))
@@ -100,9 +102,9 @@ def sums(g: Tensor, b: Tensor, residual: Tensor) -> Tensor:
 
 
 def means(sums: list[float]) -> dict[str, float | None]:
-    """What the summed ``sums`` of all positions say; None where no position counts.
+    """The means that follow from the ``sums`` over all positions; None for a mean over no position.
 
-    ``rho`` is the ratio of the means |v| / |u|, ``rho_mean`` the mean of the ratios.
+    ``rho`` is the ratio of the means of |v| and |u|, ``rho_mean`` the mean of the ratios |v| / |u|.
     """
     count, u, v, ratio, cosine, both = sums
 
@@ -119,12 +121,12 @@ def means(sums: list[float]) -> dict[str, float | None]:
 
 
 def residual_matrix(residual: Residual, b: Tensor, alpha: Tensor | None) -> Tensor:
-    """beta R^T [d_out, r] in fp32 (fp64 for fp64), as it enters B."""
+    """beta R^T [d_out, r] in fp32 (fp64 for fp64), as it is added to B."""
     matrix = torch.zeros_like(b, dtype=at_least_fp32(b.dtype))
     residual.add(matrix, alpha)
     return matrix
 
 
 def isotropic(b: Tensor, residual: Tensor) -> Tensor:
-    """|v| / |u| in root mean square for gradients without a preferred direction, [] in fp64."""
+    """The ratio of the root mean squares of |v| and |u| if gradients have no preferred direction, [] in fp64."""
     return residual.double().norm() / b.double().norm()

@@ -1,4 +1,4 @@
-"""Runs that differ in their seed alone are one group; figures of a group are means over its finished seeds."""
+"""Groups of runs that differ only in their seed; the figures of a group are means over its finished seeds."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dlr_pretrain.config import MISSING
 from dlr_pretrain.config.identity import ORIGIN
 
 PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
-# What an evaluation is of, and how much of a document a position sees.
+# The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Mean of a figure over seeds, and its standard deviation (n - 1 in the denominator; None for one seed).
+    """The mean of a figure over seeds, and its standard deviation (n - 1 in the denominator; None for one seed).
 
-    Not finite where a seed's figure is not: a diverged seed is never left out of a mean.
+    The mean is not finite if the figure of a seed is not: a diverged seed is never left out of a mean.
     """
 
     values: tuple[float, ...]
@@ -34,7 +34,7 @@ class Spread:
 
     @property
     def diverged(self) -> int:
-        """How many are not finite."""
+        """The number of values that are not finite."""
         return sum(not math.isfinite(value) for value in self.values)
 
     @property
@@ -52,10 +52,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs of equal identity but for the seed, one a seed; ``shared`` is that identity. Where the order of the data
-    follows the seed, ``data.seed`` is "seed" there.
+    """Runs whose identities differ only in the seed, one run per seed.
 
-    ``variant`` says what sets the group apart from others of its scale and method, in overrides; "" for the commonest.
+    ``shared`` is the identity without the seed and the keys of ``ORIGIN``; its ``data.seed`` is "seed" if the order of
+    the data follows the seed. ``variant`` lists the overrides that set the group apart from others of its scale and
+    method; it is "" for the most common one.
     """
 
     runs: tuple[RunRecord, ...]
@@ -72,7 +73,7 @@ class Group:
 
     @property
     def base(self) -> str:
-        """The backbone of its method."""
+        """The method without its residual: a backbone, or an optimizer such as galore."""
         return self.method.partition("+")[0]
 
     @property
@@ -93,22 +94,25 @@ class Group:
         return tuple(run for run in self.runs if run.final)
 
     def final(self, name: str) -> Spread | None:
-        """A figure of the evaluation after the last update, over the finished seeds; None where there is none."""
+        """A figure of the evaluation after the last update, over the finished seeds; None if there is none."""
         return _told([run.final for run in self.finished], name)
 
     def at(self, step: int, name: str) -> Spread | None:
-        """A figure of the evaluation at ``step``, over the seeds that have one; infinite for one that had diverged."""
+        """A figure of the evaluation at ``step``, over the seeds that have one; None if no seed has.
+
+        A seed that diverged before that step counts as infinite.
+        """
         lost: list[dict] = [{} for run in self.runs if run.diverged and run.step < step]
         found = [e for run in self.runs for e in run.evaluations if e["step"] == step]
         return _told(found + lost if found else [], name)
 
     def without(self, *prefixes: str) -> str:
-        """The shared identity without some keys, to be compared with another group's."""
+        """The shared identity as text, without keys that start with a prefix, to compare it with another group's."""
         return _text({key: value for key, value in self.shared.items() if not key.startswith(prefixes)})
 
 
 def _told(evaluations: Sequence[dict], name: str) -> Spread | None:
-    """A figure over evaluations; None where it is the convention's, and one of them is too small for it."""
+    """A figure over evaluations; None if it is the convention's and one of the evaluations is too small for that."""
     ended = [e for e in evaluations if e.get("eval/loss") is not None]
     if name == CONVENTION and not all(map(convention, ended)):
         return None
@@ -116,13 +120,16 @@ def _told(evaluations: Sequence[dict], name: str) -> Spread | None:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """None of nothing; a null of metrics.jsonl, which was not finite, counts as infinite."""
+    """The spread of ``values``; None if there are none. A null of metrics.jsonl (not finite) counts as infinite."""
     found = tuple(math.inf if value is None else float(value) for value in values)
     return Spread(found) if found else None
 
 
 def grouped(runs: Sequence[RunRecord]) -> tuple[list[Group], list[str]]:
-    """The groups in the order of scale and method, and remarks on runs that are in none, or in one of their own."""
+    """The groups in the order of scale and method, and a remark on each run that is left out.
+
+    Of several runs with the same configuration and seed, the one with the most steps is kept.
+    """
     found: dict[str, list[RunRecord]] = {}
     shared: dict[str, dict] = {}
     remarks: list[str] = []
@@ -144,11 +151,11 @@ def grouped(runs: Sequence[RunRecord]) -> tuple[list[Group], list[str]]:
 
 
 def _shared(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, dict]]:
-    """Each run with its identity but for the seed.
+    """Each run with the ``shared`` identity of its group.
 
-    A run whose ``data.seed`` is its seed is taken to have its seed's order of the data, unless a run that differs in
-    seed and residual alone has that same order: then it is the order of all, and equal by chance. Where no such run has
-    another seed, any run counts.
+    A run whose ``data.seed`` equals its seed is taken to order the data by its seed, unless a run with another seed has
+    the same ``data.seed``. That order is then fixed for all runs, and equals the seed by chance. The runs that can show
+    this are those that differ only in seed and residual; if these all have one seed, any run can.
     """
     families: dict[str, list[tuple[RunRecord, dict]]] = {}
     for run in runs:
@@ -164,18 +171,18 @@ def _shared(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, dict]]:
 
 
 def ordered_by_seed(run: RunRecord) -> bool:
-    """Whether the order of the data may be the seed's, ``data.seed=${seed}``; they may also agree by chance."""
+    """Whether the order of the data may follow the seed (``data.seed=${seed}``); they may also be equal by chance."""
     return run.identity.get("data.seed") == run.seed
 
 
 def pairs(groups: Sequence[Group]) -> list[tuple[Group, Group]]:
-    """(without DLR, with it) of groups that differ in nothing else."""
+    """Pairs of groups (without DLR, with DLR) that differ in nothing else."""
     plain = {g.without("dlr."): g for g in groups if g.config["dlr"]["name"] == "off"}
     return [(plain[key], g) for g in groups if g.config["dlr"]["name"] == "on" and (key := g.without("dlr.")) in plain]
 
 
 def difference(a: Group, b: Group, value: Callable[[RunRecord], float | None]) -> Spread | None:
-    """b - a by seed, over the seeds that both have finished; None where there is no such seed."""
+    """b - a by seed, over the seeds that both have finished; None if there is no such seed."""
     first = {run.seed: value(run) for run in a.finished}
     both = [(first[run.seed], value(run)) for run in b.finished if run.seed in first]
     return spread(math.inf if None in pair else pair[1] - pair[0] for pair in both)
@@ -184,7 +191,7 @@ def difference(a: Group, b: Group, value: Callable[[RunRecord], float | None]) -
 # ----------------------------------------------------------------------------------------------------
 # Names
 
-TAKEN_FROM_SCALE = {  # keys of a scale that say nothing beside the keys that follow them
+TAKEN_FROM_SCALE = {  # a variant leaves out a key of a scale if it has the key that takes its value
     "scale.rank": "backbone.rank",
     "scale.lr": "train.lr",
     "scale.steps": "train.steps",
@@ -195,7 +202,10 @@ TAKEN_FROM_SCALE = {  # keys of a scale that say nothing beside the keys that fo
 
 
 def _named(groups: list[Group]) -> list[Group]:
-    """Groups of one scale and method get the keys in which they differ from the one whose values most groups share."""
+    """The groups with their variants: the keys in which a group differs from the main one of its scale and method.
+
+    The main group is the one whose values most runs of that scale share.
+    """
     common: dict[str, Counter] = {}
     for group in groups:
         for key, value in group.shared.items():
@@ -209,7 +219,7 @@ def _named(groups: list[Group]) -> list[Group]:
             votes = sum(common[f"{g.scale} {k}"][_text(g.shared[k])] for k in keys if k in g.shared)
             return votes, len(g.runs)
 
-        main = max(others, key=usual)  # the first of equals
+        main = max(others, key=usual)  # the first if several are equal
         changed = [k for k in keys if group.shared.get(k, MISSING) != main.shared.get(k, MISSING)]
         own = [k for k in changed if TAKEN_FROM_SCALE.get(k) not in changed]
         named.append(Group(group.runs, group.shared, ", ".join(_override(k, group.shared) for k in own)))
@@ -217,15 +227,15 @@ def _named(groups: list[Group]) -> list[Group]:
 
 
 def differing(identities: Sequence[dict]) -> list[str]:
-    """The keys whose values are not the same in all, in their order."""
+    """The keys whose values are not the same in all ``identities``, in the order in which they appear."""
     keys = dict.fromkeys(key for identity in identities for key in identity)
     return [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
 
 
 def differing_text(runs: Iterable[RunRecord]) -> list[str]:
-    """The keys by which evaluations of the runs are not of the same text: their losses do not compare."""
+    """The keys by which the runs are evaluated on different text. If there are any, losses cannot be compared."""
     scored = [{key: run.identity.get(key, "absent") for key in TEXT} for run in runs]
-    padded = {"data.mask_documents": False}  # there is one document in a row, and nothing to mask
+    padded = {"data.mask_documents": False}  # a row holds one document, so nothing is masked
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
 
 

@@ -1,4 +1,4 @@
-"""What a run has logged."""
+"""Reading the metrics that a run has logged."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from dlr_pretrain.errors import UserError
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The complete lines of a metrics file; a last line that a kill cut off is left out."""
+    """The records of a metrics file. An incomplete last line, which a killed run leaves, is left out.
+
+    Raises UserError if another line is damaged.
+    """
     return [_record(path, line) for line in _lines(path)]
 
 
 def sound_records(path: Path) -> list[dict]:
-    """The records of ``read_metrics`` without damaged lines, such as a loss of power leaves."""
+    """The records of ``read_metrics``, except that damaged lines, as after a power failure, are left out."""
     found = []
     for line in _lines(path):
         with suppress(UserError):
@@ -31,7 +34,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def newest_first(path: Path, block: int = 1 << 16) -> Iterator[dict]:
-    """The records of ``read_metrics`` from the last one on, without reading more of the file than is asked for."""
+    """The records of ``read_metrics`` in reverse order. The file is read from its end, only as far as necessary."""
     if not is_there(path):
         return
     with open(path, "rb") as file:
@@ -41,7 +44,7 @@ def newest_first(path: Path, block: int = 1 << 16) -> Iterator[dict]:
             position -= size
             file.seek(position)
             text = file.read(size) + rest
-            if cut_off:  # drop what stands behind the last end of a line
+            if cut_off:  # drop an incomplete last line
                 text, newline, _ = text.rpartition(b"\n")
                 cut_off = not newline
             rest, *lines = text.split(b"\n")
@@ -53,7 +56,7 @@ def newest_first(path: Path, block: int = 1 << 16) -> Iterator[dict]:
 def _record(path: Path, line: bytes) -> dict:
     try:
         record = json.loads(line)
-        record["step"] + 0  # every line is a step's
+        record["step"] + 0  # fails if the record has no step
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: a line is damaged: {line[:60]!r}. The next start of the run leaves it out") from None
     return record

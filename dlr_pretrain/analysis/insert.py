@@ -1,10 +1,10 @@
-"""The tables and figures of reports in a page that is written by hand.
+"""Inserts tables and figures of reports into a page that is written by hand.
 
     python -m dlr_pretrain.analysis.insert docs/evidence.md runs/evidence/report
 
-What stands between ``<!-- pairs/tune -->`` and ``<!-- end -->`` becomes the rows and notes of
-``runs/evidence/report/pairs/tables/tune.md``. An image that is linked as ``evidence/pairs/tune_rates.png``, the page's
-name first, becomes that of ``runs/evidence/report/pairs/figures``.
+The rows and notes of ``runs/evidence/report/pairs/tables/tune.md`` replace the text between ``<!-- pairs/tune -->`` and
+``<!-- end -->``. If the page links an image as ``evidence/pairs/tune_rates.png`` (the page's name comes first),
+``tune_rates.png`` is copied there from ``runs/evidence/report/pairs/figures``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def insert(page: Path, reports: Path) -> None:
-    """Bring ``page`` and its figures up to date; UserError where a report lacks one of them."""
+    """Update the tables and figures of ``page``. Raises UserError if a report lacks one of them."""
     text = page.read_text(encoding="utf-8")
 
     def body(found: re.Match) -> str:

@@ -1,11 +1,11 @@
-"""Comparisons and their runs cut down to what a report reads, small enough to stand in a repository beside its figures.
+"""Reduces comparisons and their runs to what a report reads, small enough to keep in a repository beside its figures.
 
     python -m dlr_pretrain.analysis.keep runs/evidence/pairs/tune/cola benchmarks/evidence/pairs
 
-Of each comparison, a folder with a ``tune.json``: that file, and of every run that it names the configuration, the
-manifest without the name of the machine, and of ``metrics.jsonl`` the first update, the last, each that was evaluated
-or probed, and every twenty-fifth. What is kept there of other comparisons stays. ``scripts/report.py`` reads it all
-like whole runs.
+A comparison is a folder with a ``tune.json``. This file is kept and, for every run that it names, the configuration,
+the manifest without the host's name, and these records of ``metrics.jsonl``: the first, the last, those with an
+evaluation or a probe, and those of every twenty-fifth update. Comparisons that are already in the output folder stay
+there. ``scripts/report.py`` reads the result like whole runs.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ EVERY = 25
 
 
 def keep(comparisons: Sequence[Path], output: Path, every: int = EVERY) -> int:
-    """Write ``comparisons`` and their runs into ``output``, beside the others that are kept there; how many runs.
+    """Write ``comparisons`` and their runs into ``output``, beside those already there. Returns the number of runs.
 
-    UserError where one of them has not ended, where a run that they share with another has other losses now, or where
-    ``output`` holds something else: it stays as it was.
+    Raises UserError, and leaves ``output`` as it was, if two comparisons have the same name, if a run has not ended, if
+    the loss of a run is not the one in a comparison that names it, or if ``output`` holds anything else.
     """
     if len({folder.name for folder in comparisons}) < len(comparisons):
         raise UserError(f"two of {', '.join(map(str, comparisons))} have one name. Keep them in different folders")
@@ -67,7 +67,7 @@ def _read(path: Path) -> dict:
 
 
 def _require_agreement(kept: Path) -> set[str]:
-    """Refuse a comparison whose losses are not those of its runs; the runs' names."""
+    """Raise UserError if a comparison has other losses than its runs. Returns the names of all runs."""
     named = set()
     for path in sorted(kept.glob("tune/*/tune.json")):
         for trial in _read(path)["trials"]:

@@ -15,26 +15,26 @@ from dlr_pretrain.config.arguments import spread
 from dlr_pretrain.config.tree import CONFIG_DIR
 
 BESIDE = (
-    "ours by the paper's convention, which divides the summed loss of n batches by n + 1: mean ± standard deviation "
-    "(seeds); an evaluation of less than half as much text as the paper's has none"
+    "Ours follow the paper's convention, which divides the summed loss of n batches by n + 1: mean ± standard "
+    "deviation (seeds). An evaluation on less than half as much text as the paper's has no such figure."
 )
 
-EIGHT_GPUS = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"  # a node, as sbatch is asked for it
+EIGHT_GPUS = "--gpus-per-node=8 --cpus-per-gpu=8 --mem=0 --time=48:00:00"  # a whole node, as options of sbatch
 
 
 class Footnotes:
-    """Letters behind figures whose setting is not the paper's."""
+    """Footnote letters for figures whose setting is not the paper's."""
 
     def __init__(self):
         self.letters: dict[str, str] = {}
 
     def of(self, group: Group, studied: str | None = None) -> str:
-        """The letter of the group's setting, in brackets; none where it is the paper's but for the key ``studied``."""
+        """The letter of the group's setting, in brackets; "" if it is the paper's except for the key ``studied``."""
         found = "; ".join(marks(group, studied))
         return f"[{self.letters.setdefault(found, _letter(len(self.letters)))}]" if found else ""
 
     def __call__(self, group: Group | None, studied: str | None = None, name: str = CONVENTION) -> Cell:
-        """A perplexity of the group's last evaluation, by the paper's convention if not otherwise asked, marked."""
+        """The cell of a perplexity after the last update, by default in the paper's convention, with its letter."""
         if not (group and group.finished):
             return None
         cell, letter = figure(group.final(name)), self.of(group, studied)
@@ -49,7 +49,7 @@ def _letter(i: int) -> str:
 
 
 def submit(scale: str, recipes: Sequence[str]) -> str:
-    """The command that queues some recipes at a scale, five seeds each."""
+    """The command that queues ``recipes`` at a scale, each with the paper's five seeds."""
     seeds = ",".join(map(str, SEEDS))
     words = f"scale={scale} experiment={','.join(dict.fromkeys(recipes))} seed={seeds}"
     return f"python slurm/submit.py {words} -- {EIGHT_GPUS}"
@@ -64,7 +64,7 @@ def _of(groups: Sequence[Group], scale: str, method: str) -> list[Group]:
 
 
 def table_1(groups: Sequence[Group]) -> Table:
-    """Methods by scales, perplexity by the paper's convention; variants of a method have rows of their own."""
+    """Perplexity of each method at each scale, by the paper's convention. Each variant of a method has its own row."""
     mark, rows, missing = Footnotes(), [], {}
     for method in dict.fromkeys(row["method"] for row in facts("table1")):
         own = [group for scale in SCALES for group in _of(groups, scale, method)]
@@ -86,9 +86,12 @@ def table_1(groups: Sequence[Group]) -> Table:
 
 
 def pairs_table(groups: Sequence[Group]) -> Table:
-    """Each backbone without and with DLR, all else equal, and the difference by seed; marked where the paper's is."""
+    """Each backbone without and with DLR, all else equal, and the difference by seed.
+
+    Footnote letters mark our perplexities only if the paper has the same pair.
+    """
     mark, rows, fill = Footnotes(), [], []
-    notes = ["perplexities are unbiased; those of the last two columns are by the paper's convention"]
+    notes = ["Perplexities are unbiased; those in the last two columns follow the paper's convention."]
     found = pairs(groups)
     paired = {id(group) for pair in found for group in pair}
     alone = [group for group in groups if id(group) not in paired]
@@ -125,12 +128,12 @@ METRICS = (PERPLEXITY, CONVENTION)
 
 
 def _changed(a: Group, b: Group, name: str) -> Spread | None:
-    """What a figure of the last evaluation is more in ``b``, by seed; None where one of them does not tell it."""
+    """The difference ``b`` - ``a`` of a figure of the last evaluation, by seed; None if one group does not have it."""
     return difference(a, b, lambda run: run.final.get(name)) if a.final(name) and b.final(name) else None
 
 
 def without_partner(group: Group) -> str:
-    """The command of the group's first run with DLR toggled, for each seed."""
+    """The command that trains the missing partner: that of the group's first run with DLR toggled, for all seeds."""
     run = group.runs[0]
     command = run.starts[-1].get("command", ["train.py"]) if run.starts else ["train.py"]
     residual = "off" if group.config["dlr"]["name"] == "on" else "on"
@@ -156,7 +159,7 @@ def _listed(seeds: set[int]) -> str:
 
 
 def milestones(groups: Sequence[Group]) -> Table:
-    """7B: perplexity on the way, and memory of a GPU."""
+    """7B: perplexity at ``MILESTONES``, and memory per GPU."""
     own = [group for group in groups if group.scale == "7b"]
     rows: list[list[Cell]] = []
     recipes = {"full_adam": "full", "sltrain_8bit": "sltrain", "lost": "lost", "cola+dlr (r=1024)": "cola_dlr"}
@@ -187,7 +190,7 @@ def rank_table(groups: Sequence[Group]) -> Table:
     for group in groups:
         families.setdefault((group.scale, group.without(RANK)), []).append(group)
     studies = [members for members in families.values() if len(members) > 1 and "rank" in members[0].config["backbone"]]
-    left = {id(group) for members in studies for group in members}  # not shown beside a row of the paper
+    left = {id(group) for members in studies for group in members}  # not yet shown beside a row of the paper
     for row in (row for row in facts("ablations") if row["ablation"] == "rank"):
         scale, rank = row["scale"], int(row["setting"].removeprefix("r="))
         own = [g for g in _of(groups, scale, row["method"]) if g.config["backbone"].get("rank") == rank]
@@ -208,7 +211,7 @@ def rank_table(groups: Sequence[Group]) -> Table:
     return Table("rank", "Rank", header, rows, [BESIDE, *mark.notes()], fill, any(row[4] for row in rows))
 
 
-ABLATIONS = {  # the paper's settings: option of dlr, recipe
+ABLATIONS = {  # each setting of the paper: (option of dlr, recipe)
     "variance_correction": {"with": ("on", "table1/cola_dlr"), "without": ("uncorrected", "ablation/uncorrected")},
     "init_offset": {
         "plain": ("off", "table1/cola"),
@@ -220,7 +223,10 @@ TITLES = {"variance_correction": "Variance correction", "init_offset": "An initi
 
 
 def ablation(groups: Sequence[Group], name: str) -> Table:
-    """One of ``ABLATIONS``: families of groups that differ in DLR alone, where one has the option that is studied."""
+    """The table of one of ``ABLATIONS``.
+
+    Our rows are families of groups that differ only in DLR, if one of the groups has the option that is studied.
+    """
     settings = ABLATIONS[name]
     studied = "uncorrected" if name == "variance_correction" else "init_offset"
     families: dict[tuple[str, str], dict[str, list[Group]]] = {}
@@ -254,7 +260,7 @@ def ablation(groups: Sequence[Group], name: str) -> Table:
 
 
 def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
-    """A row for each group: what it was, what it cost, and what came out."""
+    """A row for each group: its setting, cost and results."""
     rows = []
     for group, cost in zip(groups, costs, strict=True):
         tokens = sorted({run.metrics[-1]["train/tokens"] for run in group.runs if run.metrics})
@@ -275,16 +281,16 @@ def groups_table(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table
         )
     header = ["Scale", "Method", "Seeds", "PPL", "PPL, convention", "M tokens", "M parameters", "PFLOPs"]
     notes = [
-        "PPL: perplexity after the last update, unbiased, mean ± standard deviation (seeds); convention: as published "
-        f"numbers of the GaLore family, and {MISSING} of an evaluation too small for it. Tokens are positions, padding "
-        "included, up to the last update, and from the fewest to the most where seeds have not seen the same; "
-        "parameters are the trained ones"
+        "PPL is the unbiased perplexity after the last update, mean ± standard deviation (seeds). Convention: as in "
+        f"published numbers of the GaLore family; {MISSING} if the evaluation is too small for it. Tokens are "
+        "positions, with padding, up to the last update (fewest to most, if seeds have not seen the same). Parameters "
+        "are the trained ones."
     ]
     return Table("groups", "What was trained", [*header, "Precision", "Packing", "lr"], rows, notes)
 
 
 def _range(ascending: Sequence[float]) -> Cell:
-    """One figure where all are the same, else the first and the last."""
+    """The first and the last figure as a range, or one if they are equal when rounded; None if there are none."""
     if len(ascending) < 2:
         return rounded(ascending[0]) if ascending else None
     return " to ".join(dict.fromkeys(rounded(number).text for number in (ascending[0], ascending[-1])))

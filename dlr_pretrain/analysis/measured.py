@@ -1,4 +1,4 @@
-"""Tables of what was measured: speed and memory of runs, and accuracies that evaluate.py and sft.py have written."""
+"""Tables of measurements: speed and memory of runs, and accuracies that evaluate.py and sft.py have written."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from dlr_pretrain.analysis.tuning import Design, Trial, compare
 from dlr_pretrain.errors import UserError
 
 if TYPE_CHECKING:
-    from dlr_pretrain.analysis.costs import Cost  # with torch, which what reads runs alone does not need
+    from dlr_pretrain.analysis.costs import Cost  # imports torch, which code that only reads runs does not need
 
 
 def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
-    """Speed and memory: a row for each group and machine, never a mean over machines; then the paper's."""
+    """Speed and memory: a row for each group and machine (no mean is taken over machines), then the paper's rows."""
     rows: list[list[Cell]] = []
     for group, cost in zip(groups, costs, strict=True):
         for machine in dict.fromkeys(run.machine for run in group.runs):
@@ -45,16 +45,16 @@ def system(groups: Sequence[Group], costs: Sequence[Cost | None]) -> Table:
         cells = [published(float(row[name]), digits=d) for name, d in (("memory_gb", 2), ("tokens_per_s_32xh100", 0))]
         rows.append(["1b", f"{row['method']}, paper", "32 x H100", published(float(row["params_m"])), *cells, "", ""])
     notes = [
-        "medians of the throughput over 20 steps, evaluation and saving left out, since the last start of each run; a "
-        "position may be padding; memory is the peak of a rank; hours are of a whole run on that machine, evaluations "
-        "and saves included, pauses between its starts left out; compare within a machine alone"
+        "Throughput is the median since the last start of each run, of means over 20 steps without evaluation and "
+        "saving; a position may be padding. Memory is the peak of a rank. Hours are those of a whole run on that "
+        "machine, with evaluations and saves, without the pauses between its starts. Compare only within a machine."
     ]
     header = ["Scale", "Method", "Machine", "M parameters", "GB a rank", "Positions a second", "MFU", "Hours"]
     return Table("system", "Speed and memory", header, rows, notes)
 
 
 def measured(runs: Sequence[RunRecord], name: str, over) -> Spread | None:
-    """A metric's median or peak over the steps of each run; None where no run has it."""
+    """The median or peak (``over``) of a metric since each run's last start, over runs; None if no run has it."""
     values = [run.since_last_start(name) for run in runs]
     found = tuple(float(over(v)) for v in values if len(v))
     return Spread(found) if found else None
@@ -66,7 +66,7 @@ def measured(runs: Sequence[RunRecord], name: str, over) -> Spread | None:
 
 @dataclass(frozen=True)
 class OtherResults:
-    """What other commands have written, among the places of a report."""
+    """Results of other commands that were among the places of a report, each with its file or folder."""
 
     zero_shot: tuple[tuple[Path, dict], ...] = ()
     tuned: tuple[tuple[Path, dict], ...] = ()
@@ -77,8 +77,11 @@ class OtherResults:
 
 
 def take_measured(places: Sequence[str]) -> tuple[list[str], OtherResults]:
-    """The places that are runs, and what was read of the others, each file once: JSON of ``evaluate.py --output``,
-    folders of ``sft.py --output`` and of ``tune.py``, or the JSON in them. A glob may be of both."""
+    """The places that hold runs, and the results that were read from the other places, each file once.
+
+    Results are JSON of ``evaluate.py --output``, folders of ``sft.py --output`` and of ``tune.py``, or the JSON in
+    these folders. A glob may match both runs and results.
+    """
     runs, files = [], {}
     for place in places:
         paths = sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]
@@ -97,11 +100,11 @@ def take_measured(places: Sequence[str]) -> tuple[list[str], OtherResults]:
     return runs, OtherResults(**{name: tuple(found) for name, found in kinds.items()})
 
 
-COMPARED, TUNED = "tune.json", "table.json"  # of tune.py and sft.py; any other JSON is evaluate.py's
+COMPARED, TUNED = "tune.json", "table.json"  # written by tune.py and sft.py; any other JSON is evaluate.py's
 
 
 def _files(path: Path) -> list[Path]:
-    """The files of a place that are no runs'."""
+    """The files with results in a place; none if it can only hold runs."""
     if path.suffix == ".json":
         return [path]
     beneath = [*path.glob(TUNED), *path.glob(COMPARED)]
@@ -109,7 +112,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _comparison(path: Path) -> dict:
-    """What tune.py wrote, with the verdicts that its trials bear by today's rules."""
+    """The results of tune.py, with the verdicts computed again from its trials by the current rules."""
     found = _read(path, "trials", "scripts/tune.py")
     try:
         design, trials = Design(**found["design"]), [Trial(**trial) for trial in found["trials"]]
@@ -133,7 +136,7 @@ HEADER = ("Method", *TASKS, "average")
 
 
 def zero_shot_table(reports: Sequence[tuple[Path, dict]]) -> Table:
-    """Accuracies in percent: the paper's, which are by its convention, and a row for each file."""
+    """Accuracies in percent: the paper's rows, which are by its own convention, and a row for each file."""
     rows, notes = _published("zero_shot"), []
     for path, report in reports:
         n = len(report["checkpoints"])
@@ -197,7 +200,7 @@ def _accuracy(task: dict | None, n: int) -> Figure | None:
 
 
 def _methods(report: dict) -> str:
-    """The methods and scales of the checkpoints' runs; the first folder where none is beside a run."""
+    """The methods and scales of the runs of the checkpoints; the first checkpoint's folder if no run is found."""
     found = list(_trained(report))
     names = dict.fromkeys(f"{group.method} {group.scale}" for group in grouped([run for run, _ in found])[0])
     early = dict.fromkeys(f"{step:,} of {run.planned:,}" for run, step in found if step < run.planned)
@@ -206,7 +209,10 @@ def _methods(report: dict) -> str:
 
 
 def _trained(report: dict) -> Iterator[tuple[RunRecord, int]]:
-    """The run of each checkpoint of a file of evaluate.py that is beside one, and the step that was folded."""
+    """The run of each checkpoint in a file of evaluate.py, and the step that was folded.
+
+    A checkpoint is left out unless its folder, or one of the two folders above, is a run directory.
+    """
     for folder in (Path(checkpoint["folder"]).resolve() for checkpoint in report["checkpoints"]):
         for above in (folder, *folder.parents[:2]):
             if (above / "config.yaml").exists():

@@ -1,7 +1,7 @@
 """Memory of one GPU in training, counted from the tensors that the model's own code makes, on the meta device.
 
-It is the eager figure of what the allocator hands out: ``torch.compile`` keeps fewer activations and makes fewer
-temporaries; the CUDA context, workspaces of libraries and fragmentation come on top of either.
+The figure is what the allocator hands out to eager code. ``torch.compile`` keeps fewer activations and makes fewer
+temporaries. The CUDA context, library workspaces and fragmentation come on top in both cases.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. The parts are not all alive at once: ``total`` is the peak, and less than their sum.
+    """Bytes on one GPU. ``total`` is the peak, which may differ from the sum of the parts: not all are alive at once.
 
-    ``weights`` are the working ones, padding and indices included; ``masters`` their fp32 copies; ``gradients`` what
-    the update reads, with the copies that it casts; ``activations`` what one micro-batch keeps for its backward pass,
-    logits included; ``temporaries`` what is alive beside them at the peak of forward and backward. Temporaries of the
-    optimizer are not counted, but with ``train.memory=low``, where they are among those of the backward pass: so are
-    the gradients, each until it is applied.
+    ``weights`` are the working weights, including padding and indices; ``masters`` are their fp32 copies. ``gradients``
+    are what the update reads, including copies that it casts. ``activations`` are what one micro-batch keeps for its
+    backward pass, including logits. ``temporaries`` are what else is alive at the peak of forward and backward. With
+    ``train.memory=low`` they include each gradient until it is applied, and the temporaries of the optimizer, which are
+    not counted otherwise.
 
-    With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which is its own master, and what every rank
-    holds; ``temporaries`` include what is gathered of the others' rows, and gradients before they are shared out.
+    With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what every rank
+    holds whole; ``temporaries`` include gathered rows of other ranks, and whole gradients before they are reduced to
+    rows.
     """
 
     weights: int
@@ -61,13 +62,13 @@ def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
 
 def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """With each gradient applied in the backward pass, as soon as ranks have summed it."""
+    """The memory if each gradient is applied in the backward pass, as soon as the ranks have summed it."""
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimized = {n: p if state == working else torch.empty_like(p, dtype=state) for n, p in trained.items()}
     seed = cfg.seed if cfg.precision.name == "bf16_sr" else None
-    fused = cfg.optimizer.name == "adamw" and seed is None  # which makes nothing beside its state
+    fused = cfg.optimizer.name == "adamw" and seed is None  # fused AdamW makes nothing beside its state
     optimizer = optim.build(cfg.optimizer, {} if fused else optimized, rounding_seed=seed, apart=True)
     skip = torch.zeros((), device=META)
     carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(model)}
@@ -88,7 +89,7 @@ def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
         while len(waiting) > (AHEAD if ranks > 1 else 0):
             apply(waiting.popleft())
 
-    for name, p in trained.items():  # the state is there before the step that is counted
+    for name, p in trained.items():  # make the optimizer's state before the step that is counted
         p.grad = torch.zeros_like(p)
         apply(name)
         p.register_post_accumulate_grad_hook(partial(arrived, name))
@@ -111,7 +112,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     optimized = {name: torch.empty_like(p, dtype=state) for name, p in trained.items()}
 
     micro_batch = cfg.micro_batch(ranks)
-    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # DDP's buckets, or micro-batches before
+    summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # in DDP's buckets, or over micro-batches
     wide = cfg.train.accumulate == "fp32"
     buffer = 4 * entries if wide else 0
     held, saved = summed and not wide, working == state
@@ -129,8 +130,10 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """The memory of rank 0, which has the most rows. At the peak two blocks are gathered, the one at work and the next,
-    beside embedding, final norm and head, whose gradients wait, whole, for the end of the backward pass.
+    """The memory of rank 0, which holds the most rows.
+
+    At the peak two blocks are gathered, the current one and the next, and also embedding, final norm and head. The
+    whole gradients of these three stay until the end of the backward pass.
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
@@ -146,19 +149,19 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     unshared = root * working.itemsize + max(blocks) * (working.itemsize + summed)
     rows = sum(p.numel() for p in trained.values())
     scalars = sum(p.dim() == 0 for p in trained.values())
-    totals = 4 * (rows - scalars) if summed > state.itemsize else 0  # held in fp32 where the state is not
+    totals = 4 * (rows - scalars) if summed > state.itemsize else 0  # fp32 sums, if the state is not fp32
 
     weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())
     gradients = rows * state.itemsize + totals
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = step.peak - step.kept + gathered + unshared
-    start = (sum(blocks) + root) * state.itemsize  # the model is whole when it is made
+    start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
     total = weights + max(start, optimizer + gradients + step.kept + temporaries)
     return Memory(weights, 0, gradients, optimizer, step.kept, temporaries, total)
 
 
 def _rows(p: Tensor, ranks: int) -> Tensor:
-    """What rank 0 holds of ``p``: the first part of its rows, as torch.chunk deals them out; a scalar whole."""
+    """The part of ``p`` that rank 0 holds: the first chunk of its rows, as by torch.chunk; all of a scalar."""
     return p if p.dim() == 0 else p[: -(-len(p) // ranks)]
 
 
@@ -168,9 +171,9 @@ def _rows(p: Tensor, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of one micro-batch, weights excepted: kept after the forward pass, at the peak, and of all gradients.
+    """Bytes of one micro-batch without weights: kept after the forward pass, at the peak, and of all gradients.
 
-    Gradients that were held before count in ``gradients`` alone.
+    Gradients that were held before the micro-batch count only in ``gradients``.
     """
 
     kept: int
@@ -187,15 +190,15 @@ def step_bytes(
     masked: bool = False,
     others: Collection[Tensor] = (),
 ) -> StepBytes:
-    """Run forward and backward of a micro-batch on the device of ``model``, and count.
+    """Run forward and backward of a micro-batch on the device of ``model``, and count the bytes.
 
-    With ``held`` every parameter has a gradient beforehand, to be added to; with ``saved`` the entries of B are put
-    aside while residuals are in their place (they are not where there are masters); with ``masked`` documents do not
-    see each other. ``others`` are there besides, and not counted.
+    With ``held``, every parameter has a gradient beforehand, to which the backward pass adds. With ``saved``, a copy of
+    the entries of B is kept while residuals are published into them (not needed if there are masters). With ``masked``,
+    documents do not see each other. ``others`` are tensors that exist already, and are not counted.
     """
     device = next(model.parameters()).device
     with dlr.active(model):
-        pass  # indices of the residuals move to the device
+        pass  # this moves the indices of the residuals to the device
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
@@ -212,10 +215,10 @@ def step_bytes(
 
 
 class _Alive(TorchDispatchMode):
-    """Bytes of the storages on ``device`` that operations have made and that something still holds.
+    """Counts the bytes of storages on ``device`` that operations have made and that are still in use.
 
-    A storage is noticed when an operation returns a tensor of it; that it is gone is looked up only where it may matter
-    for the peak.
+    A storage is added when an operation returns a tensor of it, unless it is one of the ``known`` tensors. Freed
+    storages are removed only when the count is read or may be a new peak.
     """
 
     def __init__(self, device: torch.device, known: Iterable[Tensor]):

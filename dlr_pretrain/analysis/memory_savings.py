@@ -1,4 +1,4 @@
-"""What would take less memory than a configuration does: overrides, each with the plan's figure."""
+"""Overrides with which a configuration takes less memory, each with the plan's figure."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dlr_pretrain.config.tree import Parallel, largest_divisor
 
 @dataclass(frozen=True)
 class Way:
-    """``words`` for the command line, and the bytes that the plan then counts on one GPU.
+    """Overrides for the command line (``words``), and the bytes that the plan then counts on one GPU.
 
-    ``same``: the run goes on with them from its last checkpoint; otherwise they make another run.
+    If ``same``, the run goes on with them from its last checkpoint; otherwise they make another run.
     """
 
     words: str
@@ -24,7 +24,10 @@ class Way:
 
 
 def ways_to_save(cfg: Config, vocab_size: int, ranks: int) -> tuple[int, list[Way]]:
-    """The plan's bytes for ``cfg`` on one of ``ranks`` GPUs, and what takes less, the same run and the least first."""
+    """The plan's bytes for ``cfg`` on one of ``ranks`` GPUs, and the ways that take less.
+
+    Ways that go on with the same run come first, and among equals the one with the fewest bytes.
+    """
     now = memory(cfg, vocab_size, ranks).total
     found = [Way(words, memory(other, vocab_size, ranks).total, same) for words, other, same in _candidates(cfg, ranks)]
     return now, sorted((way for way in found if way.bytes < now), key=lambda way: (not way.same, way.bytes))
@@ -38,7 +41,7 @@ def _candidates(cfg: Config, ranks: int) -> list[tuple[str, Config, bool]]:
     kept = [mode for mode in ("latent", "block") if mode != train.activation_checkpointing]
     if train.activation_checkpointing == "block" or not cfg.backbone.knobs.get("factorized"):
         kept = [mode for mode in kept if mode == "block"]
-    fewer_go = half < rows and train.memory != "low"  # which sums no micro-batches
+    fewer_go = half < rows and train.memory != "low"  # memory=low sums no micro-batches
     if fewer_go:
         found.append((f"train.micro_batch={half}", replace(cfg, train=fewer), True))
     for mode in kept:

@@ -1,8 +1,8 @@
-"""What a GPU does for one micro-batch: the FLOPs and bytes of every operation that the model's own code runs.
+"""The work of a GPU for one micro-batch: the FLOPs and bytes of every operation that the model's own code runs.
 
-Counted on the meta device, as ``memory`` is: forward and backward, recomputation and padding included. A compiled model
-runs the same matrix products; of the elementwise operations between them it reads and writes a part, which is an
-assumption of ``scaling``.
+They are counted on the meta device, as in ``memory``: forward and backward, including recomputation and padding. A
+compiled model runs the same matrix products, but reads and writes only a part of the bytes of the elementwise
+operations between them. ``scaling`` assumes how large that part is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOKUPS = ("embedding", "index", "index_select", "gather", "nll_loss_forward", "
 
 
 class Operation(NamedTuple):
-    """FLOPs, bytes read and written, and whether it is a matrix product or attention (or an elementwise operation)."""
+    """FLOPs, bytes read and written, and whether it is a matrix product or attention, not elementwise."""
 
     flops: int
     bytes: int
@@ -67,14 +67,14 @@ class _Operations(TorchDispatchMode):
         given, made = _tensors((args, kwargs)), _tensors(out)
         flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out) if packet in flop_registry else 0
         if "flash_attention" in str(packet):
-            flops //= 2  # causal: half of the scores; formed once more in the backward pass
+            flops //= 2  # causal: half of the scores; the backward pass forms them again
         if size := _traffic(func, given, made):
             self.counts[Operation(flops, size, packet in flop_registry)] += 1
         return out
 
 
 def _traffic(func, given: list[Tensor], made: list[Tensor]) -> int:
-    """Bytes that an operation reads and writes; none where it only looks at memory in another way."""
+    """The bytes that an operation reads and writes; 0 if it only makes a view or an empty tensor."""
     name, known = func.overloadpacket.__name__, {_storage(t) for t in given}
     in_place = func._schema.is_mutable
     if "empty" in name or not (in_place or any(_storage(t) not in known for t in made)):
@@ -93,5 +93,5 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of its elements, each once though it be expanded."""
+    """The bytes of a tensor's elements; an element that is expanded counts once."""
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""One HTML page of a report: no server, no network, images within, tables that sort, light and dark."""
+"""A report as one HTML page that needs no server and no network: embedded images, sortable tables, light and dark."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def page(
     tables: Sequence[Table],
     command: str,
 ) -> str:
-    """The page; the pictures' SVG files are read from ``figures``. Tables without a figure of ours are folded away."""
+    """The HTML. Pictures are read as SVG files from ``figures``. Tables without a figure of ours are collapsed."""
     links = " ".join(f'<a href="#{table.name}">{html.escape(table.title)}</a>' for table in tables if table.ours)
     look = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
     parts = [
@@ -121,7 +121,7 @@ def _body(table: Table) -> str:
 
 
 def _cell(cell: Cell, number: bool) -> str:
-    """A figure's ``data-value`` has all its digits."""
+    """The HTML of a cell. The ``data-value`` of a figure has all its digits, and the table is sorted by it."""
     classes = [*(["number"] if number else []), *(["missing"] if cell is None else [])]
     marked = f' class="{" ".join(classes)}"' if classes else ""
     exact = f' data-value="{cell.value!r}"' if isinstance(cell, Figure) and math.isfinite(cell.value) else ""

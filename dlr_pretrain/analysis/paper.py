@@ -1,4 +1,4 @@
-"""The DLR paper's figures, and in what a run of ours differs from the setting that they were made in."""
+"""The DLR paper's figures, and how the setting of a run of ours differs from the paper's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR
 
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
-C4_SHARDS = "1024 train and 8 validation shards"  # of its English text, as a source describes itself
+C4_SHARDS = "1024 train and 8 validation shards"  # of C4's English text, as ``describe`` of a source puts it
 SEEDS = (41, 42, 43, 44, 45)
 SCALES = ("60m", "130m", "350m", "1b")
 MILESTONES = (10_000, 40_000, 80_000, 120_000, 150_000)
@@ -30,14 +30,17 @@ def facts(name: str) -> list[dict[str, str]]:
 
 
 def fact(name: str, column: str, **where: str) -> float | None:
-    """One figure; None where the paper has none."""
+    """One figure of the paper; None if it has none."""
     rows = (row for row in facts(name) if all(row[key] == value for key, value in where.items()))
     text = next((row[column] for row in rows), "")
     return float(text) if text and text != "oom" else None
 
 
 def marks(group: Group, studied: str | None = None) -> list[str]:
-    """What of a group's setting is not the paper's, in a few words each; ``studied`` is a key that the paper varied."""
+    """How a group's setting differs from the paper's, a few words for each difference.
+
+    ``studied`` is a key that the paper varied: it is not compared.
+    """
     if group.scale not in (*SCALES, "7b"):
         return ["not a scale of the paper"]
     theirs = recipe(group.base, group.config["dlr"]["name"], group.scale)
@@ -45,7 +48,7 @@ def marks(group: Group, studied: str | None = None) -> list[str]:
         return ["not a method of the paper"]
     passed = {studied, *UNMARKED, *ORIGIN, *TAKEN_FROM_SCALE}
     differ = [k for k, v in theirs.items() if k not in passed and k in group.shared and group.shared[k] != v]
-    other = {key.removesuffix("name") for key in differ if key.endswith(".name")}  # whose keys are others too
+    other = {key.removesuffix("name") for key in differ if key.endswith(".name")}  # another choice has other keys
     shown = [key for key in differ if key.endswith(".name") or not key.startswith(tuple(other))]
     ours = {key: group.shared[key] for key in shown}
     return [
@@ -56,13 +59,13 @@ def marks(group: Group, studied: str | None = None) -> list[str]:
     ]
 
 
-# The steps are held against the paper's tokens; the rest says nothing of the method.
+# ``_tokens`` checks the steps and ``_warmup`` the warm-up; the other keys say nothing about the method.
 UNMARKED = ("seed", "data.seed", "scale.name", "train.steps", "train.warmup_steps", "scale.warmup_steps")
 
 
 @cache
 def recipe(base: str, residual: str, scale: str) -> dict | None:
-    """The identity of our recipe for a row of the paper; None where it has no such method."""
+    """The identity of our recipe for a row of the paper; None if there is no such recipe."""
     whole = f"7b/{base}{'_dlr' if residual == 'on' else ''}"
     name = whole if scale == "7b" and (CONFIG_DIR / "experiment" / f"{whole}.yaml").exists() else f"table1/{base}"
     if not (CONFIG_DIR / "experiment" / f"{name}.yaml").exists():
@@ -77,7 +80,7 @@ def _short(value: object) -> str:
 
 
 def _text(group: Group, theirs: dict) -> list[str]:
-    """What of the text and its tokens is not English C4 by T5's tokenizer; of shards on disk their number tells."""
+    """How text and tokenizer differ from English C4 and T5's. Shards on disk are recognised by their number."""
     data, starts = group.config["data"], group.runs[0].starts
     told = starts[-1].get("text", "") if starts else ""
     found = []
@@ -94,21 +97,21 @@ def _text(group: Group, theirs: dict) -> list[str]:
 
 
 def _warmup(group: Group, theirs: dict) -> list[str]:
-    """The warm-up in steps against the paper's share of the steps."""
+    """How the warm-up differs from the paper's share of the steps."""
     ours, steps = _warmup_steps(group.shared), group.shared["train.steps"]
     expected = round(_warmup_steps(theirs) / theirs["train.steps"] * steps)
     return [] if abs(ours - expected) <= 1 else [f"warm-up {ours:,} of {steps:,} steps, not {expected:,}"]
 
 
 def _warmup_steps(identity: dict) -> int:
-    """As ``Config.warmup_steps``."""
+    """The same as ``Config.warmup_steps``, for an identity."""
     if (given := identity["train.warmup_steps"]) is not None:
         return given
     return round(identity["train.steps"] * identity["scale.warmup_steps"] / identity["scale.steps"])
 
 
 def _tokens(group: Group) -> list[str]:
-    """Positions of the run against the Tokens row of Table 1, which the paper's own steps exceed."""
+    """How the run's positions differ from the Tokens row of Table 1, which the paper's own steps exceed."""
     budget = fact("table1", "tokens_b", scale=group.scale) or 19.7
     ours = group.config["train"]["steps"] * group.runs[0].positions / 1e9
     return [] if abs(ours / budget - 1) < 0.03 else [f"{ours:.3g}B tokens, not {budget:g}B"]

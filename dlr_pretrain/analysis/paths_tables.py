@@ -1,4 +1,4 @@
-"""Gradient paths in a report of runs: a table of all that were probed, and the figure of each."""
+"""Gradient paths in a report of runs: a table of all groups that were probed, and a figure of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLUMNS = {"rho": "rho", "rho_mean": "Mean of ratios", "isotropic": "Isotropic",
 
 
 def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
-    """The first and the last look at each projection, for one run of each group that was probed; nothing without."""
+    """The first and the last look at each projection, for one run of each probed group; no table without any."""
     rows: list[list[Cell]] = []
     for group, found in _probed(groups):
         for layer, looks in found.items():
@@ -28,7 +28,7 @@ def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
 
 
 def draw_probed(groups: Sequence[Group], folder: Path) -> Iterator[Picture]:
-    """Write the figure of one run of each group that was probed."""
+    """Write the figure of one run of each probed group."""
     for group, found in _probed(groups):
         title = f"{group.scale} {group.label}"
         name = re.sub(r"\W+", "_", f"gradient_paths_{title}").strip("_")

@@ -1,4 +1,4 @@
-"""What the gradient-path probe found, for the report of a run: a figure and a table."""
+"""The numbers of the gradient-path probe, for the report of a run: a figure and a table."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import math
 from dlr_pretrain.analysis.drawing import GREY, SERIES, subplots, unframe
 from dlr_pretrain.markdown import table
 
-CURVES = len(SERIES)  # projections that a figure shows
+CURVES = len(SERIES)  # a figure shows at most this many projections
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")
 EXPLAINED = (
-    "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, over that of B^T g, "
-    "which reaches it through B; the mean of ratios is over single positions. Isotropic, dashed in a figure: what a "
-    "gradient without a preferred direction would give with the weights of that step, |beta R^T|_F / |B|_F."
+    "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, divided by that of "
+    "B^T g, which reaches it through B; the mean of ratios is over single positions. The isotropic value (dashed in "
+    "figures) is that of a gradient without a preferred direction at that step's weights: |beta R^T|_F / |B|_F."
 )
-Probes = dict[str, list[tuple[int, dict[str, float]]]]  # projection -> (update whose step was next, its numbers)
+Probes = dict[str, list[tuple[int, dict[str, float]]]]  # projection -> [(update that follows the look, numbers)]
 
 
 def probes(metrics: list[dict]) -> Probes:
-    """The numbers of every look, in order; NaN where there was none to tell."""
+    """The numbers of every look, in order; NaN for a number that is null or absent."""
     found: Probes = {}
     for record in metrics:
         layers = dict.fromkeys(name.split("/")[1] for name in record if name.startswith("probe/"))
@@ -46,7 +46,7 @@ def section(found: Probes) -> str:
 
 
 def plot_paths(found: Probes, title: str):
-    """A figure of rho over the updates, a colour a projection, with the isotropic expectation dashed."""
+    """A figure of rho over the updates, one colour for each projection; the isotropic expectation is dashed."""
     from matplotlib.ticker import StrMethodFormatter
 
     figure, (axes,) = subplots(1, width=8, height=4.5)

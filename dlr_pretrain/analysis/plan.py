@@ -1,23 +1,23 @@
-"""What a run will take, before anything is spent: parameters, arithmetic, memory, batch, tokens and schedule.
+"""What a run will take, computed before it starts: parameters, arithmetic, memory, batch, tokens and schedule.
 
 Everything is counted on the meta device, without data, GPU or network. ``plan`` returns plain values with stable keys:
 
     run               scale, backbone, dlr, optimizer, precision, data, dir
-    vocabulary        size; assumed (true where the tokenizer will say it)
+    vocabulary        size; assumed (true if the tokenizer will decide it)
     parameters        total; trainable; folded (of the model that is deployed)
     flops_per_token   forward and backward, see ``flops``; flops_total for all steps
     memory            bytes on one GPU, see ``memory.Memory``: weights, masters, gradients, optimizer_state,
                       activations, temporaries, total (the peak)
-    disk              bytes of a checkpoint, and of all that the run keeps at a time, one being written among it
+    disk              checkpoint, in bytes; run: bytes of all that it keeps at a time, with a checkpoint being written
     paper_memory      bytes as the DLR paper estimates them: weights (2 each), optimizer_state (in bf16), indices, total
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
-    tokens            positions of the whole run; paper_budget at this scale (or null); budget_steps, the updates for it
+    tokens            positions of the whole run; paper_budget at this scale, and budget_steps, its updates (or null)
     schedule          update (from 0) and lr, at the corners of the schedule and between them
     restart_every     updates between restarts of the rate (or null)
-    probe             where gradient paths are probed (or null): projections; updates between two looks
-    resume            where the data are gzipped text (or null): streams of a rank; seconds and bytes to find the place
-                      in them again, at most, with shards of C4's size
+    probe             if gradient paths are probed (else null): projections; every, the updates between two looks
+    resume            if the data are gzipped text (else null): streams of a rank; bytes and seconds that it takes at
+                      most to find the place in them again, for shards of C4's size
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import rate, restarts
 
-SHARD_BYTES = 319_000_000  # of one of the 1,024 shards of C4's en, gzipped
-SEEK_RATE = 80e6  # of these bytes a second and core, decompressed but not parsed: scripts/benchmark.py data
+SHARD_BYTES = 319_000_000  # one gzipped shard of the 1,024 of C4's en
+SEEK_RATE = 80e6  # gzipped bytes a second that a core decompresses without parsing: scripts/benchmark.py data
 
 
 def plan(cfg: Config, ranks: int) -> dict:
@@ -79,7 +79,10 @@ def plan(cfg: Config, ranks: int) -> dict:
 
 
 def folded_parameters(cfg: Config, vocab_size: int) -> int:
-    """Parameters of the deployed model: learned strengths of residuals are gone, and layers that are dense are one."""
+    """Parameters of the deployed model, without the learned strengths of residuals.
+
+    A backbone that is deployed dense counts as the dense model.
+    """
     if backbone(cfg).deployed_dense:
         cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
     model = build(cfg, vocab_size, torch.device("meta"))
@@ -87,7 +90,7 @@ def folded_parameters(cfg: Config, vocab_size: int) -> int:
 
 
 def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
-    """Bytes of one checkpoint, and of all checkpoints that are there at a time, with the folded model."""
+    """Bytes of one checkpoint, and of all checkpoints that exist at a time, with the folded model."""
     model = build(cfg, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name])
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -111,7 +114,7 @@ def _batch(cfg: Config, ranks: int) -> dict[str, int]:
 
 
 def _resume(cfg: Config, ranks: int) -> dict[str, float] | None:
-    """What a resume in compressed text takes: each stream passes over its shard up to where it stands."""
+    """The cost of a resume in gzipped text, at most: each stream decompresses its shard up to its position."""
     if cfg.data.source not in ("c4", "c4_local") or not cfg.data.train_files.endswith(".gz"):
         return None
     streams = cfg.num_streams // ranks
@@ -119,7 +122,7 @@ def _resume(cfg: Config, ranks: int) -> dict[str, float] | None:
 
 
 def _corners(cfg: Config) -> list[int]:
-    """The updates that show the schedule's shape, none of them in the dip after a restart."""
+    """The updates that show the schedule's shape. All but the last avoid the rise after a restart."""
     steps, warmup = cfg.train.steps, cfg.warmup_steps
     every, rise = restarts(cfg) or (steps, 0)
     risen = (t + max(0, rise - t % every) if t >= every else t for t in (0, warmup // 2, warmup, (warmup + steps) // 2))

@@ -1,4 +1,4 @@
-"""Runs as their directories hold them: what was trained, how far it came, and what a reader should know about it."""
+"""Runs read from their directories: what was trained, how far it got, and remarks on the record."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.errors import UserError
 
-SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # that are read
-NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # methods that the papers' tables know by the optimizer's name
-THINNED = "metrics_every"  # in the manifest of a run that keep.py has cut down: updates between its records
-VOCABULARY = "vocab_size"  # in such a manifest: that of the model, which is not kept
-OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that leave the mathematics alone
+SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # must be there
+NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
+THINNED = "metrics_every"  # in the manifest of a run that keep.py has thinned: updates between its records
+VOCABULARY = "vocab_size"  # in such a manifest: the vocabulary size of the model, which is not kept
+OTHER = {name for name, key in KNOWN.items() if not key.identity}  # keys that do not change the mathematics
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory: ``config.yaml`` nested, ``identity`` dotted (with the fingerprints of data and tokenizer), a
-    record for each update, and ``manifest.json``.
+    """The contents of a run directory.
 
-    ``remarks`` say what is wrong with the record itself.
+    ``config`` is ``config.yaml``, nested; ``identity`` has dotted keys and the fingerprints of data and tokenizer;
+    ``metrics`` has a record for each update; ``manifest`` is ``manifest.json``. ``remarks`` say what is wrong with
+    these files.
     """
 
     folder: Path
@@ -59,7 +60,7 @@ class RunRecord:
 
     @cached_property
     def method(self) -> str:
-        """As in the paper's tables, such as cola+dlr; other residuals by their own names, such as cola+uncorrected."""
+        """The name in the paper's tables, such as cola+dlr; other residuals keep theirs, such as cola+uncorrected."""
         backbone, dlr, optimizer = (self.config[group]["name"] for group in ("backbone", "dlr", "optimizer"))
         base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
         return base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
@@ -88,7 +89,10 @@ class RunRecord:
 
     @property
     def final(self) -> dict | None:
-        """The evaluation after the last update of the schedule; of a run that has diverged, one without numbers."""
+        """The evaluation after the last update of the schedule; None before it.
+
+        For a run that has diverged it has no numbers.
+        """
         if self.diverged:
             return {"step": self.step}
         last = self.evaluations[-1] if self.evaluations else None
@@ -96,7 +100,7 @@ class RunRecord:
 
     @cached_property
     def trained(self) -> list[dict]:
-        """The starts from which updates are left: not those that only evaluated or exported, nor any that were lost."""
+        """The starts with updates in ``metrics``: none that only evaluated or exported, or whose updates were lost."""
         if not self.metrics or "time" not in self.metrics[-1]:
             return self.starts[-1:]
         bounds = [_epoch(start["time"]) if "time" in start else -math.inf for start in self.starts]
@@ -111,20 +115,16 @@ class RunRecord:
     @property
     def machines(self) -> list[str]:
         """The device and the number of ranks of each start that trained."""
-        of = (
-            f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}"
-            for start in self._trained_or_last
-        )
-        return list(dict.fromkeys(of))
+        return list(dict.fromkeys(map(_machine, self._trained_or_last)))
 
     @property
     def machine(self) -> str:
-        """That of the last start that trained."""
-        return self.machines[-1]
+        """The machine of the last start that trained."""
+        return _machine(self._trained_or_last[-1])
 
     @property
     def codes(self) -> list[str]:
-        """The commit of each start that trained; "+" behind it says that there were local changes."""
+        """The commit of each start that trained; a "+" after it marks local changes."""
         return list(dict.fromkeys(_commit(start) for start in self._trained_or_last))
 
     def column(self, name: str) -> np.ndarray:
@@ -139,7 +139,7 @@ class RunRecord:
         return values[np.isfinite(values)]
 
     def hours(self) -> np.ndarray:
-        """Hours of training at every update, evaluations and saves included; not the pauses between starts."""
+        """Hours of training up to every update, with evaluations and saves, without the pauses between starts."""
         stamps, steps = self.column("time"), self.column("step")
         gaps, updates = np.diff(stamps, prepend=stamps[:1]), np.diff(steps, prepend=steps[:1] - 1)
         usual = float(np.median(gaps[1:] / updates[1:])) if len(gaps) > 1 else 0.0
@@ -171,7 +171,7 @@ def _epoch(time: str) -> float:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``. UserError where it cannot be read; damaged lines are left out, and a remark."""
+    """The run in ``folder``. Damaged lines are left out, with a remark. Raises UserError if it cannot be read."""
     config = read_config(folder)
     if missing := [key for key in SECTIONS if key not in config]:
         raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
@@ -185,6 +185,10 @@ def read_run(folder: Path) -> RunRecord:
         remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
     identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
     return RunRecord(folder, config, identity, metrics, manifest, tuple(remarks))
+
+
+def _machine(start: dict) -> str:
+    return f"{start.get('world_size', '?')} x {start.get('device', 'unknown device')}"
 
 
 def _manifest(folder: Path) -> tuple[dict, list[str]]:
@@ -205,8 +209,9 @@ def _metrics(path: Path) -> tuple[list[dict], str]:
 def find_runs(places: Sequence[str | Path]) -> tuple[list[RunRecord], list[str]]:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
-    Returns them in order, each once, and the remarks on those that cannot be read, and on folders without any among
-    other places (``runs/*`` as a shell expands it). UserError for any other place without one.
+    Returns them in order, each once, and remarks on runs that cannot be read. A folder without a run is a remark, too,
+    if there are other places (a shell expands ``runs/*`` to all folders). Raises UserError for any other place without
+    a run.
     """
     runs: dict[Path, RunRecord] = {}
     remarks: list[str] = []

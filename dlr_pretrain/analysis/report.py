@@ -16,8 +16,8 @@ from dlr_pretrain.durable import write_durably
 from dlr_pretrain.markdown import loading, table
 
 DATA, SMOOTH, EVALUATION = SKY, BLUE, VERMILLION
-POINTS = 2000  # of the faint curve; more are not seen
-FEW = 20  # steps that need no smoothing
+POINTS = 2000  # of the faint curve; more would not be visible
+FEW = 20  # up to this many steps, the loss is not smoothed
 
 
 def write_report(run_dir: Path) -> None:
@@ -129,7 +129,7 @@ def how_to_load(folded: Path, config: dict) -> str:
 
 
 def provenance(manifest: dict) -> dict[str, str]:
-    """Whatever the manifest says of its latest start; the identity is the configuration, and left out."""
+    """The entries of the manifest and of its latest start. The identity is left out: it repeats the configuration."""
     facts = {key: value for key, value in manifest.items() if key not in ("identity", "starts")}
     starts = manifest.get("starts", [])
     if len(starts) > 1:
@@ -175,7 +175,7 @@ def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
     evaluated = [line for line in metrics if "eval/loss" in line]
     x, y = column(evaluated, "train/tokens"), finite(column(evaluated, "eval/loss"))
     figure, (axes,) = subplots(1, width=8, height=4.5)
-    every = max(1, len(loss) // POINTS)
+    every = max(1, -(-len(loss) // POINTS))
     mark = "." if np.isfinite(loss).sum() == 1 else ""  # a line needs two points
     axes.plot(tokens[::every], loss[::every], color=DATA, alpha=0.5, linewidth=0.8, marker=mark, label="training")
     if len(loss) > FEW:
@@ -197,7 +197,7 @@ def plot_loss(metrics: list[dict], title: str, path: Path) -> None:
 def smoothed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(steps, running medians) at up to 400 steps; the window is a fiftieth of the run, and narrower at its ends.
 
-    A median: neither a spike nor a step without a finite loss shows in it.
+    A median shows neither spikes nor steps without a finite loss.
     """
     at = np.unique(np.linspace(0, len(values) - 1, 400).astype(int))
     reach = np.maximum(2, np.minimum.reduce([np.full(at.shape, len(values) // 100), at, len(values) - 1 - at]))
@@ -205,7 +205,7 @@ def smoothed(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def limits(loss: np.ndarray, evaluated: np.ndarray) -> tuple[float, float]:
-    """The losses to show: all, but for training spikes above where the run began, which would flatten the curve."""
+    """The range of losses to show, without training spikes above the first losses, which would flatten the curve."""
     level, evaluated = loss[np.isfinite(loss)], evaluated[np.isfinite(evaluated)]
     shown = np.concatenate((level[level <= level[:FEW].max()] if len(level) else level, evaluated))
     if not len(shown):
@@ -215,5 +215,5 @@ def limits(loss: np.ndarray, evaluated: np.ndarray) -> tuple[float, float]:
 
 
 def finite(values: np.ndarray) -> np.ndarray:
-    """``values`` with NaN for what is not finite, which is not drawn."""
+    """``values`` with NaN in place of infinities, so that these are not drawn."""
     return np.where(np.isfinite(values), values, math.nan)

@@ -24,10 +24,10 @@ FORMATS = {"md": markdown, "csv": comma_separated, "tex": latex}
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of everything in ``places`` into ``output``, and return the remarks.
 
-    ``index.html`` has everything; ``report.md`` the tables; ``tables/`` each as Markdown, CSV and LaTeX; ``figures/``
-    each as PNG and SVG; ``files.txt`` the names of both, by which the next report removes what it does not have.
-    ``places`` are run directories, folders of them, globs, JSON of ``evaluate.py --output`` and folders of ``sft.py``
-    and ``tune.py``.
+    ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX;
+    ``figures/`` has each figure as PNG and SVG; ``files.txt`` lists the files of both folders, so that the next report
+    can remove those that it does not have. ``places`` are run directories, folders of them, globs, JSON of
+    ``evaluate.py --output`` and folders of ``sft.py`` and ``tune.py``.
     """
     places, others = take_measured(places)
     runs, remarks = find_runs(places)
@@ -59,7 +59,7 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
 
 
 def _forget_earlier(output: Path, names: Sequence[str]) -> None:
-    """Remove the tables and figures of an earlier report that are none of this one: they would pass for its own."""
+    """Remove tables and figures that only an earlier report had: readers would take them for parts of this one."""
     record = output / "files.txt"
     before = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     now = [f"{name}.{suffix}" for name in names for suffix in (FORMATS if name.startswith("tables/") else IMAGES)]
@@ -75,7 +75,8 @@ def _summary(runs: Sequence[RunRecord], groups: Sequence[Group]) -> str:
 
 
 def what_to_know(runs: Sequence[RunRecord], groups: Sequence[Group]) -> list[str]:
-    """What no mean may hide: unfinished and diverged runs, groups set apart by a key, mixed code, damaged records."""
+    """Remarks on what means would hide: unfinished and diverged runs, groups that differ in a key, mixed code or
+    evaluation text, damaged records."""
     remarks = []
     for run in runs:
         remarks += [f"{run.name}: {remark}" for remark in run.remarks]

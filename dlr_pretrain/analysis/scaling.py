@@ -1,9 +1,9 @@
-"""Scaling on paper: step time, all-reduce, memory and time to the end of a recipe on any number of GPUs.
+"""Estimates of scaling: step time, all-reduce, memory and time to the end of a recipe on any number of GPUs.
 
-A roofline. Every operation of a micro-batch, as ``work`` counts them, takes the longest of its arithmetic, its bytes
-and a kernel's start; micro-batches follow one another; gradients travel around a ring, partly behind the last backward
-pass; the update reads and writes the state. What is not counted is assumed: ``Assumptions`` names it, and every table
-prints it. Nothing here is measured.
+A roofline model. Each operation of a micro-batch, as ``work`` counts them, takes as long as the slowest of its
+arithmetic, its memory traffic and a kernel launch. Micro-batches run one after another. A ring reduces the gradients,
+partly hidden by the last backward pass. The update reads and writes the state. What is not counted is assumed:
+``Assumptions`` lists it, and every table prints it. Nothing here is measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _is(default: float | None, doc: str):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the estimate takes for granted: a GPU's data sheet, then shares of it in (0, 1], the network, latencies."""
+    """The assumptions of an estimate: a GPU's data sheet, the network, shares of these that are reached, latencies."""
 
     peak_tflops: float = _is(None, "TFLOP/s of dense products (data sheet: of bf16 ones)")
     memory_gbs: float = _is(None, "GB/s of the GPU's memory (data sheet)")
@@ -64,7 +64,8 @@ DEVICES = {  # peak_tflops, memory_gbs, memory_gb, nvlink_gbs
 def assume(device: str, words: Sequence[str] = (), precisions: Collection[str] = ()) -> Assumptions:
     """The assumptions for a GPU of ``DEVICES`` with changes such as ``overlap=0.5``; ConfigError names bad ones.
 
-    ``precisions`` are those of what is to be estimated: the data sheet's peak is of bf16 products alone.
+    ``precisions`` are those of the configurations to be estimated. ``DEVICES`` has the peaks of bf16 products only, so
+    fp32 needs ``peak_tflops``, and the two cannot be estimated together.
     """
     given, known, problems = {}, {f.name for f in fields(Assumptions)}, []
     for word in words:
@@ -79,7 +80,8 @@ def assume(device: str, words: Sequence[str] = (), precisions: Collection[str] =
         most = 1.0 if name in SHARES else math.inf
         least_is_zero = name in ("overlap", "kernel_us", "hop_us")
         if not (0 < value <= most or (least_is_zero and value == 0)) or math.isinf(value):
-            rule = "must be a number above 0" + (" and at most 1" if name in SHARES else "")
+            kind, least = "whole number" if name == "node" else "number", "from 0 on" if least_is_zero else "above 0"
+            rule = f"must be a {kind} {least}" + (" and at most 1" if name in SHARES else "")
             problems.append(Problem(f"--assume {name}", text, rule))
         given[name] = value
     own = {WORKING_DTYPE[name] for name in precisions}
@@ -98,26 +100,26 @@ def assume(device: str, words: Sequence[str] = (), precisions: Collection[str] =
 
 @dataclass(frozen=True)
 class Estimate:
-    """One configuration on ``gpus`` GPUs. Times are seconds of one update; the rate is of all GPUs together."""
+    """One configuration on ``gpus`` GPUs. Times are seconds of one update; tokens per second are of all GPUs."""
 
     gpus: int
     micro_batch: int
     micro_batches: int
     compute: float  # forward and backward passes
-    communication: float  # gradients, and with fsdp weights, on the network, whether hidden or not
-    exposed: float  # the part of that for which the step waits
+    communication: float  # collectives of gradients, and with fsdp of weights, whether hidden or not
+    exposed: float  # the part of communication that the step waits for
     update: float
     step: float
     tokens_per_second: float
     mfu: float  # of the data sheet's peak, as perf/mfu
-    hours: float  # to the end of the recipe; evaluation, checkpoints and compilation are not in it
-    memory: int  # bytes on a GPU at the peak, as ``memory.Memory``
+    hours: float  # for the whole recipe, without evaluation, checkpoints and compilation
+    memory: int  # peak bytes on a GPU, as ``memory.Memory.total``
     fits: bool
-    trains: bool  # whether this version's data order can be shared out among so many ranks
+    trains: bool  # whether this version can divide its data streams among so many ranks
 
 
 class Scaling:
-    """Estimates for ``cfg``; what is counted once for several numbers of GPUs is kept."""
+    """Estimates for ``cfg``. Keeps the counts that are the same for several numbers of GPUs."""
 
     def __init__(self, cfg: Config, given: Assumptions):
         self.cfg, self.given = cfg, given
@@ -130,7 +132,7 @@ class Scaling:
         return {gpus: self.estimate(gpus) for gpus in counts}
 
     def estimate(self, gpus: int) -> Estimate | None:
-        """The estimate, or None where the global batch cannot be shared out evenly among ``gpus``."""
+        """The estimate; None if the global batch is not a multiple of ``gpus``."""
         train, given = self.cfg.train, self.given
         if train.global_batch % gpus:
             return None
@@ -178,16 +180,18 @@ def with_micro_batch(cfg: Config, rows: int) -> Config:
 
 
 def room(given: Assumptions) -> float:
-    """Bytes of a GPU for what ``memory`` counts."""
+    """The bytes of a GPU that are available to the tensors that ``memory`` counts."""
     return given.capacity * given.memory_gb * 1e9
 
 
 def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
-    """``cfg`` with a micro-batch that divides a GPU's share of the batch: up to the one asked for, or for ``auto`` up
-    to what the estimate has room for (1 where it has for none).
+    """``cfg`` with a micro-batch that divides a GPU's share of the batch.
+
+    It is the largest one up to the configured micro-batch, or with ``auto`` the largest one that fits by the estimate
+    (1 if none fits). With ``train.memory=low`` it is the whole share.
     """
     asked, share = cfg.train.micro_batch, cfg.train.global_batch // gpus
-    if cfg.train.memory == "low":  # sums no micro-batches
+    if cfg.train.memory == "low":  # gradients are not summed over micro-batches
         return with_micro_batch(cfg, share)
     if asked == "auto":
         return with_micro_batch(cfg, fitting(cfg, cfg.planned_vocab_size, gpus, room(given)) or 1)
@@ -195,7 +199,7 @@ def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
 
 
 def fitting(cfg: Config, vocab_size: int, ranks: int, room: float) -> int | None:
-    """The largest divisor of a rank's rows whose estimated memory is at most ``room`` bytes; None: not even one."""
+    """The largest divisor of a rank's rows whose estimated memory is at most ``room`` bytes; None if none fits."""
     share = cfg.train.global_batch // ranks
     for rows in reversed([n for n in range(1, share + 1) if share % n == 0]):
         if memory(with_micro_batch(cfg, rows), vocab_size, ranks).total <= room:
@@ -204,7 +208,11 @@ def fitting(cfg: Config, vocab_size: int, ranks: int, room: float) -> int | None
 
 
 def roofline(operations: Counter[Operation], given: Assumptions) -> float:
-    """Seconds of ``operations``, one after another: each takes its arithmetic, its bytes or a kernel's start."""
+    """Seconds of ``operations``, one after another.
+
+    A product takes the longest of its arithmetic, its memory traffic and a kernel launch; an elementwise operation
+    takes the longer of the last two, times ``fused``.
+    """
     flops, stream, start = 1e12 * given.peak_tflops * given.gemm, 1e9 * given.memory_gbs * given.stream, given.kernel_us
     seconds = 0.0
     for op, count in operations.items():
@@ -216,10 +224,10 @@ def roofline(operations: Counter[Operation], given: Assumptions) -> float:
 
 
 def ring(size: float, gpus: int, given: Assumptions, passes: int = 2) -> float:
-    """Seconds of a ring over ``size`` bytes: an all-reduce makes two passes, a gather or a scatter one.
+    """Seconds of a ring collective over ``size`` bytes: an all-reduce makes two passes, a gather or a scatter one.
 
-    In a pass every GPU sends size (W - 1) / W bytes. Between nodes, rings leave by all adapters of a node at once, so
-    that the slower of a GPU's NVLink and its node's adapters sets the pace.
+    In a pass each of W GPUs sends size (W - 1) / W bytes. Between nodes, rings use all adapters of a node at once, so
+    the slower of a GPU's NVLink and all adapters of its node sets the pace.
     """
     if gpus == 1:
         return 0.0
@@ -231,22 +239,22 @@ def ring(size: float, gpus: int, given: Assumptions, passes: int = 2) -> float:
 def communication(
     cfg: Config, entries: Counts, gpus: int, micro_batches: int, one: float, given: Assumptions
 ) -> tuple[float, float]:
-    """Seconds of an update's collectives, and of passes (``one`` a micro-batch) behind which they may travel."""
+    """Seconds of an update's collectives, and of the passes that can hide them; a micro-batch takes ``one``."""
     wide, working = cfg.train.accumulate == "fp32", WORKING_DTYPE[cfg.precision.name].itemsize
     gradients = entries.trained * (4 if wide else working)
-    if cfg.parallel.name == "fsdp":  # weights come for the forward and for the backward pass, gradients leave
+    if cfg.parallel.name == "fsdp":  # both passes gather the weights; then the gradients are scattered
         each = 2 * ring(entries.total * working, gpus, given, 1) + ring(gradients, gpus, given, 1)
         return micro_batches * each, micro_batches * one
     return ring(gradients, gpus, given), 0.0 if wide else 2 / 3 * one
 
 
 def update_bytes(cfg: Config, entries: Counts, held: Memory, gpus: int) -> float:
-    """Bytes that an update moves: gradients for the norm, twice for the clipping, for the update; the state twice."""
+    """Bytes that an update moves: gradients once for the norm, twice to clip, once to update; the state twice."""
     if cfg.parallel.name == "fsdp":
         weights = entries.trained * STATE_DTYPE[cfg.precision.name].itemsize / gpus
     else:
         weights = entries.trained * WORKING_DTYPE[cfg.precision.name].itemsize
-    gradients = held.gradients or weights  # with train.memory=low as many pass, and none is held
+    gradients = held.gradients or weights  # train.memory=low keeps no gradients, but moves as many bytes
     return (2 if cfg.train.clip is None else 4) * gradients + 2 * (weights + held.masters + held.optimizer_state)
 
 
@@ -274,7 +282,7 @@ def line(gpus: int, e: Estimate | None, cfg: Config) -> str:
 
 
 def titled(cfg: Config) -> str:
-    """What the rows below it are estimates of."""
+    """The heading of a table: which configuration its rows estimate."""
     names = [cfg.scale.name, cfg.backbone.name, f"dlr {cfg.dlr.name}", cfg.optimizer.name, cfg.precision.name]
     kept = cfg.train.activation_checkpointing
     names += [cfg.parallel.name] * (cfg.parallel.name != "ddp") + [f"checkpointing {kept}"] * (kept != "none")
@@ -296,7 +304,7 @@ def render(found: Sequence[tuple[Config, dict[int, Estimate | None]]], given: As
 def against(found: dict, configure: Callable[[list[str]], Config], given: Assumptions) -> str:
     """The arms of ``scripts/benchmark.py step --json``, measured on one GPU, beside their estimates.
 
-    ``configure`` makes a configuration of an arm's words. Peers have none, and are left out.
+    ``configure`` makes a configuration from an arm's words. Arms of peers have no words and are left out.
     """
     text = [
         f"measured on {found['device']}: {found['command']}",

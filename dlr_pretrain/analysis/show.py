@@ -8,7 +8,7 @@ WIDTH = 80
 
 
 def diverged_of(count: int, seeds: int) -> str:
-    """What stands in the place of a mean over seeds some of which have diverged."""
+    """The text in place of a mean over ``seeds`` seeds of which ``count`` have diverged."""
     return f"{count} of {seeds} diverged"
 
 
@@ -23,3 +23,8 @@ def amount(number: float, digits: int = 3) -> str:
         if float(shown := f"{number / size:.{digits}g}") >= 1:  # 999,999 is 1M, not 1e+03k
             return f"{shown}{unit}"
     return f"{number:.{digits}g}"
+
+
+def plural(n: int, noun: str) -> str:
+    """A count and its noun: 1 rank, 2 ranks, 3 micro-batches."""
+    return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -13,7 +13,7 @@ from functools import cache
 class Estimate:
     """A mean over ``n`` values, their standard deviation (divisor n - 1) and the interval of the mean at ``level``.
 
-    One value has neither: ``std``, ``low`` and ``high`` are None.
+    For one value, ``std``, ``low`` and ``high`` are None.
     """
 
     n: int
@@ -28,7 +28,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], level: float = 0.95) -> Estimate:
-    """The estimate of a mean from ``values``, at least one, taken as independent and of a normal distribution."""
+    """The estimate of a mean from at least one value; assumes independent values of a normal distribution."""
     n, mean = len(values), statistics.fmean(values)
     if n == 1:
         return Estimate(n, mean, level)

@@ -1,7 +1,8 @@
 """Table 1 of the DLR paper beside our counts: parameters in millions, and memory by the convention of each row.
 
-The paper's memory is an estimate: 2 bytes a weight and 4 a trained one for two moments, gradients not counted. Its
-cells come out to the digit if each part is rounded to 0.01 before they are added; unit and parts differ between rows.
+The paper's memory is an estimate: 2 bytes a weight, and 4 a trained weight for two moments, without gradients. Most of
+its cells are reproduced to the digit if each part is rounded to 0.01 before the parts are added. The unit and the parts
+differ between rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ UNREACHABLE = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the paper prints for a method at a scale; ``mem_gb`` is its label, whatever the unit was."""
+    """What the paper prints for a method at a scale; ``mem_gb`` is its label, though some cells are in GiB."""
 
     method: str
     scale: str
@@ -53,7 +54,7 @@ class Row:
 
     @property
     def backbone(self) -> str:
-        """The method without DLR, which changes neither column."""
+        """The method without DLR. DLR changes neither column."""
         return self.method.removesuffix("+dlr")
 
     @property
@@ -63,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure of the paper, ours in the same form, and why it cannot be reached where the two differ."""
+    """A figure of the paper and ours in the same form; if they differ, ``reason`` says why ours cannot agree."""
 
     method: str
     scale: str
@@ -99,7 +100,7 @@ def token_budget(scale: str) -> float | None:
 
 @dataclass(frozen=True)
 class Counts:
-    """Entries of a model, and bytes of its optimizer's state with moments in bf16."""
+    """Numbers of a model's entries, and bytes of its optimizer's state with moments in bf16."""
 
     total: int
     trained: int
@@ -137,7 +138,7 @@ def convention(row: Row) -> str:
 
 
 def printed_memory(row: Row, of: Counts) -> str:
-    """Our memory by the convention of ``row``, as the paper prints it."""
+    """Our memory by the convention of ``row``, in the paper's format."""
     how = convention(row)
     unit = GIB if how in "bc" and row.scale == "60m" else GB
     trained = round(2 * of.trained / unit, 2) + round(of.state / unit, 2)
@@ -152,7 +153,7 @@ def printed_memory(row: Row, of: Counts) -> str:
 
 
 def compare(configure: Callable[[str, str], Config]) -> Iterator[Cell]:
-    """Every cell of the two columns. ``configure(recipe, scale)`` composes a configuration."""
+    """Every cell of both columns. ``configure(recipe, scale)`` composes a configuration."""
     for row in rows():
         of = counts(configure(row.recipe, row.scale))
         millions = f"{of.trained / 1e6:.0f}"
@@ -165,7 +166,7 @@ def compare(configure: Callable[[str, str], Config]) -> Iterator[Cell]:
 
 
 def render(cells: list[Cell]) -> str:
-    """Both columns as text of 80 columns; = where the printed digits agree, ! where they do not."""
+    """Both columns of the paper as text, 80 characters wide; = if the printed digits agree, ! if they do not."""
     scales = list(dict.fromkeys(cell.scale for cell in cells))
     lines = []
     for column, title in (("parameters", "Trained parameters, millions"), ("memory", "Memory by convention")):

@@ -1,4 +1,4 @@
-"""Tables of figures as Markdown, CSV and LaTeX; what is missing is shown as such, with the command that fills it."""
+"""Tables of figures as Markdown, CSV and LaTeX. Missing cells are marked, with the commands that fill them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Figure:
-    """A number in a cell: over n seeds (None for a published one), with a standard deviation where there are several.
+    """A number in a cell: a mean over ``n`` seeds, with ``std`` if there are several.
 
-    ``note`` stands behind it, such as "1 of 2 seeds diverged".
+    ``n`` is None for other numbers, such as published ones. ``note`` follows the number, such as "1 of 2 diverged".
     """
 
     value: float
@@ -46,7 +46,8 @@ Cell = Figure | str | None  # None: missing
 
 @dataclass(frozen=True)
 class Table:
-    """``name`` is its files' stem; ``fill`` are commands for missing cells; ``ours`` says whether a figure is ours."""
+    """A table. ``name`` is the stem of its files; ``fill`` are the commands that fill missing cells; ``ours`` says
+    whether any figure is ours."""
 
     name: str
     title: str
@@ -70,7 +71,7 @@ def published(value: float | None, std: float | None = None, digits: int = 2, si
 
 
 def rounded(value: float) -> Figure:
-    """To three significant digits."""
+    """A figure with at least three significant digits."""
     return Figure(value, digits=max(0, 2 - math.floor(math.log10(value))))
 
 
@@ -79,7 +80,7 @@ def text(cell: Cell) -> str:
 
 
 def is_numeric(table: Table, column: int) -> bool:
-    """Whether a column holds figures, and stands to the right."""
+    """Whether a column holds figures, and is therefore aligned to the right."""
     cells = [row[column] for row in table.rows]
     return any(isinstance(cell, Figure) for cell in cells) or (column > 0 and all(cell is None for cell in cells))
 
@@ -97,7 +98,7 @@ def markdown(table: Table) -> str:
 
 
 def comma_separated(table: Table) -> str:
-    """Figures with all their digits; a column with spreads or notes has others behind it: its std, its seeds, these."""
+    """The table as CSV, figures with all digits. Columns for std, n and note follow a column that needs them."""
     needs = {"std": ("std", "n"), "n": ("n",), "note": ("note",)}
     beside = [
         [part for part, of in needs.items() if any(_part(row[i], one) is not None for row in table.rows for one in of)]
@@ -117,7 +118,7 @@ def comma_separated(table: Table) -> str:
 
 
 def _part(cell: Cell, name: str) -> object:
-    """The ``std``, ``n`` or ``note`` of a figure; None where it has none, as any other cell."""
+    """The ``std``, ``n`` or ``note`` of a figure; None if it has none, or if the cell is no figure."""
     value = getattr(cell, name) if isinstance(cell, Figure) else None
     return None if value == "" else value
 
@@ -134,7 +135,7 @@ SPECIAL = {
 
 
 def latex(table: Table) -> str:
-    """A table environment for booktabs; the notes are comments."""
+    """A table environment that uses booktabs; the notes are LaTeX comments."""
 
     def line(cells: Sequence[str]) -> str:
         return " & ".join(map(escaped, cells)) + r" \\"
@@ -161,5 +162,5 @@ def latex(table: Table) -> str:
 
 
 def escaped(words: str) -> str:
-    """``words`` for LaTeX."""
+    """``words`` with LaTeX's special characters escaped."""
     return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], words)

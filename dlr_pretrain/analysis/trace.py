@@ -1,7 +1,7 @@
-"""Tables of a trace of some steps: where their time goes, by the parts of a step and by kernel. Needs no torch.
+"""Tables of the time of traced steps, by the parts of a step and by kernel. Needs no torch.
 
-A trace is what ``torch.profiler`` exports. A step is one of its ``ProfilerStep#`` ranges with an update;
-``PARTS`` are ranges, too, and so is ``ASIDE``: evaluations and saves, which count for nothing.
+``torch.profiler`` exports the trace. A step is a ``ProfilerStep#`` range in which an update begins. The names in
+``PARTS`` are ranges, too, and so is ``ASIDE``: evaluations and saves, which are left out.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dlr_pretrain.markdown import table
 
 PARTS = ("data", "publish", "forward", "backward", "communication", "optimizer")
 ASIDE = "aside"
-KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a GPU
+KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events on a GPU
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 TOP = 15  # kernels that are shown
 
 
 @dataclass
 class Tables:
-    """Milliseconds a step. ``host`` and ``gpu`` are by part, "other" among them; ``gpu`` is empty without a GPU.
+    """Times in milliseconds a step. ``host`` and ``gpu`` are by part, with "other"; ``gpu`` is empty without a GPU.
 
-    ``kernels`` are (name, calls a step, time a step), the longest first: on a GPU its kernels, else operators by the
-    time in themselves. ``collectives`` is how long gloo's were under way beside the step's own thread.
+    ``kernels`` are (name, calls a step, time a step), the longest first: a GPU's kernels, or without one the operators
+    by their own time. ``collectives`` is the time of gloo's collectives, which run beside the step's own thread.
     """
 
     steps: int
@@ -45,7 +45,7 @@ def read_trace(path: Path) -> list[dict]:
 
 
 def tables(events: list[dict]) -> Tables:
-    """Raises ValueError where no step is in the trace."""
+    """The tables of a trace's events. Raises ValueError if it holds no step."""
     ranges = [e for e in events if e.get("cat") == "user_annotation"]
     updates = [e["ts"] for e in ranges if e["name"] == "optimizer"]
     steps = [e for e in ranges if e["name"].startswith("ProfilerStep#") and any(_lies_in(ts, e) for ts in updates)]
@@ -82,7 +82,7 @@ def tables(events: list[dict]) -> Tables:
 
 
 def own_times(events: Iterable[dict]) -> list[tuple[dict, float]]:
-    """Each event with its duration less those that lie in it, on its own thread."""
+    """Each event with its own time: its duration without the events nested in it on the same thread."""
     threads = defaultdict(list)
     for event in events:
         threads[event["pid"], event["tid"]].append(event)
@@ -100,7 +100,7 @@ def own_times(events: Iterable[dict]) -> list[tuple[dict, float]]:
 
 
 def _part_of(kernel: dict, parts: list[dict], launched: float | None) -> str:
-    """The innermost part that was open when ``kernel`` was launched, by whatever thread; NCCL's are communication."""
+    """The innermost part that was open when any thread launched ``kernel``; for NCCL's kernels, communication."""
     if "nccl" in kernel["name"].lower():
         return "communication"
     if launched is None:

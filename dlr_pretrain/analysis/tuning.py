@@ -1,8 +1,8 @@
-"""Methods compared fairly: each at the learning rate that is best for it, chosen on one half of the validation set and
-reported on the other, run for run by seed.
+"""A fair comparison of methods, each at the learning rate that is best for it.
 
-The result is one mapping, as it stands in ``tune.json``: losses in nats a token, differences as a method's loss less
-the first method's, so that a negative one speaks for the method.
+One half of the validation set (A) chooses the rate, the other half (B) is reported. Methods are compared seed by seed.
+The result is one mapping, as in ``tune.json``. Losses are in nats a token; a difference is a method's loss minus the
+first method's, so a negative one favours the method.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ENDED = ("finished", "diverged")
 
 @dataclass(frozen=True)
 class Trial:
-    """A run of the grid, or of a fresh seed, with its last evaluation on both halves and on all of it."""
+    """A run of the grid, or of a fresh seed, with its last losses on both halves and on the whole validation set."""
 
     method: str
     lr: float
     seed: int
-    state: str  # one of ENDED, or how else the run stands
+    state: str  # one of ENDED, or another state of ``launch.state``
     run: str = ""
     loss_a: float | None = None  # of half A, on which rates are chosen
     loss_b: float | None = None  # of half B, which is reported
@@ -36,9 +36,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Design:
-    """What is compared: every method at every rate with every seed, then with the fresh seeds at its chosen rate.
+    """The runs of a comparison: every method at every rate with every seed, then at its chosen rate with fresh seeds.
 
-    The first method is the one that the others are compared with. Rates ascend.
+    The other methods are compared with the first one. Rates ascend.
     """
 
     methods: tuple[str, ...]
@@ -75,10 +75,10 @@ def compare(design: Design, trials: Sequence[Trial]) -> dict:
 
 
 def choose(design: Design, trials: Iterable[Trial], method: str) -> dict:
-    """The rate of the lowest loss on half A, a mean over the seeds of the grid.
+    """The rate with the lowest mean loss on half A over the seeds of the grid.
 
-    A rate with a diverged run is not chosen. ``lr`` is None where ``reason`` says why; ``edge`` is the end of the grid
-    at which the rate lies, if any, beyond which a better one may.
+    A rate with a diverged run is not chosen. If none can be chosen, ``lr`` is None and ``reason`` says why. ``edge`` is
+    the end of the grid at which the rate lies, if any: a better rate may lie beyond it.
     """
     grid = {(t.lr, t.seed): t for t in trials if t.method == method and t.seed in design.seeds}
     asked = [(lr, seed) for lr in design.rates for seed in design.seeds]
@@ -97,16 +97,16 @@ def choose(design: Design, trials: Iterable[Trial], method: str) -> dict:
 
 
 def edge(rates: Sequence[float], chosen: float) -> str | None:
-    """The end of the grid at which a rate lies."""
+    """The end of the grid at which a rate lies: lowest, highest or only; None inside the grid."""
     if len(rates) == 1:
         return "only"
     return {rates[0]: "lowest", rates[-1]: "highest"}.get(chosen)
 
 
 def held_out(design: Design, trials: Iterable[Trial], method: str, lr: float | None) -> dict:
-    """The losses on half B at the chosen rate by seed, of the fresh seeds where there are any, and their estimate.
+    """The losses on half B at the chosen rate by seed, and their estimate. Fresh seeds, if any, replace the grid's.
 
-    There is none where a seed has diverged: it is never left out of a mean.
+    There is no estimate if a seed has diverged: it is never left out of a mean.
     """
     seeds = design.fresh or design.seeds
     found = {t.seed: t for t in trials if (t.method, t.lr) == (method, lr) and t.seed in seeds}
@@ -124,9 +124,9 @@ def held_out(design: Design, trials: Iterable[Trial], method: str, lr: float | N
 
 
 def verdict(design: Design, first: dict, other: dict, names: tuple[str, str]) -> dict:
-    """Which of two methods is better on half B: a name where the interval of the mean difference leaves out zero.
+    """Which of two methods is better on half B: its name if the interval of the mean difference excludes zero.
 
-    "none shown" where it does not, and None, with the reason, where nothing can be said.
+    "none shown" if the interval includes zero; None, with the reason, if nothing can be said.
     """
     for name, choice in zip(names, (first, other), strict=True):
         out = choice["held_out"]
@@ -146,9 +146,9 @@ def verdict(design: Design, first: dict, other: dict, names: tuple[str, str]) ->
 
 
 def at_equal_rate(trials: Iterable[Trial], names: tuple[str, str], lr: float, seeds: Sequence[int]) -> dict:
-    """The paired differences on half B at one rate, over the seeds of the grid with which both have finished.
+    """The paired differences on half B at one rate, over the seeds of the grid for which both methods have finished.
 
-    Their mean has no estimate where a seed has diverged with either: it is never left out of a mean.
+    Their mean has no estimate if a seed has diverged with either method: it is never left out of a mean.
     """
     at_rate = [t for t in trials if t.lr == lr and t.method in names and t.seed in seeds]
     losses = {(t.method, t.seed): t.loss_b for t in at_rate if t.state == "finished"}
@@ -159,7 +159,7 @@ def at_equal_rate(trials: Iterable[Trial], names: tuple[str, str], lr: float, se
 
 
 def differences(by_seed: dict[int, float], level: float) -> dict:
-    """The differences and the estimate of their mean; None for it where there is none."""
+    """The differences and the estimate of their mean, which is None if there is no difference."""
     return {"by_seed": by_seed, "difference": estimate(list(by_seed.values()), level).as_dict() if by_seed else None}
 
 

@@ -1,4 +1,4 @@
-"""Comparisons of ``tune.py`` in a report of runs: tables over all of them, their curves, and their differences."""
+"""Comparisons of ``tune.py`` in a report of runs: tables of all comparisons, their curves, and their differences."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dlr_pretrain.analysis.drawing import BLACK, BLUE, GREY, VERMILLION, Picture
 from dlr_pretrain.analysis.groups import Spread, spread
 from dlr_pretrain.analysis.paper import SCALES, fact
 from dlr_pretrain.analysis.perplexity import perplexity
+from dlr_pretrain.analysis.show import plural
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.analysis.tuning import ENDED
 from dlr_pretrain.analysis.tuning_view import draw_method, remarks, scale_of_rates
@@ -22,9 +23,9 @@ Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its
 
 
 def comparison_tables(compared: Compared) -> Iterator[Table]:
-    """Each method at its own rate; all methods by rate; where a rate has several seeds, the differences at each rate.
+    """Each method at its own rate; all methods by rate; the differences at each rate, if rates have several seeds.
 
-    Nothing where there is no comparison.
+    Then the methods beside the paper's Table 1. No table if there is no comparison.
     """
     if not compared:
         return
@@ -38,7 +39,7 @@ def comparison_tables(compared: Compared) -> Iterator[Table]:
 
 
 def _settings(compared: Compared) -> list[str]:
-    """What sets each comparison apart from the others: those of its shared words that not all have."""
+    """How each comparison differs from the others: its shared words that not all comparisons have."""
     words = [shlex.split(found["shared"]) for _, found in compared]
     return [" ".join(word for word in own if not all(word in other for other in words)) for own in words]
 
@@ -53,12 +54,13 @@ def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
             rows.append([setting, method, lr + edge, figure(_held_out(choice)), *_verdict(verdicts.get(method))])
     header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
     notes = [
-        "perplexity on the half of the validation text that chose no rate, mean and standard deviation over seeds "
-        "(their number); differences in nats a token from the first method of the same comparison, seed by seed: a "
-        "negative one speaks for the method of its row; better is a method where the interval leaves out zero"
+        "Perplexity is on the half of the validation text that chose no rate: mean ± standard deviation (number of "
+        "seeds). Differences are in nats per token from the first method of the same comparison, between runs with "
+        "the same seed; negative means that the method of the row is better. A method is called better if its "
+        "interval excludes zero."
     ]
     if levels := sorted({c["difference"]["level"] for f in founds for c in f["comparisons"] if c["difference"]}):
-        notes.append(f"intervals are Student's t over seeds, at {', '.join(f'{100 * x:.4g} %' for x in levels)}")
+        notes.append(f"Intervals are Student's t over seeds, at {', '.join(f'{100 * x:.4g} %' for x in levels)}.")
     notes += [*_by_chance(founds), *dict.fromkeys(line for found in founds for line in remarks(found))]
     missing = [f for f in founds if any(choice["held_out"]["missing"] for choice in f["chosen"].values())]
     fill = [f"python {found['command']}" for found in missing]
@@ -66,8 +68,10 @@ def _own_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
 
 
 def _by_chance(founds: Sequence[dict]) -> list[str]:
-    """How likely a method is called better where none is: the intervals of one comparison hold together, those of
-    several do not. The same runs in two of them are one chance."""
+    """The probability that some method is called better though none is, as a note if there are several comparisons.
+
+    The intervals of one ``tune.json`` hold together, those of several do not. The same runs in two count once.
+    """
     levels: dict[tuple, float] = {}
     several = set()
     for i, found in enumerate(founds):
@@ -78,13 +82,13 @@ def _by_chance(founds: Sequence[dict]) -> list[str]:
     if len(several) < 2 or len(levels) < 2:
         return []
     return [
-        f"{len(levels)} comparisons stand here, the interval of each by itself: if nothing differed, one or more of "
-        f"them would leave out zero with a chance of {100 * (1 - math.prod(levels.values())):.0f} %"
+        f"There are {len(levels)} comparisons, each with an interval of its own. If nothing differed, the chance that "
+        f"at least one of them excludes zero would be {100 * (1 - math.prod(levels.values())):.0f} %."
     ]
 
 
 def _held_out(choice: dict) -> Spread | None:
-    """The perplexities at the chosen rate, infinite of a seed that has diverged."""
+    """The perplexities at the chosen rate; infinite for a diverged seed."""
     out = choice["held_out"]
     return spread([*map(perplexity, out["losses"].values()), *[None] * len(out["diverged"])])
 
@@ -109,7 +113,7 @@ def _by_rate(founds: Sequence[dict], settings: Sequence[str]) -> Table:
     for found, setting in zip(founds, settings, strict=True):
         for method in found["design"]["methods"]:
             rows.append([setting, method, *(_at_rate(found, method, lr) for lr in rates)])
-    notes = ["perplexity on held-out text, mean and standard deviation over the seeds of the grid (their number)"]
+    notes = ["Perplexity on held-out text: mean ± standard deviation over the seeds of the grid (their number)."]
     return _table("tune_rates", "By learning rate", ["Setting", "Method", *map("{:g}".format, rates)], rows, notes)
 
 
@@ -136,7 +140,7 @@ def _equal_rates(founds: Sequence[dict], settings: Sequence[str]) -> Table:
         for c in found["at_equal_rates"]
     ]
     header = ["Setting", "Method", "Against", "Learning rate", "Difference of the loss", "Interval"]
-    notes = ["nats a token on held-out text, seed by seed; Student's t, 95 % of each row by itself"]
+    notes = ["Nats per token on held-out text, between runs with the same seed; Student's t, 95 % for each row alone."]
     return _table("tune_equal", "At equal learning rates", header, rows, notes)
 
 
@@ -147,7 +151,10 @@ def _at_equal_rate(c: dict) -> list[Cell]:
 
 
 def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
-    """The order of the methods, and the effect of DLR, with those of Table 1; where a method is compared once."""
+    """The order of the methods and the effect of DLR, beside those of Table 1.
+
+    No table for fewer than two methods of Table 1, or if one of them is compared more than once.
+    """
     chosen = [(method, _held_out(choice)) for found in founds for method, choice in found["chosen"].items()]
     ours = {method: own for method, own in chosen if own and _published(method, SCALES[0])}
     if len(ours) < 2 or len(ours) < sum(method in ours for method, _ in chosen):
@@ -162,8 +169,8 @@ def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
     header = ["Method", "Ours", *(f"{scale} paper" for scale in SCALES)]
     alike = ", ".join(f"{_in_this_order(ranked, scale)} at {scale}" for scale in SCALES)
     notes = [
-        "perplexities, and in brackets the place among the methods of this table; other text, other sizes",
-        f"of {math.comb(len(ranked), 2)} pairs of these methods, the paper has in the order of ours: {alike}",
+        "Perplexities, with the rank among the methods of this table in brackets. Text and model sizes differ.",
+        f"Of the {plural(math.comb(len(ranked), 2), 'pair')} of these methods, the paper orders like ours: {alike}.",
     ]
     yield Table("tune_order", "The order of the methods, ours and the paper's", header, rows, notes)
     effects = [
@@ -175,14 +182,14 @@ def _beside_the_paper(founds: Sequence[dict]) -> Iterator[Table]:
     if effects:
         header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
         notes = [
-            "difference of the loss from the backbone without DLR, nats a token; the paper's from its printed "
-            "perplexities, by whose convention a difference is one part in a hundred too small"
+            "Difference of the loss from the backbone without DLR, in nats per token. The paper's are computed from "
+            "its printed perplexities, whose convention makes a difference one percent too small."
         ]
         yield Table("tune_effect", "What DLR changes, ours and the paper's", header, effects, notes)
 
 
 def _in_this_order(ranked: Sequence[str], scale: str) -> int:
-    """The pairs of ``ranked`` methods of which the paper, too, has the first ahead."""
+    """The number of pairs of ``ranked`` methods that the paper has in the same order."""
     theirs = [_published(method, scale) or math.inf for method in ranked]
     return sum(a < b for a, b in combinations(theirs, 2))
 
@@ -197,7 +204,7 @@ def _effect(plain: str, method: str, scale: str) -> Figure | None:
 
 
 def _table(name: str, title: str, header: list[str], rows: list[list[Cell]], notes: list[str], fill=()) -> Table:
-    """Without the column of settings where all are the same."""
+    """The table, without the column of settings if all settings are the same."""
     if len({row[0] for row in rows}) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
     return Table(name, title, header, rows, notes, fill)
@@ -208,7 +215,7 @@ def _table(name: str, title: str, header: list[str], rows: list[list[Cell]], not
 
 
 def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
-    """Write the curves against the learning rate, a panel each, and the differences with their intervals."""
+    """Write the curves against the learning rate, a panel for each comparison, and the differences with intervals."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = _settings(compared)
     curves = [(f, s) for (_, f), s in zip(compared, settings, strict=True) if len(f["design"]["rates"]) > 1]
@@ -218,7 +225,7 @@ def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
 
 
 def _points(founds: Sequence[dict], settings: Sequence[str]) -> list[tuple[str, dict]]:
-    """Each difference that has an interval, with a name; with its rate, too, where the name alone is of several."""
+    """Each difference that has an interval, once, with its name. A name that several share is given its rate, too."""
     named = [
         (" ".join(filter(None, (c["method"], setting))), f"{found['chosen'][c['method']]['lr']:g}", c["difference"])
         for found, setting in zip(founds, settings, strict=True)
@@ -242,8 +249,8 @@ def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
         ax.legend(frameon=False, fontsize=8)
     label_axes(axes, "peak learning rate", "perplexity on held-out text", shown=None)
     caption = (
-        "Perplexity on held-out text against the learning rate, a panel for each comparison: every seed a faint point, "
-        "lines through means, a ring at the rate that the other half chose, a cross for a diverged run."
+        "Perplexity on held-out text against the learning rate, one panel per comparison. Faint points are seeds, "
+        "lines join means, a ring marks the rate that the other half chose, a cross a diverged run."
     )
     return save(drawn, folder, "tune_rates", caption)
 
@@ -257,10 +264,10 @@ def _draw_differences(points: Sequence[tuple[str, dict]], chance: Sequence[str],
     ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.set_yticks(range(len(points)), [wrapped(name, 48) for name, _ in points], fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
-    label_axes([ax], "difference of the loss, nats a token: to the left of 0 is better", "", shown=None)
+    label_axes([ax], "difference of the loss, nats per token (left of 0 is better)", "", shown=None)
     caption = (
-        "Each method at its own rate against the first of its comparison, on held-out text, seed by seed, with the "
-        "interval of the mean: blue is better, red is worse, grey leaves it open."
+        "Each method at its own rate against the first of its comparison, on held-out text, between runs with the "
+        "same seed: the mean and its interval. Blue is better, red is worse, grey is undecided."
     )
-    caption += "".join(f" {said}." for said in chance)
+    caption += "".join(f" {said}" for said in chance)
     return save(drawn, folder, "tune_differences", caption)

@@ -1,4 +1,4 @@
-"""A comparison, as ``tuning`` gives it, in words, tables and the curve of perplexity against learning rate."""
+"""A comparison made by ``tuning``, as words, tables and the curve of perplexity against learning rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 
 from dlr_pretrain.analysis.drawing import MARKS, SERIES, save, subplots, unframe
 from dlr_pretrain.analysis.perplexity import perplexity
-from dlr_pretrain.analysis.show import diverged_of, fill
+from dlr_pretrain.analysis.show import diverged_of, fill, plural
 from dlr_pretrain.analysis.tuning import LEVEL
 from dlr_pretrain.markdown import table
 
@@ -19,7 +19,7 @@ COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplex
 
 
 def write(found: dict, folder: Path) -> None:
-    """``tune.json``, ``curve.csv`` (a line for each run), ``curve.png``, ``curve.svg`` and ``report.md``."""
+    """Write ``tune.json``, ``curve.csv`` (a line for each run), ``curve.png``, ``curve.svg`` and ``report.md``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     with open(folder / "curve.csv", "w", encoding="utf-8", newline="") as file:
@@ -31,7 +31,7 @@ def write(found: dict, folder: Path) -> None:
 
 
 def curve(found: dict) -> list[dict]:
-    """Every run with the perplexities of both halves; ``chosen`` says of its rate that the method is reported at it."""
+    """Every run with the perplexities of both halves; ``chosen`` says whether its rate is its method's chosen one."""
     rows = []
     for trial in found["trials"]:
         row = {name: trial[name] for name in COLUMNS if name in trial}
@@ -59,7 +59,7 @@ def verdicts(found: dict) -> list[str]:
 
 
 def remarks(found: dict) -> list[str]:
-    """What a reader has to know before quoting a verdict."""
+    """What a reader must know before quoting a verdict."""
     said, rates = [], found["design"]["rates"]
     if len(rates) == 1:
         said.append(f"One rate, {rates[0]:g}, was given to all: none was chosen.")
@@ -78,8 +78,8 @@ def remarks(found: dict) -> list[str]:
             said.append(f"{method} diverged at {', '.join(own)}.")
     if not found["design"]["fresh"] and len(rates) > 1:
         said.append(
-            "The rates were chosen with the seeds that are reported, on other text: a seed's luck is in both, and the "
-            "losses are a little flattered. Give confirm=<seeds> to report seeds that chose nothing."
+            "The rates were chosen with the same seeds that are reported, though on other text, so the reported losses "
+            "are slightly optimistic. Give confirm=<seeds> to report seeds that chose nothing."
         )
     return said
 
@@ -107,7 +107,7 @@ def report(found: dict) -> str:
 
 
 def console(found: dict) -> str:
-    """The table of the methods, the verdicts and the remarks, in 80 columns but for long names of methods."""
+    """The table of the methods, the verdicts and the remarks, in 80 columns unless names of methods are long."""
     width = max(map(len, ["method", *found["chosen"]]))
     lines = [f"{'method':{width}}  {'lr':>9}  {'held-out perplexity':>20}  seeds"]
     for method, choice in found["chosen"].items():
@@ -123,18 +123,19 @@ def _method(found: dict) -> str:
     level = f"{100 * (1 - (1 - LEVEL) / max(1, k)):g} %"
     wider = f" ({100 * LEVEL:g} % for the {k} comparisons together, by Bonferroni)" if k > 1 else ""
     if found["ordered_by_seed"]:
-        seeds = "A seed is of the initialisation and of the order of the data, and so are the intervals."
+        seeds = "A seed changes the initial weights and the order of the data; the intervals cover both."
     else:
         seeds = (
-            "Seeds are of the initialisation: all runs of a method see the data in one order, and the intervals say "
-            "nothing of another."
+            "A seed changes only the initial weights: all runs of a method see the data in one order, and the "
+            "intervals say nothing about others."
         )
     words = "\n".join(f"* `{method}`: `{text}`" for method, text in found["words"].items())
     return (
-        f"Every method was trained at {len(design['rates'])} rates with {len(design['seeds'])} seeds. Its rate is that "
-        "of the lowest mean loss on half A of the validation set; what is reported is half B. Differences are of runs "
-        f"with the same seed; intervals are Student's t over seeds, at {level}{wider}, and a method is called better "
-        f"where the interval leaves out zero. {seeds} A rate with a diverged run is not chosen.\n\n"
+        f"Every method was trained at {plural(len(design['rates']), 'rate')} with "
+        f"{plural(len(design['seeds']), 'seed')}. Its rate is the one with the lowest mean loss on half A of the "
+        "validation set; half B is reported. Differences are between runs with the same seed; intervals are Student's "
+        f"t over seeds, at {level}{wider}. A method is called better if its interval excludes zero. {seeds} A rate "
+        "with a diverged run is not chosen.\n\n"
         f"{words}\n* all: `{found['shared']}`"
     )
 
@@ -184,7 +185,7 @@ def _at_equal_rate(c: dict) -> str:
 
 
 def _difference(d: dict | None) -> str:
-    """The mean difference of a loss with its interval, and what it is of the perplexity."""
+    """The mean difference of the loss with its interval, and the change of the perplexity in percent."""
     if d is None:
         return "-"
     percent = f"perplexity {100 * math.expm1(d['mean']):+.2f} %"
@@ -207,14 +208,14 @@ def _mean_and_std(values: Sequence[float]) -> str:
 
 
 def _count(choice: dict) -> str:
-    """2 of 3, 1 diverged."""
+    """The number of seeds, such as "3", or "2 of 3, 1 diverged"."""
     out = choice["held_out"]
     lost = [f"{len(out[name])} {name}" for name in ("diverged", "missing") if out[name]]
     return ", ".join([f"{len(out['losses'])} of {len(out['seeds'])}" if lost else str(len(out["seeds"])), *lost])
 
 
 def _grid(found: dict, method: str) -> list[dict]:
-    """The method's runs without those of fresh seeds."""
+    """The method's runs, without those of fresh seeds."""
     return [t for t in found["trials"] if t["method"] == method and t["seed"] in found["design"]["seeds"]]
 
 
@@ -231,9 +232,11 @@ def _listed(values: Sequence[object]) -> str:
 
 
 def plot(found: dict, folder: Path) -> None:
-    """Write ``curve.png`` and ``.svg``, held-out perplexity against learning rate: every seed a faint point, a line
-    through the means of the rates at which all have finished, a ring at the chosen one, a cross at the top for each
-    diverged run."""
+    """Write ``curve.png`` and ``curve.svg``, held-out perplexity against learning rate.
+
+    Each seed is a faint point. A line connects the means of the rates at which all seeds have finished. A ring marks
+    the chosen rate, and a cross at the top each diverged run.
+    """
     design = found["design"]
     figure, (axes,) = subplots(1, width=7, height=4.5)
     for i, method in enumerate(design["methods"]):
@@ -250,7 +253,7 @@ def scale_of_rates(axes, rates: Sequence[float]) -> None:
     from matplotlib.ticker import FixedLocator, NullLocator
 
     if not any(len(line.get_xdata()) for line in axes.lines):
-        axes.set_ylim(1, 10)  # a logarithmic axis needs some
+        axes.set_ylim(1, 10)  # without data, a logarithmic axis needs limits
     axes.set(xscale="log", yscale="log")
     axes.xaxis.set_major_locator(FixedLocator(rates))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -262,7 +265,10 @@ def scale_of_rates(axes, rates: Sequence[float]) -> None:
 
 
 def draw_method(axes, found: dict, method: str, place: tuple[int, int]) -> None:
-    """One method; ``place`` is its number and that of all: its look, and its points beside the others' of one rate."""
+    """Draw one method. ``place`` is (its index, the number of methods).
+
+    The index determines colour and marker, and shifts the points so that those of one rate stand side by side.
+    """
     colour, mark = SERIES[place[0] % len(SERIES)], MARKS[place[0] % len(MARKS)]
     grid = _grid(found, method)
     aside = 1 + 0.015 * (place[0] - (place[1] - 1) / 2)

@@ -1,1 +1,1 @@
-"""Measurements beside each other: steps of ours and of peers, folding, memory, the start of a run."""
+"""Benchmarks side by side: our steps and those of peers, folding, memory, compile times."""

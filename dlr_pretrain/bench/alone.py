@@ -1,4 +1,4 @@
-"""A few steps in a process of their own: how long the first one compiles, and how much memory they take.
+"""Measures a few steps in a separate process: how long the first one compiles, and how much memory they take.
 
 ``python -m dlr_pretrain.bench.alone scale=60m backbone=cola`` prints the JSON that ``alone`` returns.
 """
@@ -28,13 +28,14 @@ from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.process import peak_memory
 from dlr_pretrain.train.runtime import Runtime
 
-SETTLING, STEPS = 2, 3  # before memory counts, and while it does
+SETTLING, STEPS = 2, 3  # steps before memory is measured, and steps that are measured
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def main(words: list[str]) -> None:
-    """Train a few steps and print what they took: seconds, bytes of tensors at the peak, and bytes of the process: what
-    torch's allocator on a GPU has reserved, what the resident memory on a CPU has grown by."""
+    """Train a few steps and print their seconds, the peak bytes of tensors, and the bytes that the process reserved.
+
+    The reserved bytes are those of torch's allocator on a GPU, and the growth of the resident memory on a CPU."""
     cfg, start = load(words), time.perf_counter()
     with Runtime(cfg) as runtime:
         runtime.use_device()
@@ -58,14 +59,14 @@ def main(words: list[str]) -> None:
 
 
 def live() -> int:
-    """Bytes of all tensors that are there."""
+    """Bytes of all tensors that exist now."""
     gc.collect()
     storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (Tensor, Parameter))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def allocated_by(act: Callable[[], object]) -> int:
-    """Bytes of a CPU that torch has allocated at the highest point of ``act``, beyond those that were there before."""
+    """The largest number of bytes that torch has allocated on the CPU during ``act``, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         act()
     with tempfile.TemporaryDirectory() as scratch:
@@ -75,14 +76,17 @@ def allocated_by(act: Callable[[], object]) -> int:
 
 
 def _begin() -> int:
-    """Let the highest resident memory begin anew (Linux), and return it, in bytes."""
+    """Reset the peak of the resident memory (on Linux alone), and return it, in bytes."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return peak_memory()
 
 
 def alone(words: list[str], caches: Path | None = None) -> dict:
-    """What ``main`` prints in a new process, whose compiled code is kept in ``caches`` alone where that is given."""
+    """Run ``main`` in a new process and return what it prints; its only cache of compiled code is ``caches`` if given.
+
+    Raises UserError if the process fails.
+    """
     own = {name: str(caches / folder) for name, folder in CACHES.items()} if caches else {}
     line = [sys.executable, "-m", "dlr_pretrain.bench.alone", *words]
     done = subprocess.run(line, env=os.environ | own, capture_output=True, text=True)
@@ -92,14 +96,14 @@ def alone(words: list[str], caches: Path | None = None) -> dict:
 
 
 def compile_times(words: list[str]) -> dict[str, float]:
-    """Seconds that the first step takes beyond a later one: with an empty cache, and again with what that has left."""
+    """Extra seconds of the first step over a later one: ``cold`` with an empty cache, ``warm`` with a filled one."""
     with tempfile.TemporaryDirectory() as scratch:
         cold, warm = (alone(words, Path(scratch)) for _ in range(2))
     return {name: run["first_step_s"] - run["step_s"] for name, run in (("cold", cold), ("warm", warm))}
 
 
 def memory(words: list[str]) -> dict:
-    """Peak bytes of a step, and plan's estimate of them."""
+    """What ``alone`` returns, and as ``estimate`` the peak bytes that scripts/plan.py predicts."""
     from dlr_pretrain.analysis.memory import memory as estimate
 
     cfg = load(words)

@@ -19,26 +19,26 @@ LR = 1e-3
 
 
 class Arm:
-    """One configuration: updates of weights of its own."""
+    """One configuration, with weights and an optimizer of its own."""
 
     def __init__(self, name: str, cfg: Config, runtime: Runtime, model: Llama | None = None):
         self.name, self.cfg, self.device = name, cfg, runtime.device
         before = allocated(self.device)
         self.updates, self.taken = trial(cfg, runtime, cfg.planned_vocab_size, model), 0
-        self.resident = allocated(self.device) - before  # bytes of this arm's own on the GPU
-        self.peak = 0  # and at the highest point of a step
+        self.resident = allocated(self.device) - before  # bytes that this arm holds on the GPU
+        self.peak = 0  # the same at the highest point of a step
 
     def step(self, batch: Batch) -> Tensor:
-        """One optimizer update; the loss, on the device."""
+        """Take one optimizer update; returns the loss, on the device."""
         before = allocated(self.device) if self.taken == 0 else 0
         loss = self.updates.update(batch, self.taken, LR)[0]
-        if self.taken == 0:  # the optimizer's state is there now
+        if self.taken == 0:  # this update has created the optimizer's state
             self.resident += allocated(self.device) - before
         self.taken += 1
         return loss
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Start from ``tensors``, by the names of our parameters; raises ValueError where some are missing."""
+        """Start from ``tensors``, by the names of our parameters; raises ValueError if the names differ."""
         state = self.updates.weights.state
         if state.keys() != tensors.keys():
             names = sorted(state.keys() ^ tensors.keys())
@@ -48,12 +48,12 @@ class Arm:
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
-        """With the norm of ``clip_grad_norm_``, as peers clip: on a CPU it is inexact (``gradients.CACHED``), which
+        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``gradients.CACHED``), and
         moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
         self.updates.gradients.norm = lambda gradients: get_total_norm(gradients).float()  # fused kernels read fp32
 
     def measure_memory(self, batch: Batch) -> None:
-        """Find ``peak``: what a step adds to what is there, over what this arm itself has there. GPUs only."""
+        """Set ``peak`` to this arm's resident bytes plus the bytes that a step allocates at its peak. GPUs only."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -67,7 +67,7 @@ def allocated(device: torch.device) -> int:
 
 
 def require_comparable(configs: Iterable[Config]) -> None:
-    """Refuse arms that cannot take the same batch, and those that this one process cannot measure."""
+    """Raise ConfigError for arms that cannot take the same batch, or that one process cannot measure."""
     configs = list(configs)
     require_one_process(configs)
     first, *others = configs
@@ -83,7 +83,7 @@ def require_comparable(configs: Iterable[Config]) -> None:
 
 
 def require_one_process(configs: Iterable[Config]) -> None:
-    """Refuse what is of several ranks: arms take turns in one process."""
+    """Raise ConfigError for several ranks, sharding or an automatic micro-batch: arms take turns in one process."""
     if (ranks := world_size()) > 1:
         raise ConfigError([Problem("WORLD_SIZE", ranks, "a step is measured in one process", "Leave torchrun out")])
     for cfg in configs:
@@ -96,7 +96,7 @@ def require_one_process(configs: Iterable[Config]) -> None:
 
 
 def fixed_batch(cfg: Config, runtime: Runtime, padding: float) -> Batch:
-    """Random tokens on the device, the same on every call; that share of each row's positions is padding."""
+    """Random tokens on the device, the same on every call. A share ``padding`` of each row is padding."""
     rows, seq_len = cfg.train.global_batch, cfg.train.seq_len
     real = seq_len + 1 if padding == 0 else max(2, round(seq_len * (1 - padding)))
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""What DLR costs, by backbone: one table of what ``benchmark.py step`` has measured of several.
+"""What DLR costs, by backbone: one table from several measurements of ``benchmark.py step``.
 
 python -m dlr_pretrain.bench.cost benchmarks/evidence/cost/*.json
 """
@@ -17,7 +17,7 @@ NOTE = "ratio: seconds with DLR over those without in the same round, median [qu
 
 
 def by_backbone(measured: Iterable[Path]) -> str:
-    """A row for each measurement of a backbone without DLR, once more without, and with it."""
+    """One row per measurement. Its arms are one backbone: without DLR, again without DLR, and with DLR."""
     rows = []
     for plain, again, dlr in (json.loads(path.read_text())["arms"] for path in measured):
         speeds = (tables.number(arm[name]) for name in ("ms", "tokens_per_second") for arm in (plain, dlr))

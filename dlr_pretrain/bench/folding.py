@@ -1,4 +1,4 @@
-"""What folding costs at inference: nothing. Latency of the logits before and after, beside the plain base."""
+"""Checks that folding costs nothing at inference: latency of the logits before and after, and of the plain base."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ BASE, FOLDED, PUBLISHED, BRANCH = "base, dlr=off", "folded", "published, as in t
 
 
 def measure(words: list[str], rounds: int, warmup: int) -> dict:
-    """``models``: name, seconds a round, ms, ratio to the base, ``largest_difference`` of a logit from the folded ones
-    (null for the base, another model), and ``equal``: whether logits that must be the folded ones bit for bit are.
+    """Returns ``batch`` and ``models``, a row for each: name, seconds of each round, ms (median) and ratio to the base.
 
-    They must be where the residual is published, as in training; the branch rounds otherwise.
+    ``largest_difference`` is that of a logit from the folded model's (null for the base, which is another model).
+    ``equal`` is whether the logits equal the folded model's bit for bit (null if they need not). They must if the
+    residual is published, as in training; the branch rounds differently.
     """
     cfg = load(words)
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or cfg.dlr.impl == "branch":

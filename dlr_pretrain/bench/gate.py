@@ -1,9 +1,9 @@
-"""The gate before the stop-watch: a step's time counts where its losses are those of the readable model.
+"""The check before timing: a step's time counts only if its losses agree with those of the plain model.
 
-``STEPS`` updates on one batch from one start, against the plain form of the same configuration: eager code, each
-projection by itself, nothing recomputed, the residual as the paper's branch. fp32 must agree to 1e-5. bf16 is held to
-``SPREAD`` times the largest distance of plain runs from each other that differ by rounding and nothing else: their
-start is rounded to nearest, or at random.
+The step and the plain form of its configuration take ``STEPS`` updates on one batch from one start. The plain form is
+eager code, with each projection by itself, nothing recomputed, and the residual as the paper's branch. fp32 losses must
+agree to 1e-5. The bound for bf16 is ``SPREAD`` times the largest difference between plain runs that differ only in the
+rounding of their start: to the nearest, or at random.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AT_RANDOM = (0, 1, 2)  # seeds of the starts that are rounded at random
 
 @dataclass(frozen=True)
 class Verdict:
-    """The largest relative difference of a loss from ``reference`` in ``STEPS`` updates, and what it may be."""
+    """The largest relative difference of a loss from ``reference`` in ``STEPS`` updates, and its bound."""
 
     reference: str
     difference: float
@@ -47,19 +47,19 @@ def losses(step: Callable[[Batch], Tensor], batch: Batch) -> list[float]:
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference; NaN is none that a bound admits."""
+    """The largest relative difference. NaN counts as the largest, so that no bound admits it."""
     return max((abs(f - e) / abs(e) for f, e in zip(found, expected, strict=True)), key=lambda d: (d != d, d))
 
 
 class References:
-    """Losses of plain runs on ``batch``; each is run once."""
+    """Losses of plain runs on ``batch``; each run is made once."""
 
     def __init__(self, runtime: Runtime, batch: Batch):
         self.runtime, self.batch = runtime, batch
         self.known: dict[tuple[str, int | None], list[float]] = {}
 
     def judge(self, cfg: Config, found: list[float]) -> Verdict:
-        """Whether ``found``, the losses of ``cfg``, are those of its plain form."""
+        """Compare ``found``, the losses of ``cfg``, with those of its plain form."""
         expected = self._losses(cfg, None)
         return Verdict("the plain model", difference(found, expected), self.bound(cfg))
 
@@ -72,7 +72,7 @@ class References:
 
     def _losses(self, cfg: Config, rounding: int | None) -> list[float]:
         cfg = plain(cfg)
-        key = repr(replace(cfg, run=None)), rounding  # its name is that of the words
+        key = repr(replace(cfg, run=None)), rounding  # the run's name changes no loss
         if key not in self.known:
             model = plain_model(cfg, self.runtime, rounding)
             self.known[key] = losses(Arm("plain", cfg, self.runtime, model).step, self.batch)
@@ -86,9 +86,9 @@ def plain(cfg: Config) -> Config:
 
 
 def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
-    """The model of ``cfg`` without common storages, which is how it is built for sharding.
+    """The model of ``cfg`` whose projections share no storage, as a model is built for sharding.
 
-    Its start is rounded to nearest, or at random by the seed ``rounding``.
+    Its start is rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to bf16 values.
     """
     ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
     dtype = STATE_DTYPE[cfg.precision.name]
@@ -101,7 +101,7 @@ def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
 
 @torch.no_grad()
 def round_at_random_(model: nn.Module, generator: torch.Generator) -> None:
-    """Round fp32 parameters to values that bf16 holds: up or down, with the probability that has no bias."""
+    """Round fp32 parameters to bf16 values, up or down with the probabilities that make this unbiased."""
     for p in model.parameters():
         noise = torch.randint(1 << 16, p.shape, generator=generator, dtype=torch.int32, device=p.device)
         p.copy_(((p.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))

@@ -1,12 +1,12 @@
-"""Steps of others, by the files in ``benchmarks/adapters``: code of ours that imports the user's checkout of theirs.
+"""Steps of peer repositories, through the adapters in ``benchmarks/adapters``.
 
-An adapter is a Python file with a function
+An adapter is code of ours that imports the user's checkout of a peer. It is a Python file with a function
 
     build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
 
-``scale`` is "60M" ... "7B", ``ids`` [batch, T] on the device, right-padded with ``PAD``; a step is a whole update. So
-that losses can be compared the object may have ``tensors()``, its parameters by the names of ours, and the file
-``ours(scale)``, the overrides with which we compute the same.
+``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, right-padded with ``PAD``. A step is a whole update.
+So that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and the
+file may have ``ours(scale)``, which returns the overrides with which we compute the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAD = 1
 
 
 class Peer:
-    """The adapter ``file``, or ``file:function`` for another function than ``build``."""
+    """An adapter, given as ``file``, or as ``file:function`` if the function is not ``build``."""
 
     def __init__(self, place: str, scale: str):
         path, _, function = place.partition(":")
@@ -43,7 +43,7 @@ class Peer:
         self.ours: list[str] | None = ours(scale) if ours else None
 
     def build(self, cfg: Config, device: torch.device) -> PeerStep:
-        """Their model and optimizer for the batch of ``cfg``."""
+        """Build the peer's model and optimizer for the batch of ``cfg``."""
         dtype = WORKING_DTYPE[cfg.precision.name]
         shape = cfg.train.global_batch, cfg.train.seq_len
         try:
@@ -53,7 +53,7 @@ class Peer:
 
 
 class PeerStep:
-    """What an adapter has built, on our batches."""
+    """Runs what an adapter has built on our batches."""
 
     def __init__(self, built):
         self.built = built
@@ -70,14 +70,14 @@ class PeerStep:
 
 
 def peer_ids(batch: Batch) -> Tensor:
-    """[rows, T] as peers take them: ``PAD`` behind each row's end, every other token one that is scored."""
+    """Ids [rows, T] as peers take them: ``PAD`` after the end of each row; every other token is scored."""
     ids = batch.tokens[:, :-1].long()
     padding = torch.arange(ids.shape[1], device=ids.device) >= batch.lengths[:, None]
     return ids.masked_fill(padding, PAD)
 
 
 def as_batch(ids: Tensor, real_tokens: int) -> Batch:
-    """The reverse: their T positions, of which T - 1 have a next token. The metrics say ``real_tokens``, unchecked."""
+    """The inverse: T positions, T - 1 of which have a next token. ``real_tokens`` is for metrics and not checked."""
     tokens = torch.cat((ids, ids.new_full((len(ids), 1), PAD)), dim=1).int()
     return Batch(tokens, (ids != PAD).sum(1, dtype=torch.int32), real_tokens, {})
 
@@ -88,8 +88,8 @@ EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates
 class AuthorsStep:
     """One update as the main scripts of GaLore's family write it (CoLA's and SLTrain's among them).
 
-    It waits for the device for the token count, and copies every gradient to the host for the norm that is logged;
-    ``lean`` leaves both out. ``repo_sdp`` forbids flash and memory-efficient attention, as these scripts do.
+    The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged;
+    ``lean`` omits both. ``repo_sdp`` forbids flash and memory-efficient attention, as these scripts do.
     """
 
     def __init__(self, model: nn.Module, compile: bool, lean: bool = False, repo_sdp: bool = False):

@@ -1,4 +1,4 @@
-"""Times that can be compared: everything in one process, in turn, as ratios of neighbours."""
+"""Comparable times: acts take turns in one process, and are compared as ratios within each round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quartiles(values: list[float]) -> Quartiles:
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:
-    """What ``act`` takes, to its end on ``device``: by events of the GPU's queue, or by the clock."""
+    """Seconds from the start of ``act`` to its end on ``device``, by CUDA events or by the clock."""
     if device.type != "cuda":
         start = time.perf_counter()
         act()
@@ -41,7 +41,7 @@ def seconds(act: Callable[[], object], device: torch.device) -> float:
 def interleaved(
     acts: Mapping[str, Callable[[], object]], warmup: int, rounds: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of each act, a value a round. Acts take turns, and each round begins with the next one."""
+    """Seconds of each act, one value per round. Acts take turns, and each round begins with the next act."""
     names = list(acts)
     for act in acts.values():
         for _ in range(warmup):
@@ -55,13 +55,13 @@ def interleaved(
 
 
 def paired(times: list[float], reference: list[float]) -> Quartiles:
-    """The ratios to the reference of the same round."""
+    """Quartiles of the ratios of ``times`` to the ``reference`` of the same round."""
     return quartiles([t / r for t, r in zip(times, reference, strict=True)])
 
 
 def warm_up_products(device: torch.device) -> None:
-    """Have a GPU's matrix products take their workspaces, 32 MB for each thread that makes some: they stay for the
-    process's life, and are no step's."""
+    """Make a GPU's matrix products allocate their workspaces, 32 MB for each thread that computes products. They stay
+    until the process ends, and must not count for a step."""
     if device.type == "cuda":
         x = torch.ones(64, 64, device=device, requires_grad=True)
         (x @ x).sum().backward()
@@ -69,7 +69,7 @@ def warm_up_products(device: torch.device) -> None:
 
 
 def best_product(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of some large matrix products: what this device reaches, whatever its data sheet says."""
+    """FLOP/s of the fastest of some large matrix products: what this device reaches in practice."""
     n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(repeats))

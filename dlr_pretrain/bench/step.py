@@ -1,27 +1,27 @@
-"""Steps of several configurations beside each other, and beside steps of peers.
+"""Measures training steps of several configurations side by side, and beside steps of peers.
 
 ``measure`` returns plain values with stable keys:
 
-    device, batch     where, and rows, seq_len, padding (share of positions), rounds, warmup
-    peak_flops        datasheet (null where unknown), measured (of large matrix products), in the working dtype of the
+    device, batch     batch: rows, seq_len, padding (share of positions), rounds, warmup, loader
+    peak_flops        datasheet (null if unknown), measured (of large matrix products), in the working dtype of the
                       first arm
-    sm_clock_mhz      before and after; null without nvidia-smi
-    arms              a list; the first is the one that ratios are to, the second the first once more (the noise)
+    sm_clock_mhz      before and after the measurement; null on a CPU or without nvidia-smi
+    arms              a list; ratios are to the first arm, and the second is the first once more (the noise)
 
-and of each arm
+and for each arm
 
-    name; words       words: its overrides of train.py (null: a peer)
+    name; words       words: its overrides of train.py (null for a peer)
     config            scale, backbone, dlr, impl, grouping, precision, optimizer, activation_checkpointing,
                       memory, clip_by, accumulate, micro_batch, compile
-    parity            reference, difference (largest relative one of a loss in 20 updates), bound, passes; null: was
-                      not compared
-    seconds           a value a round; ms is their median
+    parity            reference, difference (largest relative one of a loss in 20 updates), bound, passes; null if it
+                      was not compared
+    seconds           one value per round; ms is their median
     ratio             median, low, high (quartiles) of its seconds over the first arm's of the same round
-    tokens_per_second, real_tokens_per_second (null: of batches from the loader)
+    tokens_per_second, real_tokens_per_second (null for batches from the loader)
     flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak in the arm's own working dtype,
-                      hfu with what is computed again
-    memory            resident and peak bytes of this arm alone (GPUs)
-    compile_s         cold, warm; where asked for
+                      hfu counts recomputation too
+    memory            resident and peak bytes of this arm alone (null on a CPU)
+    compile_s         cold, warm; only if asked for
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NOISE, LOADED = ", once more", ", from the loader"
 
 @dataclass(frozen=True)
 class Protocol:
-    """How to measure: rounds, steps before them, share of padding; whether the first arm reads real data once more."""
+    """How to measure: rounds, steps before them, share of padding; whether to time the first arm on real data too."""
 
     rounds: int
     warmup: int
@@ -63,12 +63,12 @@ class Protocol:
 
 
 def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: Callable[[str], None]) -> dict:
-    """Time the ``arms`` (name -> overrides of train.py) and ``peers``; returns what is described above."""
+    """Time the ``arms`` (name -> overrides of train.py) and ``peers``; returns the values listed above."""
     configs = {name: load(words) for name, words in arms.items()}
     twins = {peer.name: load(joined(next(iter(arms.values())), peer.ours)) for peer in peers if peer.ours is not None}
     require_comparable([*configs.values(), *twins.values()])
     first, cfg = next(iter(configs.items()))
-    torch._dynamo.config.recompile_limit = 64  # of one line of code: each arm has a graph of its own there
+    torch._dynamo.config.recompile_limit = 64  # per code object: each arm has a graph of its own
     with Runtime(cfg) as runtime:
         runtime.use_device()
         warm_up_products(runtime.device)
@@ -110,7 +110,7 @@ def measure(arms: dict[str, list[str]], peers: list[Peer], how: Protocol, say: C
 
 
 def peaks_in(precision: str, device: torch.device) -> dict[str, float | None]:
-    """FLOP/s of products in the working dtype of ``precision``, by whose account."""
+    """Peak FLOP/s of products in the working dtype of ``precision``, by source."""
     measured = best_product(device, WORKING_DTYPE[precision])
     return {"datasheet": peak_flops(device, precision), "measured": measured}
 
@@ -122,7 +122,7 @@ def arm_step(arm: Arm, batch: Batch) -> Callable[[], object]:
 def hold(
     ours: dict[str, Arm], beside: dict[str, Arm], peers: dict, runtime: Runtime, batch: Batch, say: Callable
 ) -> dict[str, Verdict]:
-    """Hold each arm against the plain model, and each peer against the arm ``beside`` it, from the peer's own start."""
+    """Compare each arm with the plain model, and each peer with the arm ``beside`` it, from the peer's own start."""
     references, verdicts = References(runtime, batch), {}
     for name, arm in ours.items():
         verdicts[name] = references.judge(arm.cfg, losses(arm.step, batch))
@@ -138,7 +138,7 @@ def hold(
 
 
 def gate_rows(configs: Iterable[Config]) -> int:
-    """Rows of a batch for the gate: whole micro-batches of every arm, and two of them where there are two."""
+    """Rows of the gate's batch: whole micro-batches of every arm, two of them if the whole batch has two."""
     micro, whole = math.lcm(*(cfg.micro_batch(1) for cfg in configs)), next(iter(configs)).train.global_batch
     return 2 * micro if whole >= 2 * micro else micro
 
@@ -149,7 +149,7 @@ def shown(verdict: Verdict) -> str:
 
 
 def timed(acts: dict, first: Arm, how: Protocol, runtime: Runtime) -> dict[str, list[float]]:
-    """Seconds of each act; with ``how.loader`` of the first arm's step with the wait for its batch, too."""
+    """Seconds of each act. ``how.loader`` adds the first arm on loaded batches, with the wait for each batch."""
     if not how.loader:
         return interleaved(acts, how.warmup, how.rounds, runtime.device)
     source = open_source(first.cfg)
@@ -159,7 +159,7 @@ def timed(acts: dict, first: Arm, how: Protocol, runtime: Runtime) -> dict[str, 
 
 
 def of_time(seconds: list[float], reference: list[float], batch: Batch, of_batch: bool = True) -> dict:
-    """Rates of steps of the size of ``batch``; its real tokens count where they were ``of_batch`` itself."""
+    """Rates of steps on batches of the size of ``batch``. Without ``of_batch`` their real tokens are not known."""
     median = quartiles(seconds).median
     positions = batch.tokens.shape[0] * (batch.tokens.shape[1] - 1)
     return {
@@ -204,7 +204,7 @@ def describe(device: torch.device) -> str:
 
 
 def sm_clock(device: torch.device) -> int | None:
-    """MHz of the GPU's multiprocessors; None where it cannot be asked."""
+    """The clock of the GPU's multiprocessors in MHz; None on a CPU or without nvidia-smi."""
     if device.type != "cuda":
         return None
     question = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", f"--id={device.index or 0}"]

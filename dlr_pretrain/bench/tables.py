@@ -34,7 +34,7 @@ def machine() -> str:
 
 
 def header(found: dict) -> str:
-    """A line for each fact."""
+    """A list with a line for each fact of ``ABOUT`` that ``found`` has."""
     lines = []
     for name in ABOUT:
         value = found.get(name)
@@ -46,7 +46,7 @@ def header(found: dict) -> str:
 
 
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    """Markdown, the first column left-aligned and the others right-aligned, padded for reading as it is."""
+    """A Markdown table, padded so that its source is readable too. The first column is left-aligned, others right."""
     rows = [columns, *rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 
@@ -59,7 +59,7 @@ def table(columns: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def steps(found: dict) -> str:
-    """The arms of ``step.measure``; columns without a value are left out."""
+    """A table of the arms of ``step.measure``; columns without a value are omitted."""
     columns = {
         "arm": lambda a: a["name"],
         "ms/step": lambda a: number(a["ms"]),
@@ -87,7 +87,7 @@ def steps(found: dict) -> str:
 
 
 def folds(found: dict) -> str:
-    """The models of ``folding.measure``."""
+    """A table of the models of ``folding.measure``."""
 
     def row(of: dict) -> list[str]:
         difference, equal = of["largest_difference"], of["equal"]

@@ -1,8 +1,8 @@
 """The configuration of a run: its tree of dataclasses, its rules, its identity, and the reading of a command line.
 
 The YAML files under ``configs/`` hold every default; the dataclasses hold names, types, bounds and documentation.
-Nothing here imports torch, so that ``--help`` and a mistyped option answer at once; nor does this module import
-Hydra, which only ``arguments`` and ``composition`` need.
+Nothing here imports torch, so that ``--help`` and mistyped options are answered at once. This module does not import
+Hydra either, because only ``arguments`` and ``composition`` need it.
 """
 
 from dlr_pretrain.config.compiler import compiler_problem

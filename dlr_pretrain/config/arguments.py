@@ -1,8 +1,8 @@
 """The command line in one normal form, so that ``scale=1b``, ``+scale=1b`` and ``++scale=1b`` mean the same.
 
 Hydra accepts either ``group=option`` or ``+group=option``, never both, and with a plus sign it accepts any misspelt
-name. So a group loses its plus signs and a key gets both (Hydra then sets it without a question); that the key exists
-is checked on the composed tree, where the nearest existing one is known.
+name. So a group loses its plus signs, and a key gets two, with which Hydra sets any key. Whether the key exists is
+checked later, on the composed tree, where the nearest existing key is known.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dlr_pretrain.config.tree import GROUPS
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
 HYDRA_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.output_subdir")
 HYDRA_READ = ("hydra.mode", "hydra.searchpath", "hydra.sweeper", "hydra.launcher", "hydra.job.env_set")
-SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which YAML and Hydra spell otherwise, too
+SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which may be spelt as in SWITCH
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
 
 
 @dataclass
 class CommandLine:
-    """A command line taken apart: Hydra's own flags, the overrides in normal form, and what was refused."""
+    """A parsed command line: Hydra's own flags, the overrides in normal form, and the problems."""
 
     flags: list[str]
     words: list[str] = field(default_factory=list)
@@ -39,17 +39,17 @@ class CommandLine:
     config_name: str = "train"
     config_dir: str | None = None
     multirun: bool = False
-    answers: bool = False  # help, version or completion: prints something and runs nothing
+    answers: bool = False  # help or completion: prints text and runs nothing
     shows: bool = False  # prints the configuration instead of running it
 
     @property
     def argv(self) -> list[str]:
-        """What Hydra reads: the flags first, since its parser loses words that stand behind them."""
+        """The arguments for Hydra. Flags come first, because its parser refuses words on both sides of a flag."""
         return self.flags + self.words
 
 
 def read(argv: list[str]) -> CommandLine:
-    """Take a command line apart and bring its words into normal form."""
+    """Parse a command line and bring its words into normal form."""
     args, rest = get_args_parser().parse_known_args(argv)
     if args.shell_completion:
         return CommandLine(flags=argv, answers=True)
@@ -73,7 +73,10 @@ def read(argv: list[str]) -> CommandLine:
 
 
 def spread(words: Iterable[str]) -> list[str]:
-    """``train={lr: 1e-3, steps: 9}`` as ``train.lr=0.001`` and ``train.steps=9``; a word without a mapping as it is."""
+    """Split mappings: ``train={lr: 1e-3, steps: 9}`` becomes ``train.lr=0.001`` and ``train.steps=9``.
+
+    Words without a mapping, and mappings that hold a sweep, stay as they are.
+    """
     return [part for word in words for part in _spread(word)]
 
 
@@ -82,7 +85,7 @@ def _spread(word: str) -> list[str]:
     if not found or found["sign"] == "~" or not found["value"].startswith("{"):
         return [word]
     try:
-        value = parse_word(f"{found['key']}={found['value']}")._value  # which knows what was quoted
+        value = parse_word(f"{found['key']}={found['value']}")._value  # Hydra's own value keeps the quotes
     except HydraException:
         return [word]
     return list(_leaves(found["key"], value)) if not _is_swept(value) else [word]
@@ -97,7 +100,7 @@ def _leaves(key: str, value: object) -> Iterator[str]:
 
 
 def _is_swept(value: object) -> bool:
-    """Whether a parsed value holds a sweep, or is one."""
+    """Whether a parsed value is a sweep or contains one."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return isinstance(value, Sweep) or any(map(_is_swept, inner))
 
@@ -113,12 +116,12 @@ def value_of(word: str) -> str:
 
 
 def parse_word(word: str) -> Override:
-    """A word by Hydra's grammar."""
+    """Parse a word by Hydra's grammar; raises HydraException if it does not fit."""
     return OverridesParser.create().parse_override(word)
 
 
 def is_hydra(word: str) -> bool:
-    """Whether a word speaks to Hydra itself."""
+    """Whether a word concerns Hydra's own settings."""
     return re.match(r"[+~]*hydra[./]", word) is not None
 
 
@@ -142,7 +145,7 @@ def _flag_problem(word: str) -> Problem:
 
 
 def _secret(word: str) -> Problem | None:
-    """A password or a token in a word: Hydra, the record of the run and the console would show it."""
+    """The problem of a password or a token in a word: Hydra, the run's record and the console would show it."""
     key, _, value = word.partition("=")
     if name := named_in(word):
         rule = f"{name.rpartition('.')[2]} is a password or a token, and a command line is recorded and shown"
@@ -154,7 +157,7 @@ def _secret(word: str) -> Problem | None:
 
 
 def _malformed(words: list[str]) -> list[Problem]:
-    """Words without a key and a value; neighbours are one problem, since blanks around = are the usual cause."""
+    """The problems of words that are not key=value. Adjacent words share one: blanks around = are the usual cause."""
     runs: list[list[str]] = [[]]
     for word in words:
         if WORD.fullmatch(word) or word.startswith("~"):
@@ -172,7 +175,7 @@ def _malformed(words: list[str]) -> list[Problem]:
 
 
 def _admit(word: str, line: CommandLine) -> None:
-    """Append ``word`` to the command line in normal form, or the problem that keeps it out."""
+    """Append ``word`` to the line's words in normal form, or append the problem that keeps it out."""
     if problem := _secret(word):
         line.problems.append(problem)
         return
@@ -190,7 +193,7 @@ def _admit(word: str, line: CommandLine) -> None:
         meant = nearest(key, [*GROUPS, *KNOWN])
         if meant in GROUPS:
             line.problems.append(Problem(key, value, "no such key", f"Did you mean {meant}={value}?"))
-            key = meant  # the rest of the command line is judged as if it had been written so
+            key = meant  # the rest of the command line is checked as if the group had been spelt so
     if key in SWITCHES:
         value = ",".join(SWITCH.get(option.strip().lower(), option) for option in value.split(","))
     word = f"{key}={value}" if key in GROUPS else f"++{key}={value}"
@@ -210,7 +213,7 @@ def _admit(word: str, line: CommandLine) -> None:
 
 
 def _hydra_problem(word: str) -> Problem | None:
-    """Hydra's own folders are not those of a run, whatever they are called; nor are its logs, names and callbacks."""
+    """The problem of a setting of Hydra's that a run ignores, such as its folders, logs, names and callbacks."""
     key, value = key_of(word), value_of(word)
     if key in HYDRA_FOLDERS:
         rule = "would be ignored: Hydra writes nothing, and a run makes its own directory"

@@ -1,4 +1,4 @@
-"""What ``compile=true`` asks of the machine."""
+"""The compilers and headers that ``compile=true`` needs on the machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dlr_pretrain.config.tree import Config
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """What keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda").
+    """The problem that keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda"), or None.
 
-    With ``device=auto`` the answer is known only to the trainer, which asks again with the device that it found.
+    For "auto" it returns None. The trainer calls it again with the device that it has found.
     """
     rules = {"cpu": _of_inductor, "cuda": _of_triton}
     if not cfg.compile or device not in rules or (lack := rules[device]()) is None:
@@ -25,7 +25,7 @@ def compiler_problem(cfg: Config, device: str) -> Problem | None:
 
 
 def _of_inductor() -> tuple[str, str] | None:
-    """A C++ compiler, named as torch's inductor names it."""
+    """Look for the C++ compiler that torch's inductor would call; returns None, or the broken rule and the fix."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler):
         return None
@@ -33,7 +33,7 @@ def _of_inductor() -> tuple[str, str] | None:
 
 
 def _of_triton() -> tuple[str, str] | None:
-    """A C compiler and Python's headers, of which Triton makes what launches its kernels; looked for as it does."""
+    """Look where Triton does for a C compiler and Python's headers, with which it builds its kernel launchers."""
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return f"needs a C compiler on a GPU, and there is no {' or '.join(compilers)}", "set CC to a compiler"

@@ -1,4 +1,4 @@
-"""From words to a checked ``Config``: Hydra composes, and what it would report one by one is reported at once."""
+"""Turns words into a checked ``Config``. Hydra composes; problems that it reports one by one are reported together."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from dlr_pretrain.errors import first_line
 
 VERSION_BASE = "1.3"
 resolvers.register()
-OmegaConf.register_new_resolver("overview", lambda: "", replace=True)  # of configs/hydra/help: see answer_help
+OmegaConf.register_new_resolver("overview", lambda: "", replace=True)  # used by configs/hydra/help: see answer_help
 
 
 @contextmanager
 def session(config_dir: str | None = None) -> Iterator[None]:
-    """Hydra ready to compose from ``configs/`` and, like ``--config-dir``, from a folder of one's own."""
+    """Make Hydra ready to compose from ``configs/`` and, as ``--config-dir`` does, from the user's ``config_dir``."""
     path = create_config_search_path(str(CONFIG_DIR))
     if config_dir is not None:
         if not os.path.isdir(config_dir):
@@ -55,9 +55,9 @@ def session(config_dir: str | None = None) -> Iterator[None]:
 
 
 def check(line: CommandLine, world_size: int | None, machine: bool = True) -> list[Config]:
-    """The configurations that a command line asks for (several with ``-m``), or all its problems in a ConfigError.
+    """The configurations that a command line asks for (several with ``-m``); raises ConfigError with all its problems.
 
-    ``machine``: those of this machine among them, see ``validate``.
+    ``machine`` says whether the rules about this machine are checked, see ``validate``.
     """
     with session(line.config_dir):
         problems, configs = list(line.problems), []
@@ -77,8 +77,8 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
 def configure(composed: DictConfig, hydra: DictConfig) -> tuple[Config | None, list[Problem]]:
     """Build the ``Config`` of one composed run, run directory included, and collect the problems of its single keys.
 
-    ``hydra`` is Hydra's own node of the composition: it knows the choices made. What the chosen options say by
-    themselves is composed once more, to know the keys that they declare and what the run changes.
+    ``hydra`` is Hydra's own node of the composition, which holds the chosen options. These options are composed again
+    without the run's other overrides, to find the keys that they declare and the keys that the run changes.
     """
     choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
     chosen = [f"{group}={option}" for group, option in choices.items() if option and group != "experiment"]
@@ -97,7 +97,7 @@ def configure(composed: DictConfig, hydra: DictConfig) -> tuple[Config | None, l
 
 
 def default_choices() -> dict[str, str]:
-    """The option that each group has where none is named."""
+    """The default option of each group."""
     entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
 
@@ -109,7 +109,7 @@ def _check_job(
     cfg, found = build(line.config_name, words)
     problems += found
     wrong = {problem.key for problem in found}
-    if cfg is None:  # the rules below then judge what remains when the refused words are left out
+    if cfg is None:  # without the refused words, so that the rules below can check the rest
         words = [word for word in words if key_of(word) not in wrong]
         cfg, _ = build(line.config_name, words)
     if cfg is not None and certain and not line.shows:
@@ -124,7 +124,7 @@ def _keys_named(problem: Problem) -> set[str]:
 
 
 def build(config_name: str, words: Sequence[str]) -> tuple[Config | None, list[Problem]]:
-    """One run from words in normal form, in an open session, without the rules that span keys: see ``configure``."""
+    """``configure`` for words in normal form, in an open session. The rules that span several keys are not checked."""
     try:
         composed = _compose(config_name, words)
         hydra = composed.pop("hydra")
@@ -134,8 +134,11 @@ def build(config_name: str, words: Sequence[str]) -> tuple[Config | None, list[P
 
 
 def recorded(tree: dict) -> Config:
-    """The configuration that a run has written, as today's code has it: keys that are younger have their options'
-    defaults, for what they ask for was not there. Raises ConfigError where today's code has no place for a key."""
+    """The configuration that a run has written, in the form of today's code.
+
+    A key that is newer than the run gets its option's default, because what it controls did not exist then. Raises
+    ConfigError if today's code does not know one of the run's keys.
+    """
     cfg, problems = parse(tree, {group: tree[group] for group in OPEN_GROUPS})
     if cfg is None:
         with session():
@@ -163,7 +166,10 @@ def _compose(config_name: str, words: Sequence[str]) -> DictConfig:
 
 
 def _plain(node: DictConfig, problems: list[Problem] | None = None, prefix: str = "") -> dict:
-    """The composed tree as plain values; what cannot be resolved is null, and a problem where those are asked for."""
+    """The composed tree as plain values. A value that cannot be resolved becomes None.
+
+    ``problems``, if given, gets a problem for each such value.
+    """
     tree = {}
     for name in node:
         if not prefix and name == "hydra":
@@ -185,7 +191,7 @@ def _plain(node: DictConfig, problems: list[Problem] | None = None, prefix: str 
 
 
 def jobs(words: list[str]) -> Iterator[list[str]]:
-    """The words of each job of a sweep, in the order in which Hydra runs them; of the one job without a sweep."""
+    """The words of each job of a sweep, in the order in which Hydra runs the jobs; a single job if nothing is swept."""
     values = []
     for word in words:
         override = parse_word(word)
@@ -198,9 +204,10 @@ def jobs(words: list[str]) -> Iterator[list[str]]:
 
 
 def _checked_options(words: list[str], config_name: str) -> tuple[list[str], list[Problem], bool]:
-    """The words with the nearest option in the place of each that does not exist, and the problem of each such.
+    """Replace each option that does not exist by the nearest one, or drop its word if none is near.
 
-    The last value is False where an option had no near one: nothing can then be said about rules that span keys.
+    Returns the words, a problem for each such option, and whether no word was dropped. If one was dropped, the rules
+    that span keys cannot be checked.
     """
     kept, problems, certain = [], [], True
     search = [word for word in words if is_hydra(word)]
@@ -227,25 +234,25 @@ def _checked_options(words: list[str], config_name: str) -> tuple[list[str], lis
 
 
 def _exists(group: str, option: object) -> bool:
-    """Whether there is surely such an option: many times quicker to say than which ones there are."""
-    plain = isinstance(option, str) and re.fullmatch(r"[\w-]+(/[\w-]+)*", option)  # neither .. nor .yaml
+    """Whether an option certainly exists; False if that is not sure. Many times faster than listing all options."""
+    plain = isinstance(option, str) and re.fullmatch(r"[\w-]+(/[\w-]+)*", option)  # excludes .. and .yaml
     return bool(plain) and GlobalHydra.instance().config_loader().repository.config_exists(f"{group}/{option}")
 
 
 def _near_folder(value: str, options: list[str]) -> list[str]:
-    """The options in the folder that ``value`` names or lies in; else those in none, and each folder once."""
+    """The options in the folder that ``value`` names or lies in; if there are none, all others, each folder once."""
     folder = value.rpartition("/")[0] or value
     inside = [option for option in options if option.startswith(f"{folder}/")]
     return inside or list(dict.fromkeys(re.sub("/.*", "/...", option) for option in options))
 
 
 def answer_help() -> None:
-    """Fill ``${overview:}``: only where it is asked for, since Hydra evaluates it in every composition."""
+    """Make ``${overview:}`` return the overview. Only help does so, because Hydra evaluates it in every composition."""
     OmegaConf.register_new_resolver("overview", cache(overview), replace=True)
 
 
 def overview(width: int = 80) -> str:
-    """The groups with their options, and of a folder of options their number; in a run of Hydra."""
+    """The groups with their options; a folder of options is shown with their number. Needs an open session of Hydra."""
     lines = []
     usual = default_choices()
     for group in sorted(GROUPS):
@@ -253,20 +260,20 @@ def overview(width: int = 80) -> str:
         options.sort(key=_size)
         folders = Counter(option.partition("/")[0] for option in options if "/" in option)
         shown = [option for option in options if "/" not in option] + [f"{f}/ ({n})" for f, n in folders.items()]
-        entries = (entry.replace(" ", "\0") for entry in shown)  # a folder and its number stay on one line
+        entries = (entry.replace(" ", "\0") for entry in shown)  # keep a folder and its number on one line
         line = textwrap.fill(f"{group}: " + ", ".join(entries), width, subsequent_indent="  ")
         lines.append(line.replace("\0", " "))
     return "\n".join(lines)
 
 
 def _size(option: str) -> float:
-    """A sort key: the parameters of a scale such as 60m or 1b; 0 for all else, which keeps its order."""
+    """A sort key: the millions of parameters of a scale such as 60m or 1b. Other options get 0 and keep their order."""
     found = re.fullmatch(r"(\d+)([mb])\*?", option)
     return float(found[1]) * {"m": 1, "b": 1000}[found[2]] if found else 0.0
 
 
 def _options(group: str, config_name: str, search: list[str]) -> list[str]:
-    """The options of a group wherever Hydra finds them; those in a folder of it by their path."""
+    """The options of a group on Hydra's whole search path; an option in a subfolder is named by its path."""
     list_of = partial(GlobalHydra.instance().config_loader().get_group_options, group)
     folders = list_of(ObjectType.GROUP, config_name, search)
     inside = [

@@ -1,4 +1,4 @@
-"""The page of all keys: ``python -m dlr_pretrain.config.document > docs/configuration.md``."""
+"""Prints the page of all keys: ``python -m dlr_pretrain.config.document > docs/configuration.md``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def options(group: str) -> dict[str, Path]:
-    """The files of a group by option: by size, and what others start from before them."""
+    """The files of a group by option, sorted by hidden size, then files without a base first, then by name."""
 
     def order(path: Path) -> tuple:
         return _values(path).get("hidden_size", 0), _base(path) is not None, path.stem
@@ -116,7 +116,7 @@ def _fixed(section: str, key: str) -> bool:
 
 
 def _base(path: Path) -> Path | None:
-    """The option of the same group that a file starts from."""
+    """The file of the option, of the same group, on which a file is based; None if it has no base."""
     names = [name for name in yaml.safe_load(path.read_text()).get("defaults", []) if name != "_self_"]
     return path.with_name(f"{names[0]}.yaml") if names else None
 

@@ -1,4 +1,4 @@
-"""A configuration as plain mappings, what of it is the mathematics of the run, and the name that follows from that."""
+"""A configuration as plain mappings, the keys that decide the mathematics of a run, and the run's name."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dlr_pretrain.config.parse import all_keys, flatten
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
 
-# Where text and tokenizer come from may change, even from shards of text to tokens made of them: what they are is held
-# by their fingerprints.
+# The origin of text and tokenizer may change, even from shards of text to tokens made from them. Fingerprints, not
+# these keys, ensure that text and tokenizer stay the same.
 ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
           "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 
@@ -31,14 +31,14 @@ def to_dict(cfg: Config) -> dict:
 
 
 def identity(cfg: Config) -> dict[str, object]:
-    """The dotted keys that take part in the mathematics of a run, with their values, as JSON gives them back."""
+    """The dotted keys that take part in the mathematics of a run, with their values as JSON returns them."""
     tree = to_dict(cfg)
     keys = all_keys({group: tree[group] for group in OPEN_GROUPS})
     return json.loads(json.dumps({name: value for name, value in flatten(tree).items() if keys[name].identity}))
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys that make two runs different ones, with both values. A key that only one of them has does not count."""
+    """The keys in which two runs differ, with both values. Keys of ORIGIN or of only one run do not count."""
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 
@@ -48,11 +48,11 @@ def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> s
 
 
 def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:
-    """A stable name from the chosen options, the seed, and a short hash of what else was changed.
+    """A stable name made of the chosen options, the seed, and a short hash of all other changes.
 
-    ``defaults`` are the options that go unsaid; ``changed`` the identity keys, with their parsed values, that differ
-    from what the options say by themselves. So spelling and order of the overrides do not matter, and a run that is
-    given its own defaults explicitly keeps its name.
+    The name leaves out options that are in ``defaults``, except scale, backbone and dlr. ``changed`` holds the identity
+    keys, with their parsed values, that differ from the values of the chosen options. So the spelling and order of the
+    overrides do not matter, and a run that is given its own defaults explicitly keeps its name.
     """
     parts = [choices["scale"], choices["backbone"], f"dlr_{choices['dlr']}"]
     for group in ("optimizer", "data", "precision", "experiment"):

@@ -1,6 +1,7 @@
 """Bounds of the knobs that this project's own backbones and optimizers declare in their YAML files.
 
-They are looked up by the option's name: an option of somebody else's may mean something else by a knob's name.
+They are looked up by the option's name, because a user's own option may have a knob of the same name but another
+meaning.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dlr_pretrain.config.tree import key
 
 
 def bounds(**of):
-    """Of a value; what the knob means stands beside it in the YAML file."""
+    """The bounds of a knob's value; its YAML file says what the knob means."""
     return key("", **of)
 
 
@@ -89,6 +90,6 @@ KNOBS: dict[str, dict[str, dict]] = {
 
 
 def rules(group: str, option: str, knob: str) -> Mapping:
-    """The metadata with which a knob is declared here; nothing for one that is not."""
+    """The metadata of a knob that is declared here; empty for any other knob."""
     declared = KNOBS[group].get(option, {}).get(knob)
     return declared.metadata if declared else {}

@@ -1,4 +1,4 @@
-"""What ``train.memory=low``, updates in the backward pass, can do and cannot."""
+"""The rules of ``train.memory=low``, which updates the parameters during the backward pass."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import Config
 
-ONE_BY_ONE = ("adamw_8bit", "adamw")  # optimizers that update, and mask on the device, a parameter at a time
+ONE_BY_ONE = ("adamw_8bit", "adamw")  # optimizers that update one parameter at a time and mask the update on the device
 LOW = "train.memory=low"
-AHEAD = 4  # gradients whose sums over ranks run beside the backward pass
+AHEAD = 4  # sums of gradients over ranks that may be under way at once, beside the backward pass
 
 
 def memory_problems(cfg: Config, world_size: int | None) -> Iterator[Problem]:
-    """Every rule of ``train.memory=low`` that is broken."""
+    """Every broken rule of ``train.memory=low``."""
     t, dlr = cfg.train, cfg.dlr
     if t.memory != "low":
         return

@@ -1,4 +1,4 @@
-"""What an optimizer can do with the backbone, the residual, the precision and the steps of a run."""
+"""The rules that tie an optimizer to the backbone, the residual, the precision, the sharding and the steps of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import Config
 
 OF_MATRICES = ("galore", "fira", "loro", "muon")
-ROUND_AT_WILL = ("adamw", "adamw_8bit")  # whose updates precision=bf16_sr can round
+ROUND_AT_WILL = ("adamw", "adamw_8bit")  # optimizers whose updates precision=bf16_sr can round
 
 
 def optimizer_problems(cfg: Config) -> Iterator[Problem]:

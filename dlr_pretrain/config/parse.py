@@ -1,4 +1,4 @@
-"""From a composed mapping to a ``Config``, with every problem on the way instead of the first."""
+"""Turns a composed mapping into a ``Config``, and collects every problem instead of only the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS, SECTIONS, Choice, Conf
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-# what an option of an open group is, rather than how it is tuned
+# knobs that say what an option of an open group is, not how it is tuned
 FIXED_KNOBS = ("name", "factorized")
 
 
@@ -52,7 +52,7 @@ def is_fixed(name: str) -> bool:
 
 
 def all_keys(declared: dict[str, dict]) -> dict[str, Key]:
-    """Every dotted key of the tree; those of an open group as its chosen option ``declared`` them."""
+    """Every dotted key of the tree. ``declared`` has the keys and defaults of the chosen option of each open group."""
     keys = {}
     hints = typing.get_type_hints(Config)
     for f in dataclasses.fields(Config):
@@ -83,7 +83,7 @@ def parse(tree: dict, declared: dict[str, dict]) -> tuple[Config | None, list[Pr
     """Build a ``Config`` from a composed mapping.
 
     ``declared`` gives, for each open group (backbone, optimizer), the keys of the chosen option's own YAML file with
-    their defaults. Returns the configuration (None where it cannot be built) and every problem found.
+    their defaults. Returns the configuration (None if it cannot be built) and every problem found.
     """
     keys, given = all_keys(declared), flatten(tree)
     unknown = [name for name in given if name not in keys]
@@ -125,7 +125,7 @@ def _build(values: dict[str, object]) -> Config:
 
 
 def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> object:
-    """``value`` in the type of its key and held against its bounds; problems are appended."""
+    """Convert ``value`` to the type of its key and check its bounds; appends to ``problems``."""
     hint, optional = spec.hint, False
     if isinstance(hint, types.UnionType):
         hint, optional = typing.get_args(hint)[0], True
@@ -144,7 +144,7 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> obje
 
 
 def _quotes(name: str, value: object, hint: object) -> str:
-    """The fix of a number that is quoted and should not be, or the other way round."""
+    """The fix for a number that is quoted and should not be, or the other way round; else empty."""
     if hint is str and isinstance(value, (int, float)):
         return f"Quote a number that is meant as text: \"{name}='...'\""
     number = re.fullmatch(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) if isinstance(value, str) else None
@@ -152,7 +152,7 @@ def _quotes(name: str, value: object, hint: object) -> str:
 
 
 def _convert(value: object, hint: object) -> object:
-    """``value`` as ``hint``, or MISSING where it is not one: no silent rounding, no number from a truth value."""
+    """``value`` as a ``hint``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is bool:
         return BOOLS.get(str(value).lower(), MISSING)
@@ -160,7 +160,7 @@ def _convert(value: object, hint: object) -> object:
         return int(value) if number and math.isfinite(value) and value == int(value) else MISSING
     if hint is float:
         return float(value) if number and math.isfinite(value) else MISSING
-    if hint is str:  # of 2026_11_22 Hydra has made 20261122, and of 1e3 1000.0
+    if hint is str:  # a number is refused: Hydra has turned 2026_11_22 into 20261122, and 1e3 into 1000.0
         return value if isinstance(value, str) and value.strip() else MISSING
     return value
 

@@ -1,4 +1,4 @@
-"""Which projections ``probe=on`` looks at, by names such as ``0.self_attn.q_proj``, and what it needs."""
+"""The projections that ``probe=on`` examines, by names such as ``0.self_attn.q_proj``, and the rules of probing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def carrying(cfg: Config) -> list[str]:
 
 
 def probed(cfg: Config) -> list[str]:
-    """The projections that are probed; by default the paper's choice, as far as they carry the residual."""
+    """The probed projections: the paper's three by default. Only projections that carry the residual are probed."""
     if cfg.probe.layers is not None:
         patterns = cfg.probe.layers.split()
         return [name for name in carrying(cfg) if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, said so that it can be fixed."""
+"""The problems of a configuration, with messages that say how to fix them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dlr_pretrain.errors import EXIT_CONFIG, UserError
 
 
 class MISSING:
-    """In the place of a value: none was given. A class, so that it is itself again after pickling."""
+    """Takes the place of a value that was not given. It is a class, so that it is the same object after pickling."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Problem:
 
 
 def no_home(key: str, value: str) -> Problem | None:
-    """A ``~`` at the start of a path that the shell has not replaced, if there is one."""
+    """The problem of a path that starts with a ``~`` that the shell has not expanded; None for other values."""
     if value.partition("/")[0] != "~":
         return None
     fix = f"Write {key}=$HOME{value.removeprefix('~')}"
@@ -47,11 +47,11 @@ class ConfigError(UserError):
         lines = list(dict.fromkeys(map(str, problems)))
         super().__init__(lines[0] if len(lines) == 1 else "\n  ".join([f"{len(lines)} problems", *lines]))
 
-    def __reduce__(self):  # an exception is otherwise made again from its text
+    def __reduce__(self):  # unpickling would otherwise call __init__ with the text
         return type(self), (self.problems,)
 
 
-SYNONYMS = {  # what other trainers call them
+SYNONYMS = {  # the names of other trainers, and ours
     "batch_size": "train.global_batch",
     "total_batch_size": "train.global_batch",
     "grad_accum": "train.micro_batch",
@@ -71,7 +71,7 @@ SYNONYMS = {  # what other trainers call them
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was most likely meant: a like one in a like section, or the same one in another section."""
+    """The known name that was most likely meant: a similar one in a similar section, or the same in another section."""
     section, _, leaf = name.lower().rpartition(".")
     if name not in known and SYNONYMS.get(leaf) in known:
         return SYNONYMS[leaf]
@@ -79,7 +79,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     for candidate in known:
         where, _, own = candidate.rpartition(".")
         like_leaf, like_section = _likeness(leaf, own), _likeness(section, where)
-        same_elsewhere = own == leaf and where != "scale"  # lr alone is train.lr, not the paper's, nor dlr
+        same_elsewhere = own == leaf and where != "scale"  # lr alone means train.lr, not scale.lr or dlr
         likeness = like_leaf + like_section + (1 if same_elsewhere and not section else 0)
         if like_leaf >= 0.6 and (like_section >= 0.6 or same_elsewhere) and likeness > best_likeness:
             best, best_likeness = candidate, likeness
@@ -91,13 +91,13 @@ def _likeness(one: str, other: str) -> float:
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    """A fix that names the nearest of the known names, or ``otherwise`` where none is near."""
+    """A fix that names the nearest of the known names, or ``otherwise`` if none is near."""
     near = nearest(name, known)
     return f"Did you mean {near}?" if near else otherwise
 
 
 def shown(value: object) -> str:
-    """A value as it is typed: null, true, 0.5."""
+    """A value as a user types it: null, true, 0.5."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Interpolations of our own, for values in ``configs/`` that follow from the chosen scale."""
+"""OmegaConf resolvers for values in ``configs/`` that follow from the chosen scale."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from omegaconf import DictConfig, OmegaConf
 
 
 def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
-    """``"${by_scale:{1b: 200, other: 500}}"``, quoted: the value for the chosen scale's name, or that of ``other``.
+    """The value for the chosen scale's name, else that of ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, quoted.
 
-    Raises KeyError where the scale is not listed and there is no ``other``.
+    Raises KeyError if the scale is not listed and there is no ``other``.
     """
     name = _root_.scale.name
     if name not in values and "other" not in values:
@@ -19,15 +19,15 @@ def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
 
 
 def times(number: int, ratio: float) -> int:
-    """``${times:${scale.rank},0.5}``: a rounded share of a whole number."""
+    """A rounded share of a whole number: ``${times:${scale.rank},0.5}``."""
     return round(number * ratio)
 
 
 def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int:
     """The largest rank at which LOST, sparse channels included, has no more parameters than plain layers of ``rank``.
 
-    A block's low-rank factors take 8 d + 3 (d + f) parameters a unit of rank; each of its seven projections adds
-    k = max(1, int(sparsity * d_in)) dense columns.
+    The rank is at least 1. A block's low-rank factors have 8 d + 3 (d + f) parameters per unit of rank; each of its
+    seven projections adds k = max(1, int(sparsity * d_in)) dense columns.
     """
     d, f = hidden, intermediate
     columns = {width: max(1, int(sparsity * width)) for width in (d, f)}

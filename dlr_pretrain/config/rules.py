@@ -1,4 +1,4 @@
-"""The rules that span several keys or look at the machine: all that can be checked before anything is spent."""
+"""The rules that span several keys or concern the machine: all that can be checked before a run starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PREPARED = (
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
 
-    Without ``machine`` nothing is asked of this one: no files, packages or compiler.
+    Without ``machine``, the rules about this machine's files, packages and compiler, and ``unnamed``, are left out.
     """
     found = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
     found += [] if world_size is None else _batch(cfg, world_size)
@@ -40,7 +40,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
 
 def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
-    """The keys among ``given``, those of a command line, that this run would ignore."""
+    """The problems of keys in ``given``, those of a command line, that this run would ignore."""
     values, source = flatten(to_dict(cfg)), cfg.data.source
     idle = idle_knobs(cfg) | _idle_scale(cfg, values, given)
     if cfg.backbone.knobs.get("learn_latent_scale"):
@@ -87,7 +87,7 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
 
 
 def _idle_scale(cfg: Config, values: Mapping[str, object], given: Collection[str]) -> dict[str, str]:
-    """The keys of the scale in whose place others stand, each with the reason."""
+    """The keys of the scale that have no effect, mostly because other keys replace them, each with the reason."""
     shadowed = {"lr": "train.lr", "global_batch": "train.global_batch",
                 "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
                 "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
@@ -204,7 +204,7 @@ def _strings(cfg: Config) -> Iterator[Problem]:
 
 def _packages(cfg: Config) -> Iterator[Problem]:
     wandb = importlib.util.find_spec("wandb") if cfg.logger.name == "wandb" else None
-    if cfg.logger.name == "wandb" and (wandb is None or wandb.origin is None):  # a folder of W&B runs is no package
+    if cfg.logger.name == "wandb" and (wandb is None or wandb.origin is None):  # a folder of W&B runs has no origin
         rule = "needs the package wandb, which is not installed"
         yield Problem("logger", "wandb", rule, "Install it, or use logger=jsonl")
     if cfg.data.source == "c4" and importlib.util.find_spec("huggingface_hub") is None:
@@ -216,7 +216,7 @@ def _packages(cfg: Config) -> Iterator[Problem]:
 
 
 def unnamed(cfg: Config) -> Iterator[Problem]:
-    """The text, where no key names it: what every machine that trains must be told, and one that plans need not."""
+    """The problem that no key names the text. A machine that trains needs the name; one that only plans does not."""
     data = cfg.data
     if data.source == "c4" and data.dataset is None:
         yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
@@ -267,7 +267,7 @@ def _start(cfg: Config) -> Iterator[Problem]:
 def _files(cfg: Config) -> Iterator[Problem]:
     folder, names = cfg.train.init_from, ("model.safetensors", "model.safetensors.index.json")
     if folder is not None and not os.path.isdir(folder):
-        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # a run that goes on
+        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # else it resumes
             yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
     elif folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in names):
         yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")

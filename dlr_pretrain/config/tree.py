@@ -1,4 +1,4 @@
-"""The tree of a configuration: a dataclass for each section, each key documented and bounded where it stands."""
+"""The tree of a configuration: a dataclass for each section, with the documentation and bounds of each key."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
-VOCABULARY = 32_000  # of the papers' models: the only one that gives 609M parameters at 1B
-MAX_STREAMS = 64  # document streams of the data order, and so the most ranks
+VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
+MAX_STREAMS = 64  # largest number of document streams of the data order, and so of ranks
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
 
@@ -28,11 +28,11 @@ def key(
     fixed: bool = False,
     kind: type | None = None,
 ):
-    """A documented key with its bounds, and ``words`` that may stand in the place of a number.
+    """A documented key with its bounds, and the ``words`` that are accepted in place of a number.
 
     ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
     and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
-    cannot. ``kind`` is the type of a knob that may be null, which a default of null does not tell.
+    cannot. ``kind`` is the type of a knob that may be null, because a default of null does not show the type.
     """
     return field(metadata=locals())
 
@@ -245,20 +245,20 @@ class Config:
 
     @property
     def warmup_steps(self) -> int:
-        """The warm-up in steps; the paper's share of the steps unless given."""
+        """The warm-up in steps: as given, or the paper's share of the steps."""
         if self.train.warmup_steps is not None:
             return self.train.warmup_steps
         return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
 
     @property
     def planned_vocab_size(self) -> int:
-        """Embedding rows, for what looks at no tokenizer: the papers' where the scale leaves them to one."""
+        """Embedding rows, for code that opens no tokenizer: the scale's, or the papers' if the scale leaves it open."""
         return self.scale.vocab_size or VOCABULARY
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences a rank takes at once: as given, or the largest divisor of its share up to the paper's.
+        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the paper's.
 
-        ``auto`` is a number from the start of a run on: see ``train.micro_batch``.
+        Raises ValueError for ``auto``, which a run replaces by a number when it starts: see ``train/micro_batch.py``.
         """
         if self.train.micro_batch == "auto":
             raise ValueError("train.micro_batch=auto is not settled yet")
@@ -268,7 +268,7 @@ class Config:
 
     @property
     def num_streams(self) -> int:
-        """Document streams of the data order, V = gcd(global batch, 64); ranks share them out between them."""
+        """The number of document streams of the data order, V = gcd(global batch, 64); the ranks share the streams."""
         return math.gcd(self.train.global_batch, MAX_STREAMS)
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory about itself: ``config.yaml``, its options, and ``manifest.json``, its record."""
+"""Reads what describes a run in its directory: ``config.yaml``, its options, and ``manifest.json``, its record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MANIFEST = "manifest.json"
 
 
 def read_config(run_dir: Path) -> dict:
-    """The tree that ``run_dir/config.yaml`` holds; UserError where it is missing or damaged."""
+    """The tree that ``run_dir/config.yaml`` holds; raises UserError if it is missing or damaged."""
     path = run_dir / "config.yaml"
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
@@ -29,9 +29,9 @@ def read_config(run_dir: Path) -> dict:
 
 
 def read_record(run_dir: Path) -> dict:
-    """``run_dir/manifest.json``: identity, starts, the step last saved, forked, diverged, regrown, micro_batch.
+    """``run_dir/manifest.json``: identity, starts, saved (the last step), forked, diverged, regrown, micro_batch.
 
-    Empty where there is none; UserError where it is damaged.
+    Empty if there is no such file; raises UserError if it is damaged.
     """
     path = run_dir / MANIFEST
     try:

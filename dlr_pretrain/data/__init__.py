@@ -1,4 +1,4 @@
-"""The data room: from text, wherever it lies, to the batches of a step."""
+"""Turns a source of text into the batches of a training step."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader
 from dlr_pretrain.data.packing import inputs_and_targets

@@ -1,6 +1,6 @@
-"""How fast the data room is: what ``python scripts/benchmark.py data`` measures, on one core.
+"""How fast the data package is: the measurements of ``python scripts/benchmark.py data``, on one core.
 
-Rates are given by the clock and by processor time: on a machine that others use as well, the second is the steadier.
+Rates are given by wall-clock time and by processor time, which is steadier on a machine that others use as well.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.process import resident_memory
 
 RAW_CHARACTERS = 20_000_000  # of text for sentencepiece alone
-STAGGER = 4  # steps between the streams of a benchmark: 64 of them are spread over a block of C4
+STAGGER = 4  # steps between the positions of successive streams, so that 64 are spread over a block of C4
 SEEK_FILES = 4
 STEADY_TOKENS = 100_000_000  # over which memory must not grow
 
 
 class Measure(NamedTuple):
-    """One quantity, a value a round: by the clock, and by processor time where that differs."""
+    """One quantity with a value per round: by wall-clock time, and by processor time if that differs."""
 
     name: str
     unit: str
@@ -40,7 +40,7 @@ class Measure(NamedTuple):
 
 
 def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[Measure]:
-    """Everything, for the text source that ``cfg`` names; ``tokens`` are taken in each round of a loader."""
+    """All measures for the text source that ``cfg`` names; each round of a loader takes ``tokens`` real tokens."""
     source = open_source(cfg, print)
     tokenizer = open_tokenizer(cfg, source)
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,14 +55,14 @@ def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[Measure]:
 
 
 def timed(act: Callable) -> tuple:
-    """What ``act`` returns, the seconds it took, and those of the processor."""
+    """The value of ``act``, the seconds that it took, and the seconds of processor time."""
     wall, busy = time.perf_counter(), time.process_time()
     result = act()
     return result, time.perf_counter() - wall, time.process_time() - busy
 
 
 def rate(name: str, unit: str, rounds: list[tuple[float, float, float]]) -> Measure:
-    """Amounts over the seconds of each round."""
+    """The amount per second of each round, from (amount, wall seconds, processor seconds)."""
     return Measure(name, unit, [a / wall for a, wall, _ in rounds], [a / busy for a, _, busy in rounds])
 
 
@@ -71,7 +71,7 @@ def packed(cfg: Config, packing: str) -> Config:
 
 
 def take(loader: TrainLoader, tokens: int) -> float:
-    """Take that many real tokens; returns how many millions they were."""
+    """Take batches until they have at least ``tokens`` real tokens; returns these in millions."""
     taken = 0
     while taken < tokens:
         taken += next(loader).real_tokens
@@ -79,13 +79,13 @@ def take(loader: TrainLoader, tokens: int) -> float:
 
 
 def drained(loader: TrainLoader) -> None:
-    """Take what was read ahead, so that it does not count."""
+    """Take the batches that were read ahead, so that they do not count."""
     for _ in range(BATCHES_AHEAD + 1):
         next(loader)
 
 
 def staggered(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> dict[str, list[int]]:
-    """A state as of a long run: streams start together, but come to the end of their blocks at different times."""
+    """A state as in a long run: streams start together, but reach the ends of their blocks at different times."""
     state: dict[str, list[int]] = {}
     with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
         for v, batch in enumerate(islice(loader, STAGGER - 1, None, STAGGER)):
@@ -95,7 +95,7 @@ def staggered(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> dict[str,
 
 
 def streaming(cfg: Config, made: TokenSource, tokenizer: Tokenizer, tokens: int, rounds: int) -> Iterator[Measure]:
-    """Batches from text beside sentencepiece alone on text of the same source, in turn."""
+    """The rates of batches from text and of sentencepiece alone on the same source, measured alternately."""
     texts, size, source, state = [], 0, open_source(cfg), staggered(cfg, made, tokenizer)
     for some in text_chunks(text for shard in source.train_shards for text in source.read(shard)):
         texts.append(some)
@@ -128,7 +128,7 @@ def loading(cfg: Config, made: TokenSource, tokenizer: Tokenizer, tokens: int, r
 
 
 def seeking(cfg: Config, source: TextSource, made: TokenSource, tokenizer: Tokenizer, rounds: int) -> Iterator[Measure]:
-    """From a state deep in the data to the first batch, and through compressed shards to their last document."""
+    """The time from a late state to its first batch, and the rate at which a shard is skipped to its last document."""
     with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
         state = next(islice(loader, 50, None)).state
     first: list[float] = []
@@ -152,7 +152,7 @@ def _first(cfg: Config, made: TokenSource, tokenizer: Tokenizer, state: dict[str
 
 
 def memory(cfg: Config, made: TokenSource, tokenizer: Tokenizer) -> Measure:
-    """Growth of the resident memory over ``STEADY_TOKENS``, after a tenth of them to warm up."""
+    """Growth of the resident memory over ``STEADY_TOKENS`` tokens, after a warm-up of a tenth as many."""
     with closing(TrainLoader(cfg, made, tokenizer, 0, 1, None)) as loader:
         take(loader, STEADY_TOKENS // 10)
         before = resident_memory()

@@ -1,8 +1,8 @@
-"""Shards of the hub on the local disk: each is written as it is first read, and read from there ever after.
+"""Shards of the hub on the local disk: each is written when it is first read, and later read from the disk.
 
-Until a shard is whole it is ``<shard>.part``, which holds the beginning that has been read so far, so that a run that
-starts again fetches nothing twice. Any number of processes may share a cache: they write the same bytes to the same
-places, and none leaves a gap.
+An incomplete shard is named ``<shard>.part`` and holds the bytes read so far, from the first on without a gap, so that
+a run that starts again fetches nothing twice. Any number of processes may share a cache: they write the same bytes to
+the same positions, and none leaves a gap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlr_pretrain.errors import UserError
 
 
 class Stored:
-    """A range of bytes of an open file, which another process may rename meanwhile."""
+    """A range of bytes of an open file. Another process may rename the file in the meantime."""
 
     def __init__(self, file: BinaryIO, first: int, end: int):
         self._file, self._first, self._end = file, first, end
@@ -33,15 +33,15 @@ class Stored:
 
 
 class ShardCache:
-    """The shards of one commit of a dataset, named below ``folder`` as on the hub, and of these ``sizes`` in bytes."""
+    """The shards of one commit of a dataset, below ``folder`` under their names on the hub; ``sizes`` are in bytes."""
 
     def __init__(self, folder: Path, sizes: dict[str, int]):
         self._folder, self._sizes = folder, sizes
 
     def find(self, shard: str, first: int, end: int) -> Stored | None:
-        """A range of a shard, where it is there."""
+        """The bytes first..end of a shard; None if they are not all in the cache."""
         path, part = self._paths(shard)
-        for place in (part, path):  # in the order in which they come to be
+        for place in (part, path):  # the part first: it may be renamed to the whole shard in between
             try:
                 file = place.open("rb")
             except FileNotFoundError:
@@ -59,7 +59,7 @@ class ShardCache:
         return None
 
     def add(self, shard: str, first: int, content: bytes) -> None:
-        """Write a range of a shard, unless it is there or what comes before it is not."""
+        """Write a range of a shard, unless it is already there or the bytes before it are missing."""
         path, part = self._paths(shard)
         end = first + len(content)
         if path.exists():
@@ -76,13 +76,13 @@ class ShardCache:
                 if first <= there and end == self._sizes[shard]:
                     os.fsync(handle)
                     os.replace(part, path)
-        except FileNotFoundError:  # nothing to go on from; or another process has made it whole
+        except FileNotFoundError:  # there is no part yet, or another process has just completed it
             return
         except OSError as error:
             raise _failed(part, error) from error
 
     def _paths(self, shard: str) -> tuple[Path, Path]:
-        """Of the whole shard, and of its beginning."""
+        """The paths of the whole shard and of its part."""
         return self._folder / shard, self._folder / f"{shard}.part"
 
 

@@ -1,8 +1,9 @@
 """Documents as tokens, in the blocks inside which they are shuffled.
 
-A block is a run of consecutive documents of a shard (or of every m-th of them). It ends with the document that makes it
-``BLOCK_DOCUMENTS`` long, or its texts ``BLOCK_CHARACTERS``: text is tokenised only as it is used, so its tokens are not
-known when a block ends. Pre-tokenised shards keep each text's length, and so have the same blocks.
+A block is a run of consecutive documents of a shard (or of every m-th document). It ends with the document that brings
+it to ``BLOCK_DOCUMENTS`` documents or ``BLOCK_CHARACTERS`` characters. Characters are counted because text is tokenised
+only when it is used, so the number of tokens is unknown when a block ends. Pre-tokenised shards store the number of
+characters of each text, so they have the same blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from dlr_pretrain.data.sources import TextSource
 
 BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
-BLOCK_CHARACTERS = 4 << 20  # and a bound for collections of books: a block is in memory, one a stream
+BLOCK_CHARACTERS = 4 << 20  # also ends a block, for long texts such as books: each stream holds a block in memory
 CHUNK_DOCUMENTS = 64  # documents that are tokenised at once
 CHUNK_CHARACTERS = 1 << 18
 
@@ -27,7 +28,7 @@ class Tokens(NamedTuple):
     """Some documents, each followed by </s>."""
 
     tokens: np.ndarray  # [total], uint16 (int32 above 65,536 pieces), all documents joined
-    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as none is without </s>
+    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least </s>
 
 
 class Block(Protocol):
@@ -36,9 +37,9 @@ class Block(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, order: np.ndarray, longest: int) -> Tokens:
-        """The first of the documents ``order`` [n], as many as are worth taking at once; at least one.
+        """The tokens of the first documents in ``order`` [n]: at least one, and as many as one take should hold.
 
-        No more than the first ``longest`` tokens of a document are wanted, so what follows them may be missing.
+        Only the first ``longest`` tokens of a document are needed, so those after them may be missing.
         """
         ...
 
@@ -56,14 +57,14 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedint
 
 
 def tokenise(texts: list[str], tokenizer: Tokenizer, longest: int = WHOLE) -> Tokens:
-    """The tokens of each text; of a document with more than ``longest``, those that follow may be missing."""
+    """The tokens of each text. If a document has more than ``longest``, those after them may be missing."""
     ids = tokenizer.encode_documents(texts, longest)
     tokens = np.concatenate(ids, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
     return Tokens(tokens, np.cumsum([0, *map(len, ids[:-1])]))
 
 
 def in_order(block: Block, order: np.ndarray, longest: int, done: int = 0) -> Iterator[tuple[int, Tokens]]:
-    """The documents of a block in ``order`` from position ``done`` on: the position of the first, and some tokens."""
+    """Yield the documents of a block in ``order`` from position ``done`` on, as (position of the first, tokens)."""
     while done < len(order):
         some = block.take(order[done:], longest)
         yield done, some
@@ -71,7 +72,7 @@ def in_order(block: Block, order: np.ndarray, longest: int, done: int = 0) -> It
 
 
 def text_chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts, as many at once as are worth tokenising together; at least one."""
+    """The texts in lists that are efficient to tokenise at once; each has at least one text."""
     taken, characters = [], 0
     for text in texts:
         taken.append(text)
@@ -84,7 +85,7 @@ def text_chunks(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 class TextBlock:
-    """A block of texts, tokenised as they are taken."""
+    """A block of texts, which are tokenised when they are taken."""
 
     def __init__(self, texts: list[str], tokenizer: Tokenizer):
         self.texts, self._tokenizer = texts, tokenizer

@@ -1,8 +1,8 @@
-"""The Hugging Face hub, asked so that a machine without a network learns of it in seconds, not minutes.
+"""Requests to the Hugging Face hub that fail within seconds, not minutes, on a machine without a network.
 
-``huggingface_hub`` retries for 23 s where there is no network, and a look-up of a name has no time-out at all; so the
-first question is asked once, without retries, in a thread that is not waited for beyond its time. Once the hub has
-answered, if only that it is busy, what it fails to do is tried again.
+Without a network ``huggingface_hub`` retries for 23 s, and a DNS look-up has no time-out at all. So the first request
+runs in a thread that is abandoned after a time-out, and its silence is not retried unless the caller is patient. Once
+the hub has answered, if only that it is busy, failed requests are retried.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from typing import NamedTuple, TypeVar
 
 from dlr_pretrain.errors import UserError, first_line
 
-FIRST_CONTACT_SECONDS = 7.0  # with the imports, the answer is there within 10 s
-PATIENCE_SECONDS = 480.0  # with a hub that has answered before; less than run.timeout_minutes, so that it ends first
-LISTING_SECONDS = 120.0  # for a list of files, in which the library waits and tries again, but without a time-out
-STALL_SECONDS = 30.0  # without a byte: a try is given up
+FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
+PATIENCE_SECONDS = 480.0  # with a hub that has answered; less than run.timeout_minutes by default, so it ends first
+LISTING_SECONDS = 120.0  # for a list of files: the library retries inside this request, but has no time-out
+STALL_SECONDS = 30.0  # a try that receives no byte for so long is given up
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-_jitter = random.Random()  # its own: a wait must not move a random state that a run is made of
+_jitter = random.Random()  # separate: a wait must not advance a random state that a run depends on
 
 
 def list_files(
     dataset: str, revision: str | None, patterns: list[str], fix: str, patient: bool = False
 ) -> tuple[str, list[dict[str, int]]]:
-    """The commit of a dataset, and for each glob the files of that commit which match it: path to size, sorted.
+    """The commit of a dataset and, for each glob, the matching files of that commit as {path: bytes}, sorted by path.
 
-    ``patient``: a hub that does not answer is asked again.
+    If ``patient``, a hub that does not answer is asked again (unless HF_HUB_OFFLINE is set).
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
@@ -57,7 +57,7 @@ def list_files(
 
         try:
             folders[folder] = _insist(dataset, files, LISTING_SECONDS, silence_passes=True)
-        except Exception as error:  # whatever the client raises: it differs between its versions
+        except Exception as error:  # the types differ between versions of the client
             why = f"its folder {folder!r} cannot be listed: {first_line(error)}"
             raise UserError(f"{dataset}: {why}. {fix}") from error
     found = [(folders[_folder(pattern)], pattern) for pattern in patterns]
@@ -65,8 +65,10 @@ def list_files(
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a glob finds the file ``path``, as it would on disk: ``*`` stays inside a name, ``**`` is any number of
-    folders, and a hidden name is found by a pattern with its dot alone."""
+    """Whether the glob ``pattern`` matches the file ``path``, by the rules of globs on disk.
+
+    ``*`` stays inside a name, ``**`` is any number of folders, and a hidden name needs a pattern with its dot.
+    """
     return _match(path.split("/"), pattern.split("/"))
 
 
@@ -81,14 +83,14 @@ def _match(names: list[str], patterns: list[str]) -> bool:
 
 
 def _folder(pattern: str) -> str:
-    """The part of a glob before its first wildcard, as a folder; listing it alone spares thousands of other files."""
+    """The folder before the first wildcard of a glob; listing only this folder spares thousands of other files."""
     parts = pattern.split("/")[:-1]
     fixed = next((i for i, part in enumerate(parts) if any(c in part for c in "*?[")), len(parts))
     return "/".join(parts[:fixed])
 
 
 def download(repository: str, filename: str, fix: str) -> str:
-    """Path of one file of a model repository: from the local cache where it is there, without asking the hub."""
+    """Path of one file of a model repository. If it is in the local cache, the hub is not asked."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(repository, filename)
@@ -99,28 +101,28 @@ def download(repository: str, filename: str, fix: str) -> str:
     )
     try:
         return hf_hub_download(repository, filename)
-    except Exception as error:  # whatever the client raises: it differs between its versions
+    except Exception as error:  # the types differ between versions of the client
         raise UserError(f"{repository}: {filename} cannot be fetched: {first_line(error)}. {fix}") from error
 
 
 def first_contact(
     what: str, ask: Callable[[], T], fix: str, seconds: float = FIRST_CONTACT_SECONDS, patient: bool = False
 ) -> T:
-    """The answer of ``ask``, or a UserError: at once where it is refused, or, unless one is ``patient``, when no answer
-    has come in ``seconds``.
+    """The answer of ``ask``. Raises UserError at once if the hub refuses, or if no answer comes within ``seconds``.
 
-    A hub that is merely busy is asked again: many jobs that start together are too many for it.
+    If ``patient``, a hub that does not answer is asked again for ``PATIENCE_SECONDS``. A hub that is merely busy always
+    is, because many jobs that start together can overload it.
     """
     try:
         return _insist(what, ask, seconds, silence_passes=patient)
-    except Exception as error:  # whatever the client raises: it differs between its versions
+    except Exception as error:  # the types differ between versions of the client
         raise UserError(
             f"{what}: the Hugging Face hub denied access or did not answer: {first_line(error)}. {fix}"
         ) from error
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T:
-    """The answer of ``ask``, or its exception, or TimeoutError."""
+    """The answer of ``ask``. Raises its exception, or TimeoutError if it takes longer than ``seconds``."""
     answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def run() -> None:
@@ -140,9 +142,9 @@ def _within(seconds: float, ask: Callable[[], T]) -> T:
 
 
 def _insist(what: str, ask: Callable[[], T], seconds: float, silence_passes: bool) -> T:
-    """The answer of ``ask``, asked again until patience is at its end, or the trouble is of a kind that stays.
+    """The answer of ``ask``, which is retried until ``PATIENCE_SECONDS`` are over or it fails permanently.
 
-    A try gets ``seconds``; ``silence_passes`` says whether a try without any answer is worth another.
+    Each try gets ``seconds``. ``silence_passes`` says whether a try that received no response is retried.
     """
     end, tries = time.monotonic() + PATIENCE_SECONDS, 0
     while True:
@@ -161,17 +163,17 @@ def _insist(what: str, ask: Callable[[], T], seconds: float, silence_passes: boo
 
 
 def pause(tries: int) -> float:
-    """Seconds to wait after ``tries`` tries in vain: twice as long each time, with jitter."""
+    """Seconds to wait before the next try, with jitter; doubles with each of the ``tries`` that failed."""
     return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** min(tries, 30)) * _jitter.uniform(0.5, 1)
 
 
 def is_passing(status: int) -> bool:
-    """Whether an HTTP status speaks of trouble that passes."""
+    """Whether an HTTP status means a temporary failure."""
     return status in (408, 425, 429) or status >= 500
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> float:
-    """What a server asks for by Retry-After (seconds, or a date), or by the hub's RateLimit when nothing is left."""
+    """The wait that Retry-After (seconds, or a date) asks for, or the hub's RateLimit if no request is left; else 0."""
     wanted = headers.get("retry-after", "").strip()
     if wanted.isdigit():
         return float(wanted)
@@ -191,29 +193,29 @@ def file_url(dataset: str, commit: str, path: str) -> str:
 
 
 class Answer(NamedTuple):
-    """What a server says to a request for bytes."""
+    """A server's answer to a request for bytes."""
 
     status: int
-    headers: Mapping[str, str]  # of any case
-    pieces: Iterator[bytes]  # of the body, as they come
-    redirected: bool  # by the hub, to a store
+    headers: Mapping[str, str]  # case-insensitive
+    pieces: Iterator[bytes]  # of the body, as they arrive
+    redirected: bool  # whether the hub redirected the request to a store
 
 
 @contextmanager
 def open_range(url: str, first: int, end: int) -> Iterator[Answer]:
-    """Ask for the bytes first..end of a file, redirects followed, with the user's token for the hub alone.
+    """Request the bytes first..end of a file and follow redirects; only the hub receives the user's token.
 
-    Errors are those of the HTTP client of ``huggingface_hub``: requests before version 1, httpx since.
+    Raises the errors of the HTTP client of ``huggingface_hub``: requests before version 1, httpx since.
     """
     from huggingface_hub.utils import build_hf_headers, get_session
 
-    # Compressed on its way, a file's bytes could not be counted.
+    # If the transfer were compressed, the bytes of the file could not be counted.
     headers = build_hf_headers() | {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
     session = get_session()
-    if callable(session.stream):  # httpx; to requests it is an option
+    if callable(session.stream):  # httpx; in requests it is a setting
         opened = session.stream("GET", url, headers=headers, timeout=STALL_SECONDS, follow_redirects=True)
         with opened as answer:
-            # In pieces of a given size it would keep back, and lose, what came before a connection broke.
+            # With a chunk size, httpx would hold back bytes, and lose them if the connection broke.
             yield Answer(answer.status_code, answer.headers, answer.iter_raw(), bool(answer.history))
     else:
         with session.get(url, headers=headers, timeout=STALL_SECONDS, stream=True) as answer:

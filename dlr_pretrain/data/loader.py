@@ -1,7 +1,7 @@
 """A rank's batches: its share of the streams, read ahead by one background thread.
 
-At the start, all streams read their first rows at once: each may have to wait for the network, or to pass over the most
-of a compressed shard.
+At the start, the streams read their first rows in parallel, because each may have to wait for the network or to skip
+most of a compressed shard.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.errors import Stalled, Stopped, UserError
 
-STARTING_THREADS = 16  # in which streams read their first rows
-BATCHES_AHEAD = 8  # hides the moments in which a stream reads its next block
-CLOSE_SECONDS = 5.0  # a read that hangs in the network is not waited for: all threads are daemons
-POLL_SECONDS = 0.5  # between looks at whether to go on waiting
+STARTING_THREADS = 16  # that read the first rows of the streams
+BATCHES_AHEAD = 8  # hides the time in which a stream reads its next block
+CLOSE_SECONDS = 5.0  # longest wait for a read that hangs in the network; all threads are daemons
+POLL_SECONDS = 0.5  # between checks of whether to go on waiting
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's part of one global batch, as narrow as it travels; ``inputs_and_targets`` widens it on the device."""
+    """A rank's part of one global batch, in the narrow dtypes for the transfer; ``inputs_and_targets`` widens them."""
 
     tokens: torch.Tensor  # uint16 (int32 above 65,536 pieces) [local_batch, seq_len + 1], padded
-    lengths: torch.Tensor  # int32 [local_batch], tokens of each row that are no padding
-    real_tokens: int  # input positions that are no padding
-    state: dict[str, list[int]]  # of this rank's streams: where each stands after this batch
+    lengths: torch.Tensor  # int32 [local_batch], number of tokens in each row that are not padding
+    real_tokens: int  # number of input positions that are not padding
+    state: dict[str, list[int]]  # the position of each of this rank's streams after this batch
 
 
 class TrainLoader:
     """An endless iterator of ``Batch``.
 
-    ``state`` is the union of the batches' states of all ranks at one step, from any number of ranks; None starts at
-    the beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each,
-    so the batches of all ranks one after the other are the same global batch whatever W is.
+    ``state`` is the union of ``Batch.state`` over all ranks at one step, however many they were; None starts at the
+    beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each, so
+    the batches of all ranks, joined in rank order, are the same global batch for any W.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class TrainLoader:
         return self.take(lambda: False)
 
     def take(self, stop: Callable[[], bool], patience: float | None = None) -> Batch:
-        """The next batch; ``Stopped`` where ``stop()`` is true while none is there, ``Stalled`` where none has come for
-        ``patience`` seconds. A later call may bring it.
+        """The next batch. Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready
+        within ``patience`` seconds. A later call may still return it.
         """
         if self._error is not None:
             raise self._error
@@ -108,7 +108,7 @@ class TrainLoader:
         return item
 
     def close(self) -> None:
-        """Stop reading ahead; called by itself when the loader is forgotten or the interpreter ends."""
+        """Stop reading ahead. A finalizer does the same if the loader is garbage-collected or the interpreter ends."""
         self._stop()
 
 
@@ -116,7 +116,7 @@ def _produce(batches: Iterator[Batch], out: queue.SimpleQueue, room: threading.S
     try:
         while room.acquire() and not closed.is_set():
             out.put(next(batches))
-    except Exception as error:  # raised again where the batch is wanted
+    except Exception as error:  # ``take`` raises it again
         out.put(error)
 
 
@@ -129,16 +129,16 @@ def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Sem
 
 
 def _start(groups: list[list[RowReader]], closed: threading.Event) -> None:
-    """Have every reader's first rows at hand; the first error ends that.
+    """Let every reader read its first rows, in parallel. The first error ends this and is raised.
 
-    Readers of a group share a shard, so they come one after another: what one has read is kept for the next.
+    The readers of a group share a shard, so one thread serves them in turn: what one has read is kept for the next.
     """
     waiting, ended, failed = iter(groups), queue.SimpleQueue(), threading.Event()
 
     def work() -> None:
         error = None
         try:
-            for group in waiting:  # which all threads take from
+            for group in waiting:  # the iterator is shared by all threads
                 for reader in group:
                     if not (closed.is_set() or failed.is_set()):
                         reader.ready()
@@ -154,7 +154,7 @@ def _start(groups: list[list[RowReader]], closed: threading.Event) -> None:
     for _ in range(threads):
         try:
             found = ended.get(timeout=CLOSE_SECONDS if error else None)
-        except queue.Empty:  # one hangs in the network
+        except queue.Empty:  # a thread hangs in the network
             break
         error = error or found
     if error:
@@ -167,7 +167,7 @@ def _batches(
     """The batches of the streams in ``places``, from these positions on."""
     seq_len, readers, sharing = cfg.train.seq_len, {}, defaultdict(list)
     packed = cfg.data.packing == "packed"
-    longest = WHOLE if packed else seq_len + 1  # one more shows that a document is cut
+    longest = WHOLE if packed else seq_len + 1  # the extra token shows that a document must be cut
     for v, place in places.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest)
         chunks = stream.chunks(place)

@@ -1,6 +1,6 @@
-"""From documents to rows of one length: packed without a gap, or one padded document each.
+"""Turns documents into rows of one length: packed without gaps, or one padded document per row.
 
-A row is the seq_len inputs of a sequence and one token more, so that inputs and targets are the same memory: nothing is
+A row holds the seq_len inputs of a sequence and one more token, so that it provides both inputs and targets: nothing is
 stored, read or sent to a device twice.
 """
 
@@ -22,23 +22,24 @@ class Rows(NamedTuple):
     """Some sequences of one length."""
 
     tokens: np.ndarray  # [n, seq_len + 1], padded
-    lengths: np.ndarray  # int32 [n], tokens of each row that are no padding
+    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
 
 
 class PlacedRows(NamedTuple):
-    """Consecutive rows of a stream, and where the stream stands after each of them."""
+    """Consecutive rows of a stream, and the stream's position after each of them."""
 
     rows: Rows
-    place: Place  # of the block that they end in
-    document: np.ndarray  # [n]
-    token: np.ndarray  # [n]
+    place: Place  # its epoch, shard and block are those in which the rows end
+    document: np.ndarray  # [n], ``Place.document`` after each row
+    token: np.ndarray  # [n], ``Place.token`` after each row
 
 
 def inputs_and_targets(
     tokens: torch.Tensor, lengths: torch.Tensor, mask_documents: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """What a model takes, of rows [n, seq_len + 1] on any device: the ids and the next ids, or IGNORE, int64
-    [n, seq_len]; where documents are masked from one another those of ``separated``.
+    """A model's ids and targets, int64 [n, seq_len], from rows [n, seq_len + 1] on any device.
+
+    A target is the next id, or IGNORE if that is padding. With ``mask_documents``, returns the result of ``separated``.
     """
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
@@ -47,25 +48,25 @@ def inputs_and_targets(
 
 
 def separated(ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row.
+    """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row, from 0.
 
-    A document ends with its one </s>, after which the beginning of another is no target: documents are scored, and with
-    the numbers attended to, as each on its own.
+    A document ends with its only </s>, whose target, the start of the next document, becomes IGNORE. So each document
+    is scored on its own, and with the numbers attention can stay inside it.
     """
     ends = ids == EOS
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
 def real_tokens(lengths: np.ndarray, seq_len: int) -> int:
-    """Input positions of rows of these lengths that are no padding."""
+    """The number of input positions that are not padding in rows of these lengths."""
     return int(np.minimum(lengths, seq_len).sum())
 
 
 def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int) -> Rows:
-    """One document a row, cut to ``seq_len`` (its last token is </s> then too) and padded.
+    """One document per row, padded, or cut to ``seq_len`` tokens of which the last is replaced by </s>.
 
-    ``tokens`` [total] are documents joined, each with its </s>, beginning at ``starts`` [n]. The position after the
-    inputs is padding always: nothing follows a document.
+    ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. The position after
+    the inputs is always padding, because nothing follows a document.
     """
     whole = np.diff(starts, append=len(tokens))
     lengths = np.minimum(whole, seq_len)
@@ -77,7 +78,7 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
 
 
 def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[PlacedRows]:
-    """A run for each chunk: its documents, one a row."""
+    """A run for each chunk: its documents, one per row."""
     for place, tokens, starts in chunks:
         rows = padded(tokens, starts, seq_len, pad_id, eos_id)
         yield PlacedRows(rows, place, place.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
@@ -86,7 +87,8 @@ def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int)
 def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator[PlacedRows]:
     """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
-    A window's last token is the first of the next; a run is what the chunks so far allow, the rest is carried.
+    A window's last token is the first of the next. A run holds the windows that the chunks so far complete; the
+    tokens that are left are carried over to the next chunk.
     """
     carried, skip = np.empty(0, np.uint16), place.token
     for chunk in chunks:
@@ -103,21 +105,21 @@ def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator
 
 
 class RowReader:
-    """Takes rows from runs, as many as are asked for."""
+    """Reads rows from runs, any number at a time."""
 
     def __init__(self, runs: Iterator[PlacedRows]):
         self._runs = runs
         self._run: PlacedRows | None = None
-        self._taken = self._size = 0  # rows of the run
+        self._taken = self._size = 0  # rows of the run: taken, and in total
 
     def ready(self) -> None:
-        """Have rows at hand; the first ones take long where documents before them are passed over."""
+        """Get the next run if no rows are left. The first takes long if the documents before it must be skipped."""
         if self._taken == self._size:
             self._run = next(self._runs)
             self._taken, self._size = 0, len(self._run.rows.tokens)
 
     def fill(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Write the next rows into [n, seq_len + 1] and [n]; returns the stream's place after them."""
+        """Write the next rows to ``tokens`` [n, seq_len + 1] and ``lengths`` [n]; returns the place after them."""
         done = 0
         while done < len(tokens):
             self.ready()

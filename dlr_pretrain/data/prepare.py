@@ -1,8 +1,8 @@
-"""Pre-tokenising a source: a shard for each of its shards, in the folder that ``tokens.py`` describes.
+"""Pre-tokenises a source: writes one token shard for each of its shards, in the folder that ``tokens.py`` describes.
 
-A shard is written aside and renamed, this process alone notes it in a journal, and the manifest comes last. So a kill
-at any point leaves finished shards, which the same command keeps after a look at their checksums, and perhaps files
-aside, which it removes.
+A shard is written to a temporary file and renamed, the main process notes it in a journal, and the manifest is written
+last. So a kill at any point leaves finished shards, which the same command keeps if their checksums match, and perhaps
+temporary files, which it removes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AGAIN = "Fix this and start again: finished shards are kept"
 
 
 class Job(NamedTuple):
-    """A shard to be made, or to be kept where the file is as ``noted``."""
+    """A shard to make, or to keep if its file is as ``noted``."""
 
     name: str  # of the token shard
     shard: str  # of the source
@@ -53,10 +53,10 @@ class Job(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What has become of a job; the last event of a job has its entry."""
+    """Progress of a job; only the last event of a job has an entry."""
 
     job: Job
-    documents: int  # tokenised since the event before
+    documents: int  # tokenised since the last event
     tokens: int
     entry: Entry | None = None
     kept: bool = False
@@ -64,11 +64,11 @@ class Event(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far the preparation is."""
+    """How much of the preparation is done."""
 
     shards: int
     finished: int = 0
-    kept: int = 0  # finished ones that were there before
+    kept: int = 0  # finished shards that were there before
     documents: int = 0  # tokenised by this command
     tokens: int = 0
 
@@ -76,9 +76,9 @@ class Progress:
 def prepare(
     source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[Progress], None]
 ) -> TokenSource:
-    """Tokenise ``source`` into ``output`` with ``workers`` processes; 1 is this process itself.
+    """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    Raises UserError where the folder holds something else, input is unreadable or output cannot be written.
+    Raises UserError if the folder holds something else, the input is unreadable or the output cannot be written.
     """
     head = {
         "format": FORMAT,
@@ -119,7 +119,7 @@ def _jobs(split: str, shards: tuple[str, ...], noted: dict[str, dict]) -> Iterat
 
 
 def _finished(events: Iterable[Event], shards: int, noted: dict[str, dict], report: Callable) -> Iterator[Job]:
-    """Put the entry of each shard that was made into ``noted``, and yield its job; report all the while."""
+    """Put the entry of each newly made shard into ``noted`` and yield its job; report after every event."""
     progress = Progress(shards)
     report(progress)
     for event in events:
@@ -136,7 +136,7 @@ def _finished(events: Iterable[Event], shards: int, noted: dict[str, dict], repo
 
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """The folder, made where it is not there, for this process alone; without files aside, before and after."""
+    """Create the folder if needed and hold it for this process alone; removes temporary files before and after."""
     output.mkdir(parents=True, exist_ok=True)
     with (output / ".lock").open("w") as lock:
         try:
@@ -144,7 +144,7 @@ def _alone(output: Path) -> Iterator[None]:
             held = nullcontext()
         except BlockingIOError:
             raise UserError(f"{output}: another command is preparing it. Wait for it, or name another folder") from None
-        except OSError:  # a file system without locks, as Lustre and NFS may be
+        except OSError:  # a file system without locks, such as some Lustre and NFS mounts
             held = _claimed(output / ".claim")
         with held:
             try:
@@ -156,7 +156,7 @@ def _alone(output: Path) -> Iterator[None]:
 
 @contextmanager
 def _claimed(claim: Path) -> Iterator[None]:
-    """A file that one process can make, with its name; one that is killed leaves it, and nobody else can tell."""
+    """Hold ``claim``, a file that only one process can create. A killed process leaves it, and nobody else can tell."""
     try:
         with claim.open("x") as file:
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -175,13 +175,13 @@ def _sweep(output: Path) -> None:
 
 
 def _sizes(source: TextSource) -> dict[str, int]:
-    """The size of each shard's file."""
+    """The bytes of each shard's file, by the name of the shard."""
     sizes = (*source.contents.train.values(), *source.contents.validation.values())
     return dict(zip((*source.train_shards, *source.validation_shards), sizes, strict=True))
 
 
 def _unchanged(noted: dict[str, dict], found: dict, journal: dict) -> dict[str, dict] | None:
-    """Those entries whose shard is as it was, where others were fetched again; None where the source is another one."""
+    """The entries whose source shard kept its size, if others were fetched again; None if the source is another one."""
     before, now = found.get("sizes", {}), journal["sizes"]
     if (found.get("text_key"), before.keys()) != (journal["text_key"], now.keys()):
         return None
@@ -190,7 +190,7 @@ def _unchanged(noted: dict[str, dict], found: dict, journal: dict) -> dict[str, 
 
 
 def _noted(output: Path, journal: dict) -> dict[str, dict]:
-    """The entries of the shards that are there already; refuses a folder that holds anything else."""
+    """The entries of the shards that are already there; raises UserError if the folder holds anything else."""
     for path in (output / JOURNAL, output / MANIFEST):
         if not path.exists():
             continue
@@ -237,7 +237,7 @@ def _is_sound(path: Path, entry: Entry) -> bool:
 
 
 def _write(source: TextSource, tokenizer: Tokenizer, job: Job, path: Path) -> Iterator[Event]:
-    """Write a token shard aside, and rename it to ``path`` once it is on the disk."""
+    """Write a token shard to a temporary file, and rename that to ``path`` once it is on the disk."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     offsets, characters = [np.zeros(1, np.int64)], [np.empty(0, np.uint32)]
     count = total = told = told_tokens = 0
@@ -264,7 +264,7 @@ def _write(source: TextSource, tokenizer: Tokenizer, job: Job, path: Path) -> It
 
 
 class _Hashed:
-    """A file of little-endian arrays, its checksum taken as it is written; on the disk when it is closed."""
+    """A file of little-endian arrays, with a checksum of what is written; closing it flushes it to the disk."""
 
     def __init__(self, path: Path):
         self.digest, self.size = hashlib.sha256(), 0

@@ -1,7 +1,7 @@
 """Worker of the sample source: the English prose in the docstrings of Python files.
 
-Runs as a script of its own in an isolated interpreter, so it imports the standard library alone: file names come in
-on standard input, a line each, and for each a line goes out with the JSON list of its documents.
+It runs as a script in an isolated interpreter, so it imports only the standard library. It reads file names from
+standard input, one per line, and for each writes one line with the JSON list of its documents.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 import warnings
 
 MIN_WORDS = 6  # of a paragraph; a shorter one is a title or a label
-MIN_CHARACTERS = 80  # of a document; a shorter one is a label ("Return the shape.") that comes in thousands
-SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # what holds what has docstrings
+MIN_CHARACTERS = 80  # of a document; a shorter one is a label ("Return the shape.") that occurs thousands of times
+SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # nodes whose bodies may hold docstrings
 COMMON_WORDS = """a an and any are as at be been but by can for from has have if in into is it its may more must no not
 of on one only or other should so such than that the their then there these they this to used was when where which will
 with without you your"""
@@ -38,7 +38,7 @@ WORD = re.compile(r"[A-Za-z][a-z]*(?:['’-][a-z]+)*$")
 def documents(source: bytes) -> list[str]:
     """The prose of each docstring of a Python file, paragraphs separated by a line feed; short ones are left out."""
     if b'"""' not in source and b"'''" not in source:
-        return []  # spares parsing the large tables of data
+        return []  # avoids parsing large tables of data
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's strings
         tree = ast.parse(source)
@@ -57,8 +57,8 @@ def documents(source: bytes) -> list[str]:
 def paragraphs(docstring: str) -> list[str]:
     """The paragraphs of a docstring that are English prose, each on one line and without markup.
 
-    Indented lines are code, or the descriptions of parameters, in every docstring style; with field lists, tables,
-    doctests and titles they are left out.
+    Paragraphs with indented lines, except bullets, are left out, because in every docstring style these are code or
+    descriptions of parameters. Field lists, tables, doctests and titles are left out, too.
     """
     blocks: list[list[str]] = [[]]
     for line in inspect.cleandoc(docstring).splitlines():
@@ -70,7 +70,7 @@ def paragraphs(docstring: str) -> list[str]:
 
 
 def _prose(block: list[str]) -> str:
-    """A block of lines as one line of prose; empty where it is none."""
+    """A block of lines as one line of prose; empty if it is not prose."""
     bullet = BULLET.match(block[0])
     if any(FIELD.match(line) or (line[0].isspace() and not bullet) for line in block):
         return ""
@@ -82,10 +82,10 @@ def _prose(block: list[str]) -> str:
 
 
 def _is_english(text: str) -> bool:
-    """Whether a paragraph is sentences.
+    """Whether a paragraph consists of English sentences.
 
-    It begins and ends like one (a colon introduces code that is left out), and most of its words are words, many of
-    them common.
+    It must begin and end like a sentence (after a final colon, code was left out), and most of its words must be plain
+    words, many of them common.
     """
     words = [word.strip("()[]\"',.;:!?") for word in text.split()]
     begins = text[:1].isupper() or text[:1].isdigit() or text[:1] in "\"'("

@@ -1,7 +1,7 @@
-"""A range of bytes of a file on the hub, fetched ahead and whatever it takes.
+"""A range of bytes of a file on the hub, fetched in the background and with retries.
 
-A try goes on where the one before broke off. Time-outs, stalls, truncated answers, 429 and 5xx are tried again, and so
-is whatever a store says to which the hub redirects: each try has the hub sign a new address.
+A try continues where the last one broke off. Time-outs, stalls, truncated answers, 408, 425, 429 and 5xx are retried.
+So is any error status of a store to which the hub redirects, because each try makes the hub sign a new address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from http.client import responses
 from dlr_pretrain.data import hub
 from dlr_pretrain.errors import UserError, first_line
 
-REMARK_SECONDS = 30.0  # of waiting, after which the user is told
+REMARK_SECONDS = 30.0  # of waiting, after which a warning is logged
 AGAIN = "The same command goes on from the last checkpoint"
 
 
@@ -23,7 +23,7 @@ class _Refused(Exception):
 
 
 class _Busy(Exception):
-    """A server that asks to wait."""
+    """A failure that another try may cure, after at least ``seconds``."""
 
     def __init__(self, reason: str, seconds: float):
         super().__init__(reason)
@@ -33,8 +33,8 @@ class _Busy(Exception):
 class Range:
     """The bytes first..end of a file of ``size`` bytes.
 
-    A thread fetches them until they are there, refused, or abandoned. Only ``result`` is ever impatient: an outage in
-    which nobody needs these bytes is no failure.
+    A thread fetches them until all have arrived, or they are refused or abandoned. Only ``result`` has a time limit:
+    an outage during which nobody needs these bytes is not a failure.
     """
 
     def __init__(self, name: str, url: str, size: int, first: int, end: int):
@@ -44,11 +44,11 @@ class Range:
         self._error: Exception | None = None  # of the last try
         self._refused = False
         self._done, self._abandoned = threading.Event(), threading.Event()
-        # One thread each: it is a daemon, so that neither a stalled read nor a long wait holds a process that ends.
+        # Each range has a daemon thread, so that neither a stalled read nor a long wait delays the end of the process.
         threading.Thread(target=self._fetch, name=f"range {first} of {name}", daemon=True).start()
 
     def result(self) -> bytes:
-        """The bytes; a UserError after ``hub.PATIENCE_SECONDS``, or where they are refused."""
+        """The bytes. Raises UserError if they are refused or take longer than ``hub.PATIENCE_SECONDS``."""
         remark = min(REMARK_SECONDS, hub.PATIENCE_SECONDS)
         if not self._done.wait(remark):
             where = f"byte {self._first + len(self._got):,} of {self._size:,}"
@@ -79,7 +79,7 @@ class Range:
                 self._reason, self._error, self._refused = str(refused), refused, True
             except _Busy as busy:
                 self._reason, self._error, asked = str(busy), busy, busy.seconds
-            except Exception as error:  # whatever the client raises: it differs between its versions
+            except Exception as error:  # the types differ between versions of the client
                 self._reason, self._error = f"{type(error).__name__}: {first_line(error)}", error
             self._tries += 1
             if self._refused or len(self._got) == self._end - self._first:
@@ -88,11 +88,11 @@ class Range:
             self._abandoned.wait(max(asked, hub.pause(in_vain)))
 
     def _try(self) -> None:
-        """Get what is missing, or part of it."""
+        """Fetch the missing bytes, or some of them."""
         at, wanted = self._first + len(self._got), self._end - self._first
         with hub.open_range(self._url, at, self._end) as answer:
             self._check(answer, at)
-            for piece in answer.pieces:  # to its end, or the connection could not be used again
+            for piece in answer.pieces:  # read to its end, or the connection could not be used again
                 self._got += piece[: wanted - len(self._got)]
                 if self._abandoned.is_set() or (answer.status == 200 and len(self._got) == wanted):
                     return
@@ -101,7 +101,7 @@ class Range:
             raise _Busy(f"{_status(answer)} broke off after {came}", 0.0)
 
     def _check(self, answer: hub.Answer, at: int) -> None:
-        """Raise what keeps the answer from being the bytes from ``at`` on."""
+        """Raise _Refused or _Busy unless the answer brings the bytes from ``at`` on."""
         if answer.status not in (200, 206):
             status = f"{_status(answer)} {answer.headers.get('x-error-message', '')}".strip()
             if 400 <= answer.status < 500 and not hub.is_passing(answer.status) and not answer.redirected:
@@ -122,7 +122,7 @@ def _status(answer: hub.Answer) -> str:
 
 
 def _extent(answer: hub.Answer) -> tuple[int, int | None]:
-    """The first byte that an answer brings, and the size of the whole file where it says so."""
+    """The position of the first byte in an answer, and the size of the whole file, or None if it is not given."""
     if answer.status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("content-range", ""))
         if not found:

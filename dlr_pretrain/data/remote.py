@@ -1,7 +1,7 @@
 """Shards on the hub. JSON lines are read here, from ranges of bytes; other formats through ``datasets``.
 
-Memory: a stream holds the range that it reads and the one that comes next, so the 64 streams of a job hold 512 MiB at
-most, shared out between its ranks.
+Memory: a stream holds the range that it reads and the next one, so the 64 streams of a job hold at most 512 MiB,
+divided among its ranks. A stream that skips to its first document holds up to five ranges.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from dlr_pretrain.data.sources import Contents, TextSource, require_disjoint
 from dlr_pretrain.errors import UserError
 
 OFFLINE = "Offline, use data=sample, or data=c4_local data.root=<folder of the shards>"
-# Some 4,400 documents of C4 and 70,000 requests for all of it: the hub allows 3,000 in 5 minutes without a token.
+# A range has some 4,400 documents of C4, and all of C4 takes 70,000 requests: without a token the hub allows 3,000 in
+# 5 minutes.
 RANGE_BYTES = 4 << 20
 AHEAD = 1  # ranges fetched while one is read; each lasts a stream for hundreds of steps
-AHEAD_SKIPPING = 4  # and while lines are passed over, when nothing but the network takes time
+AHEAD_SKIPPING = 4  # the same while lines are skipped, when only the network takes time
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Listing:
 
 
 def list_shards(cfg: Config, progress: Callable[[str], None], patient: bool) -> Listing:
-    """Ask the hub for the shards of ``data``. One rank does: with all of them, it would refuse for their number."""
+    """Ask the hub for the shards of ``data``. Only one rank asks: the hub would refuse requests from all of them."""
     data = cfg.data
     patterns = {"data.train_files": data.train_files, "data.validation_files": data.validation_files}
     commit, found = hub.list_files(data.dataset, data.revision, list(patterns.values()), OFFLINE, patient)
@@ -59,7 +60,7 @@ def list_shards(cfg: Config, progress: Callable[[str], None], patient: bool) -> 
 
 
 class HubSource(TextSource):
-    """The shards of a listing; each file is a shard. It holds no connection, so that it can be sent to a process."""
+    """The shards of a listing; each file is a shard. It holds no connection, so it can be sent to a process."""
 
     tokenizer_path = None
 
@@ -98,16 +99,16 @@ class HubSource(TextSource):
 
 
 class _Parts:
-    """The ranges of a shard in order, the next ones on their way while one is read."""
+    """The ranges of a shard in order; the next ones are fetched while one is read."""
 
     def __init__(self, listing: Listing, shard: str, size: int, cache: ShardCache | None):
         self._name, self._shard, self._size, self._cache = f"{listing.dataset}: {shard}", shard, size, cache
         self._url = hub.file_url(listing.dataset, listing.commit, shard)
-        self._coming: deque[tuple[int, Range | Stored]] = deque()  # each with its first byte
+        self._coming: deque[tuple[int, Range | Stored]] = deque()  # each with the position of its first byte
         self._next = self._ahead = 0
 
     def look_ahead(self, ranges: int) -> None:
-        """How many ranges to have on their way beyond the one that is read."""
+        """Set how many ranges to fetch beyond the one that is read; abandons surplus ones."""
         self._ahead = ranges
         while len(self._coming) > ranges:
             self._next, surplus = self._coming.pop()
@@ -125,7 +126,7 @@ class _Parts:
             self.look_ahead(0)
 
     def _order(self) -> bool:
-        """Have the next ranges on their way; whether there are any."""
+        """Start to fetch the next ranges; returns whether any are left."""
         while len(self._coming) <= self._ahead and self._next < self._size:
             first, end = self._next, min(self._next + RANGE_BYTES, self._size)
             stored = self._cache.find(self._shard, first, end) if self._cache is not None else None

@@ -1,7 +1,8 @@
 """The sample: real English prose that needs no download, from the docstrings of the installed Python packages.
 
-It is harvested once into C4-layout shards beside a SentencePiece model in T5's layout trained on them, and kept in the
-user cache. What is installed is part of its name, so another environment makes another sample.
+It is harvested once into C4-layout shards, together with a SentencePiece model in T5's layout trained on them, and kept
+in the user cache. Its folder is named after a hash of the installed packages, so another environment makes another
+sample.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from dlr_pretrain.data import prose
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.process import cores
 
-SEARCH_PATH = list(sys.path)  # as the process started: torch's compilers put setuptools' own packages on it later
-VERSION = 2  # of the harvest: what it yields depends on this number, SEED and the installed packages alone
+SEARCH_PATH = list(sys.path)  # as at the start: torch's compilers later add the folder of setuptools' own packages
+VERSION = 2  # of the harvest, which depends on this number, SEED and the installed packages alone
 SEED = 20260
 MAX_BYTES = 10_000_000  # of text
-MAX_SOURCE_BYTES = 250_000_000  # of Python that are parsed: some 30 s of one core
+MAX_SOURCE_BYTES = 250_000_000  # of Python files to parse: about 30 s on one core
 MIN_BYTES = 200_000  # below this there is nothing to learn from
 TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03
 TOKENIZER_FILE = "spiece.model"
 PIECES = 8192
-TOKENIZER_BYTES = 4_000_000  # of text that the tokenizer is trained on: more changes little and takes longer
+TOKENIZER_BYTES = 4_000_000  # of text to train the tokenizer on; more text takes longer and changes little
 MAX_WORKERS = 8
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
 def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
-    """The folder of the sample below ``root`` (default: the user cache), harvested first where it is not there."""
+    """The folder of the sample below ``root`` (default: the user cache); harvests it first if it does not exist."""
     cache = root or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain", "sample")
     folder = cache / fingerprint()
     if folder.is_dir():
@@ -62,16 +63,16 @@ def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
 
 
 def fingerprint() -> str:
-    """Names what is harvested: this version of the harvest, of Python, and of every installed package."""
+    """A hash that names the sample: of the versions of the harvest, of Python and of every installed package."""
     packages = sorted({(d.metadata["Name"] or "", d.version or "") for d in distributions(path=SEARCH_PATH)})
     parts = [VERSION, SEED, PIECES, MAX_BYTES, MAX_SOURCE_BYTES, list(sys.version_info[:3]), packages]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _publish(draft: Path, folder: Path) -> None:
-    """Give the finished draft its name, in one step. Where another process was faster, its sample is as good."""
+    """Rename the finished draft to ``folder``. If another process was faster, its sample is kept: it is as good."""
     try:
-        draft.chmod(0o755)  # mkdtemp keeps others out
+        draft.chmod(0o755)  # mkdtemp denies access to other users
         draft.rename(folder)
     except OSError:
         if not folder.is_dir():
@@ -105,11 +106,11 @@ def build(folder: Path, packages: list[Path], progress: Callable[[str], None]) -
 
 
 def harvest(packages: list[Path], source_bytes: int = MAX_SOURCE_BYTES) -> Iterator[str]:
-    """The documents of the packages' Python files in a seeded order of the files, no paragraph twice.
+    """The documents of the packages' Python files, in a seeded order of the files, without repeated paragraphs.
 
-    They end with the file that brings the files to ``source_bytes``: by a clock, a slow machine would have another
-    sample. The files are parsed by interpreters of their own, one a core: a syntax tree of other people's code has no
-    place in a process that will train, and theirs import nothing but the standard library.
+    The harvest ends with the file that brings the total size to ``source_bytes``; with a time limit, a slow machine
+    would get another sample. Separate interpreters, one per core, parse the files: a process that will train should not
+    parse other people's code, and these interpreters import only the standard library.
     """
     files = _python_files(packages)
     random.Random(SEED).shuffle(files)
@@ -143,7 +144,7 @@ def _python_files(packages: list[Path]) -> list[bytes]:
 
 
 def _size(file: bytes) -> int:
-    """Bytes; 0 of a link that leads nowhere, from which nothing is read."""
+    """The size in bytes; 0 for a broken link, from which nothing is read."""
     try:
         return os.path.getsize(file)
     except OSError:
@@ -173,7 +174,7 @@ def _write_shard(path: Path, documents: list[str]) -> None:
 
 
 def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
-    """A SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
+    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
     from sentencepiece import SentencePieceTrainer
 
     sentences = [text for document in documents for text in document.split("\n")]
@@ -184,7 +185,7 @@ def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
             model_writer=model,
             model_type="unigram",
             vocab_size=pieces,
-            hard_vocab_limit=False,  # a small environment may not have as many
+            hard_vocab_limit=False,  # the text of a small environment may yield fewer pieces
             character_coverage=0.9999,
             pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
             num_threads=min(cores(), MAX_WORKERS),

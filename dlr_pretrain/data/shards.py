@@ -1,4 +1,4 @@
-"""C4-layout shards: a file of one JSON object a line, gzipped or plain, each with its text under one key."""
+"""C4-layout shards: files with one JSON object per line, gzipped or plain, each with its text under one key."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from dlr_pretrain.errors import UserError
 
 GZIP = b"\x1f\x8b"
-READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's share of reading is small
-FED_BYTES = 1 << 18  # compressed, given to zlib at once: it copies what it leaves
+READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
+FED_BYTES = 1 << 18  # compressed, given to zlib at once: it copies the bytes that it does not consume
 
 
 def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
@@ -30,10 +30,10 @@ def read_lines(path: Path, start: int = 0) -> Iterator[bytes]:
 def lines(parts: Iterable[bytes], start: int, name: object, fix: str) -> Iterator[bytes]:
     """The lines from line ``start`` on, without their line feeds, of a shard whose bytes are ``parts``.
 
-    The lines before are decompressed and counted, neither split nor parsed. Raises a UserError with ``name``, the line
-    and ``fix`` where the shard is damaged.
+    The lines before are decompressed and counted, but neither split nor parsed. Raises a UserError with ``name``, the
+    line and ``fix`` if the shard is damaged.
     """
-    number, rest = 0, b""  # lines passed so far; the open end of the last block
+    number, rest = 0, b""  # lines passed so far; the unfinished last line of the last block
     try:
         for block in _plain(parts):
             if number < start:
@@ -54,21 +54,21 @@ def lines(parts: Iterable[bytes], start: int, name: object, fix: str) -> Iterato
 
 
 def _plain(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The parts themselves, or decompressed where the first bytes, not the name, say that they are gzipped."""
+    """The parts, decompressed if the first bytes (not the name) say that they are gzipped."""
     parts = iter(parts)
     first = next(parts, b"")
     if first[:2] != GZIP:
         yield first
         yield from parts
         return
-    parts, first = chain([first], parts), b""  # a part is let go of when it is through
+    parts, first = chain([first], parts), b""  # no reference keeps a part in memory after its use
     engine = None  # a file may be several gzip files in a row
     for part in parts:
         for at in range(0, len(part), FED_BYTES):
             fed = part[at : at + FED_BYTES]
             while fed:
                 if engine is None:
-                    fed = fed.lstrip(b"\0")  # what may follow a gzip file is zeros
+                    fed = fed.lstrip(b"\0")  # zeros may follow a gzip file
                     if not fed:
                         break
                     engine = zlib.decompressobj(wbits=31)
@@ -85,8 +85,8 @@ def _plain(parts: Iterable[bytes]) -> Iterator[bytes]:
 def is_cut_off(path: Path, size: int) -> bool:
     """Whether the first ``size`` bytes of a shard are a gzip file that breaks off.
 
-    Who reads such a file gets an error instead of its end. Of a plain file, or several gzip files in a row, that ends
-    between two lines, one gets the end, and takes what came last for all there is.
+    A reader of such a file gets an error instead of its end. In contrast, a plain file that breaks off between two
+    lines, or a row of gzip files that breaks off between two of them, looks complete to its reader.
     """
     with path.open("rb") as file:
         left = iter(lambda: file.read(min(READ_BYTES, size - file.tell())), b"")
@@ -101,7 +101,7 @@ def is_cut_off(path: Path, size: int) -> bool:
 
 
 def parse_text(line: bytes, text_key: str, path: object, document: int) -> str:
-    """The text of one record; a blank line is an empty document. Bytes that are no UTF-8 become U+FFFD."""
+    """The text of one record; a blank line is an empty document. Bytes that are not UTF-8 become U+FFFD."""
     if not line.strip():
         return ""
     try:

@@ -1,7 +1,8 @@
 """Where documents come from: shards on disk, on the hub, harvested from installed packages, or pre-tokenised.
 
 A source names its shards in a fixed order and reads any of them from any document on; it knows nothing of streams
-or ranks. The order of the shards is part of the data order, so it is sorted, never as a directory lists it.
+or ranks. The order of the shards is part of the data order, so they are sorted, never in the order of a directory
+listing.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Source(Protocol):
 
     train_shards: tuple[str, ...]
     validation_shards: tuple[str, ...]
-    tokenizer_path: Path | None  # the source's own sentencepiece model, where it has one
-    fingerprint: str  # of the texts, wherever they lie: a run resumes on the same ones only
+    tokenizer_path: Path | None  # the source's own sentencepiece model, if it has one
+    fingerprint: str  # of the texts, independent of their location: a run resumes only on the same texts
 
     def documents(self, tokenizer: Tokenizer) -> Documents:
         """The shards' documents as tokens."""
@@ -51,9 +52,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a source of texts consists of: the sizes of its files, by their names below the folder that all share.
+    """The files of a source of texts: their sizes in bytes, by their names below their common folder.
 
-    ``fingerprint`` is that of the same files elsewhere, too: a run may go on from a copy.
+    A copy of the files elsewhere has the same ``fingerprint``, so a run may continue from a copy.
     """
 
     text_key: str
@@ -62,7 +63,7 @@ class Contents:
 
     @classmethod
     def of(cls, text_key: str, train: Mapping[str, int], validation: Mapping[str, int]) -> Contents:
-        """From sizes by path, the paths all relative to one folder or all absolute."""
+        """From sizes by path; the paths are all relative to one folder or all absolute."""
         root = os.path.commonpath([os.path.dirname(path) for path in (*train, *validation)]) or "."
         splits = ({os.path.relpath(path, root): size for path, size in files.items()} for files in (train, validation))
         return cls(text_key, *splits)
@@ -73,7 +74,7 @@ class Contents:
         return hashlib.sha256(content.encode()).hexdigest()
 
     def longer(self, before: Contents) -> list[str]:
-        """The training shards that are longer than ``before``; nothing where anything else is different."""
+        """The training shards that are longer than in ``before``; empty if anything else differs."""
         if replace(self, train=before.train) != before or list(self.train) != list(before.train):
             return []
         changed = [name for name, size in self.train.items() if size != before.train[name]]
@@ -100,9 +101,9 @@ class TextSource(ABC):
 
 
 def ask_hub(cfg: Config, progress: Callable[[str], None] | None = None, patient: bool = False) -> Listing | None:
-    """The shards of a dataset on the hub, for which one rank asks for all; None where ``data`` names another source.
+    """The shards of a dataset on the hub; None if ``data`` names another source. One rank asks on behalf of all.
 
-    Without an answer it gives up in seconds, or, ``patient``, in minutes.
+    Without an answer it gives up within seconds or, if ``patient``, within minutes.
     """
     if cfg.data.source != "c4":
         return None
@@ -114,8 +115,8 @@ def ask_hub(cfg: Config, progress: Callable[[str], None] | None = None, patient:
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None, listing: Listing | None = None) -> Source:
     """The source that ``data`` names.
 
-    ``progress`` is told of work that takes a while (default: the module's log). ``listing`` is what ``ask_hub`` has
-    found; without one, the hub is asked here.
+    ``progress`` receives messages about work that takes a while (default: the module's log). ``listing`` is the result
+    of ``ask_hub``; if None, this function asks the hub.
     """
     data, progress = cfg.data, progress or logging.getLogger(__name__).info
     if data.source == "c4":
@@ -164,7 +165,7 @@ class LocalSource(TextSource):
 
     def _find(self, key: str, pattern: str) -> tuple[str, ...]:
         """Names of the shards that match, relative to the root, so that a moved folder keeps its order."""
-        found = set(glob.glob(pattern, root_dir=self._root, recursive=True))  # with several ** in it, some come twice
+        found = set(glob.glob(pattern, root_dir=self._root, recursive=True))  # several ** find some files twice
         names = sorted(name for name in found if not name.endswith("/") and not Path(self._root or "", name).is_dir())
         if not names:
             where = f"{key}={pattern}" + (f" below {self._root}" if self._root else "")
@@ -179,25 +180,25 @@ class LocalSource(TextSource):
             yield parse_text(line, self._text_key, path, document)
 
     def _every(self, step: int, shard: str, start: int) -> Iterator[bytes]:
-        """Every step-th line. Several streams read such a shard, so it stays in memory where it is small."""
+        """Every step-th line from ``start`` on. Several streams read such a shard, so a small one is kept in memory."""
         path = self.paths[shard]
-        lines, size = self._kept.pop(shard, (None, 0))  # and back to the end: the first is the least recently used
+        lines, size = self._kept.pop(shard, (None, 0))  # added again at the end: the first is the least recently used
         if lines is None:
             if not path.is_file() or (size := path.stat().st_size) > KEPT_BYTES // 4:
                 return islice(read_lines(path, start), 0, None, step)
             lines = list(read_lines(path))
         self._kept[shard] = lines, size
-        kept = list(self._kept.items())  # the threads of several loaders may be here
+        kept = list(self._kept.items())  # a copy, as other threads may change the original
         while sum(size for _, (_, size) in kept) > KEPT_BYTES:
             self._kept.pop(kept.pop(0)[0], None)
         return iter(lines[start::step])
 
     def regrown(self, before: Contents, begun: Mapping[str, bool]) -> list[str]:
-        """The training shards that were cut off and are whole now; nothing where any text is not what it was.
+        """The training shards that were cut off and are whole now; empty if the run cannot continue exactly on them.
 
-        Of a shard that was ``begun`` (see there) nobody may have read the end, and it must have broken off with an
-        error. Otherwise its last documents were taken for a block, which has more of them now, in another order: no
-        position in it would be exact.
+        It can if nothing else has changed and, for each such shard that is in ``begun`` (see there), no stream has read
+        the end and the old file broke off with an error. Otherwise its last documents were taken for a whole block.
+        That block has more documents now, in another order, so no position in it would be exact.
         """
         changed = set(self.contents.longer(before))
         names = dict(zip(self.train_shards, self.contents.train, strict=True))
@@ -211,7 +212,7 @@ class LocalSource(TextSource):
 
 
 def require_disjoint(train: Set[object], validation: Set[object]) -> None:
-    """Refuse shards that would be both learnt and held out."""
+    """Raise UserError if a shard is both for training and for validation."""
     if both := train & validation:
         rule = f"data.train_files and data.validation_files both match {min(map(str, both))}"
         raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")

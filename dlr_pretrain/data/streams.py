@@ -1,10 +1,10 @@
 """Document streams: the data order as a pure function of (data.seed, step), whatever the number of ranks.
 
-The documents of a source are dealt out to V streams once and for all: whole shards where there are at least V of them
-(stream v reads shards v, v + V, ...); otherwise neighbouring streams, which are mostly of one rank, meet on a shard,
-and the m of them take every m-th of its documents. A stream runs through its documents for ever, each epoch in another
-order: its shards in a seeded order, and inside a shard the documents of one block after the other, each block in a
-seeded order of its own. Where a stream stands is five integers, so it is resumed, or moved to another rank, exactly.
+The documents of a source are divided among V streams once and for all. If there are at least V shards, a stream gets
+whole shards (stream v reads shards v, v + V, ...). Otherwise m neighbouring streams, which are mostly of one rank,
+share a shard, and each takes every m-th document of it. A stream repeats its documents for ever, in another order each
+epoch: its shards in a seeded order, and inside a shard one block after the other, each block in a seeded order of its
+own. Five integers give a stream's position, so it is resumed, or moved to another rank, exactly.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.errors import UserError
 
-ORDER_VERSION = 1  # of what this file, the blocks and the packing make of a source: a run is resumed under its own
+ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
 
 
 class Place(NamedTuple):
-    """A position in a stream; all are whole numbers, so that it is stored as a plain list."""
+    """A position in a stream: five integers, which are stored as a plain list."""
 
     epoch: int = 0
     shard: int = 0  # position in the epoch's order of the stream's shards
@@ -37,21 +37,21 @@ class Chunk(NamedTuple):
 
     place: Place  # of the first document
     tokens: np.ndarray  # [total], all documents joined
-    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as none is without </s>
+    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least </s>
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
     """A seeded order of n items, int64 [n].
 
-    Sorts raw words of PCG64: numpy keeps these and SeedSequence stable for ever, but not ``Generator.permutation``,
-    and a run must resume under another version of numpy.
+    It sorts raw words of PCG64, because numpy keeps these and SeedSequence stable for ever, but not
+    ``Generator.permutation``, and a run must resume under another version of numpy.
     """
     words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
     return np.argsort(words, kind="stable")
 
 
 def begun(source: Source, seed: int, places: Mapping[str, list[int]]) -> dict[str, bool]:
-    """The training shards that streams at ``places``, by their numbers, have begun: whether one has read the end."""
+    """The training shards that the streams at ``places`` (by number) have begun: whether one has read a shard's end."""
     found: dict[str, bool] = {}
     for stream, (epoch, shard, *_) in places.items():
         own = _dealt(len(source.train_shards), int(stream), len(places))[0]
@@ -63,7 +63,7 @@ def begun(source: Source, seed: int, places: Mapping[str, list[int]]) -> dict[st
 
 
 def uneven(source: Source, num_streams: int) -> str:
-    """Words for the console where streams, of which a batch takes as many rows each, have not as many shards each."""
+    """A note for the console if streams differ in their number of shards; a batch takes equally many rows from each."""
     few, more = divmod(len(source.train_shards), num_streams)
     if not few or not more:
         return ""
@@ -71,7 +71,7 @@ def uneven(source: Source, num_streams: int) -> str:
 
 
 def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
-    """The positions of a stream's shards; the first document that it takes of each, and how far apart they are."""
+    """The indices of a stream's shards, the first document that it takes of each, and the step between documents."""
     if shards >= num_streams:
         return list(range(stream, shards, num_streams)), 0, 1
     shard = stream * shards // num_streams
@@ -82,7 +82,7 @@ def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, 
 class DocumentStream:
     """The endless sequence of documents of one of the V streams.
 
-    Of each document the first ``longest`` tokens are there, and perhaps more.
+    Each document has its first ``longest`` tokens, and perhaps more.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class DocumentStream:
 
     @property
     def shards(self) -> tuple[int, ...]:
-        """The shards that it reads, which no other stream does but those of the very same shard."""
+        """The indices of the shards that it reads; two streams have the same tuple, or no shard in common."""
         return tuple(self._shards)
 
     def chunks(self, place: Place) -> Iterator[Chunk]:
-        """The documents from ``place`` on, for ever. ``place.token`` is left to the reader of the chunks."""
+        """The documents from ``place`` on, for ever. The caller must skip the first ``place.token`` tokens."""
         epoch, position, block, document, _ = place
         while True:
             whole = (position, block, document) == (0, 0, 0)

@@ -1,7 +1,7 @@
 """The tokenizer: T5's SentencePiece model, or one in its layout, through raw sentencepiece.
 
 Raw sentencepiece is some ten times faster than a fast tokenizer built from the same model, its ids are the reference,
-and no text can reach a control symbol: "</s>" in a document is four ordinary characters.
+and no text can produce a control symbol: "</s>" in a document is four ordinary characters.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dlr_pretrain.data import hub
 from dlr_pretrain.errors import UserError
 
 PAD, EOS, UNK = 0, 1, 2  # T5's layout; the model's configuration and the exported checkpoint rely on it
-WHOLE = 1 << 62  # as the longest wanted: all of each text
+WHOLE = 1 << 62  # a value of ``longest``: all of each text
 SPACE = "\u2581"  # as sentencepiece writes it
-CHARACTERS = 6  # a token: of 600 documents of C4 none has more in its first 257
+CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
 
 
 class Tokenizer:
@@ -51,7 +51,7 @@ class Tokenizer:
         return hashlib.sha256(self.path.read_bytes()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without </s>. One thread: a rank has one producer and its cores are shared."""
+        """Ids of each text, without </s>. Uses one thread: a rank has one producer and its cores are shared."""
         return self._model.encode([_valid(text) for text in texts], num_threads=1)
 
     def decode(self, ids: list[int]) -> str:
@@ -59,7 +59,7 @@ class Tokenizer:
         return self._model.decode(ids)
 
     def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        """Ids of each text, then </s>; int32. Where a text has more than ``longest`` ids, later ones may be missing."""
+        """Ids of each text, then </s>; int32. If a text has more than ``longest`` ids, later ones may be missing."""
         valid = [_valid(text) for text in texts]
         heads = [_head(text, CHARACTERS * longest) for text in valid] if self._words_are_apart else valid
         found = self._encode(heads)
@@ -76,7 +76,7 @@ class Tokenizer:
 
     @cached_property
     def _words_are_apart(self) -> bool:
-        """Whether no piece goes on behind a space, so that a text's ids up to a space do not depend on what follows."""
+        """Whether spaces only begin pieces, so that the ids of a text up to a space do not depend on what follows."""
         pieces = self._model.id_to_piece(list(range(self._model.vocab_size())))
         return SPACE in pieces and not any(SPACE in piece[1:] for piece in pieces)
 
@@ -90,7 +90,7 @@ def _gives_arrays(model) -> bool:
 
 
 def _head(text: str, characters: int) -> str:
-    """The text up to the last space in its first ``characters``; all of it where it is no longer, or has none."""
+    """The text up to the last space in its first ``characters``; the whole text if it is not longer or has no space."""
     space = text.rfind(" ", 1, characters) if len(text) > characters else -1
     return text if space == -1 else text[:space]
 

@@ -4,10 +4,10 @@
     spiece.model                     the tokenizer
     train-00000-of-01024.tokens      a shard for each shard of the source, in its order; validation-... likewise
 
-A shard holds, one after the other and little-endian: the tokens of its documents, uint16 (int32 above 65,536 pieces),
-each document whole and followed by </s>, filled up to a multiple of 8 bytes; the offset of each document in them and
-their end, int64 [documents + 1]; the characters of each text, uint32 [documents], which close the blocks of
-``documents.py``. So it gives the batches of its source, packed or padded, for any seed, batch and number of ranks.
+A shard holds, in this order and little-endian: the tokens of its documents, uint16 (int32 above 65,536 pieces), each
+document whole and followed by </s>, filled up to a multiple of 8 bytes; the offset of each document in them and their
+end, int64 [documents + 1]; the number of characters of each text, uint32 [documents], which decide where the blocks of
+``documents.py`` end. So it gives the batches of its source, packed or padded, for any seed, batch and number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dlr_pretrain.process import cores
 FORMAT = 1
 MANIFEST, MODEL, CHECKED = "manifest.json", "spiece.model", ".checked.json"
 SPLITS = ("train", "validation")
-TAKEN_TOKENS = 1 << 16  # at once, or one document: what a stream holds in memory
+TAKEN_TOKENS = 1 << 16  # taken at once, or one longer document: this bounds the memory of a stream
 CHECK_THREADS = 8
 READ_BYTES = 1 << 22
 PREPARE = "Make it with scripts/prepare_data.py"
@@ -63,7 +63,7 @@ def file_name(split: str, index: int, count: int) -> str:
 
 
 def layout(count: int, tokens: int, vocab_size: int) -> tuple[int, int, int]:
-    """Where the offsets and the characters of a shard of ``count`` documents begin, and its size; in bytes."""
+    """Where the offsets and the characters begin in a shard of ``count`` documents, and its size; all in bytes."""
     offsets = -(-tokens * np.dtype(token_dtype(vocab_size)).itemsize // 8) * 8
     characters = offsets + 8 * (count + 1)
     return offsets, characters, characters + 4 * count
@@ -85,9 +85,9 @@ class TokenBlock:
 
 
 class TokenSource:
-    """A folder of pre-tokenised shards: its own documents, whose texts it no longer has.
+    """A folder of pre-tokenised shards: a source without texts, which is its own ``Documents``.
 
-    Opening looks at everything but the shards' content: manifest, tokenizer, sizes. ``check`` reads them through.
+    Opening it checks the manifest, the tokenizer and the sizes of the shards. ``check`` reads the shards themselves.
     """
 
     def __init__(self, root: Path, tokenizer_path: Path | None = None):
@@ -152,9 +152,9 @@ class TokenSource:
             raise UserError(f"{path}: {rule}. {PREPARE} again: it keeps the sound shards")
 
     def check(self, progress: Callable[[str], None]) -> None:
-        """Read every shard through, once: sound files are remembered by their size and time of change.
+        """Read and check every shard, once: sound files are remembered by their size and time of change.
 
-        That time (ctime) is set by the kernel alone, so that a copy, a restored or an edited file is read again.
+        Only the kernel sets that time (ctime), so a copied, restored or edited file is read again.
         """
         state = self._state()
         if _remembered(self.root / CHECKED) == state:
@@ -176,7 +176,7 @@ class TokenSource:
             progress(f"{self.root}: cannot be written ({error.strerror}), so it is checked at every start")
 
     def remember(self, state: dict | None = None) -> None:
-        """Keep in the folder that its files were read through (default: as they are now)."""
+        """Record in the folder that its files are sound in ``state`` (default: as they are now)."""
         write_durably(self.root / CHECKED, json.dumps(state or self._state()))
 
     def _state(self) -> dict[str, object]:
@@ -225,9 +225,9 @@ class TokenSource:
             first += len(numbers) * step
 
     def _open(self, name: str) -> Sections:
-        """The arrays of a shard, mapped for as long as one of them is held.
+        """The arrays of a shard, memory-mapped for as long as one of them is referenced.
 
-        They are opened anew for each block: what stays mapped is counted as memory of this process.
+        Each use maps them anew, because pages that stay mapped count as memory of this process.
         """
         path, entry = self.root / name, self.entries[name]
         self._check_size(name, entry)
@@ -244,7 +244,7 @@ class TokenSource:
         )
 
     def gather(self, shard: str, begins: np.ndarray, ends: np.ndarray) -> Tokens:
-        """The tokens from ``begins`` on in a shard, as many of each as joins them to end at ``ends``."""
+        """Join the documents at ``begins`` in a shard; ``ends`` are the ends, after any cut, in the joined tokens."""
         starts = np.append(0, ends[:-1])
         index = np.repeat(begins - starts, ends - starts)
         index += np.arange(len(index))

@@ -18,16 +18,16 @@ from dlr_pretrain.errors import UserError
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """Sequences of validation text, as rows of seq_len + 1 tokens; ``inputs_and_targets`` makes both of them."""
+    """Sequences of validation text, as rows of seq_len + 1 tokens for ``inputs_and_targets``."""
 
     tokens: np.ndarray  # uint16 (int32 above 65,536 pieces) [n, seq_len + 1], padded
-    lengths: np.ndarray  # int32 [n], tokens of each row that are no padding
-    real_tokens: int  # input positions that are no padding
-    mask_documents: bool = False  # the documents of a row are scored as each on its own: see ``separated``
+    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
+    real_tokens: int  # number of input positions that are not padding
+    mask_documents: bool = False  # score each document of a row on its own: see ``separated``
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
-    """Documents of the validation shards in file order, until ``eval.tokens`` real tokens or all there is."""
+    """Documents of the validation shards in file order, until they have ``eval.tokens`` real tokens or all are used."""
     seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
     parts, found, has_text = [], 0, False
     for tokens, starts in _documents(source, tokenizer, seq_len + 1 if pad else WHOLE):

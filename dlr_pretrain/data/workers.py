@@ -1,4 +1,4 @@
-"""Jobs in processes that end with their parent, however it ends."""
+"""Runs jobs in processes that end when their parent ends, however it ends."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dlr_pretrain.errors import UserError
 
 Job = TypeVar("Job")
 Event = TypeVar("Event")
-END = None  # of the jobs, and of a job's events
+END = None  # marks the end of the jobs, and of a job's events
 
 
 def in_processes(
     work: Callable[..., Iterator[Event]], shared: tuple, jobs: Iterable[Job], workers: int
 ) -> Iterator[Event]:
-    """The events of ``work(*shared, job)`` for every job, as they come; each process works at one job at a time.
+    """The events of ``work(*shared, job)`` for every job, as they arrive; each process does one job at a time.
 
-    ``work`` is a function of a module, and all values are picklable. A UserError ends everything and is raised here.
+    ``work`` must be a module's function, and all values picklable. A UserError ends all jobs and is raised here.
     """
-    # The server of forks imports once what all need, and has none of this process's threads.
+    # The fork server imports once what all workers need, and has none of this process's threads.
     forkserver = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if forkserver else "spawn")
     if forkserver:
@@ -69,8 +69,8 @@ def _received(pipe: Connection, process: BaseProcess) -> object:
 
 
 def _serve(pipe: Connection, work: Callable[..., Iterator], shared: tuple) -> None:
-    """Work at the jobs that come through ``pipe`` until the last one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    """Do the jobs that arrive through ``pipe`` until END arrives."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(BrokenPipeError):
         for job in iter(pipe.recv, END):

@@ -1,8 +1,8 @@
-"""Instructions and responses as token ids: rows in the form of Stanford Alpaca, under its prompt.
+"""Instructions and responses as token ids, from rows in the format of Stanford Alpaca and with its prompt.
 
-The prompt and the response are encoded by themselves, then joined and closed with </s>. Sentencepiece turns line breaks
-into spaces and marks the start of a word: no piece reaches over the joint, and a model that is asked with the prompt
-alone sees exactly the ids that it was tuned on. T5's pieces have no line break: those of a response are not learned.
+The prompt and the response are encoded separately and joined, and </s> is appended. Sentencepiece turns line breaks
+into spaces and marks the start of a word, so that no piece spans the joint: a model that is asked with the prompt alone
+sees exactly the ids that it was tuned on. T5's pieces have no line break, so line breaks in responses are not learned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ context. Write a response that appropriately completes the request.
 
 @dataclass(frozen=True)
 class Example:
-    """``ids``: the prompt, of ``prompt`` tokens, then what is learned: the response and </s>."""
+    """``ids`` are the prompt, of ``prompt`` tokens, then what is learned: the response and </s>."""
 
     ids: list[int]
     prompt: int
@@ -51,7 +51,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Examples:
-    """What fits of the rows: ``cut`` of them end in the middle, and ``dropped`` had no room for any response."""
+    """The rows that fit. ``cut`` of them lost their end; ``dropped`` counts rows without room for any response."""
 
     kept: list[Example]
     cut: int
@@ -64,7 +64,7 @@ class Examples:
 def read_rows(source: str | Path) -> list[dict[str, str]]:
     """Rows of a file (.json: a list; .jsonl: one a line), or of the split "train" of a dataset of the hub.
 
-    Each has ``instruction`` and ``output``, and may have ``input``. Raises UserError naming the row that has not.
+    Each has ``instruction`` and ``output``, and may have ``input``. Raises UserError that names a row that lacks one.
     """
     path = Path(source)
     if path.suffix in (".json", ".jsonl") or path.exists():
@@ -95,7 +95,7 @@ def _from_hub(name: str) -> list:
     from huggingface_hub import HfApi, constants
 
     fix = "Name a local .json or .jsonl file with --data"
-    if not constants.HF_HUB_OFFLINE:  # then the library looks into its cache alone
+    if not constants.HF_HUB_OFFLINE:  # offline, the library looks into its cache alone
         hub.first_contact(name, lambda: HfApi().dataset_info(name, timeout=hub.FIRST_CONTACT_SECONDS), fix)
     try:
         return load_dataset(name, split="train").to_list()
@@ -104,13 +104,13 @@ def _from_hub(name: str) -> list:
 
 
 def prompt_of(instruction: str, given: str = "") -> str:
-    """The text that a response to ``instruction``, about the input ``given``, follows."""
+    """The prompt for a response to ``instruction`` about the input ``given``."""
     form = PROMPT_WITH_INPUT if given.strip() else PROMPT
     return form.format(instruction=instruction, input=given)
 
 
 def encode(rows: list[dict[str, str]], tokenizer: Tokenizer, length: int) -> Examples:
-    """The rows as ids, at most ``length`` tokens each: a longer response is cut, and has no </s> then."""
+    """The rows as ids, at most ``length`` tokens each. A response that is too long is cut and has no </s>."""
     prompts = tokenizer.encode([prompt_of(row["instruction"], row.get("input") or "") for row in rows])
     responses = tokenizer.encode([row["output"] for row in rows])
     whole = [Example([*p, *r, EOS], len(p)) for p, r in zip(prompts, responses, strict=True)]

@@ -30,8 +30,8 @@ PATHS = (("data", "root"), ("data", "cache"), ("tokenizer", "path"), ("train", "
 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) -> str:
-    """``loading`` says how the folder is loaded, ``cfg`` what it holds, ``trained`` what was run, ``record`` the final
-    numbers by name; None is left out."""
+    """The text of the README. ``loading`` says how to load the folder, ``cfg`` is the model in it, ``trained`` is the
+    configuration of the run, and ``record`` has the final numbers by name; None is omitted."""
     name = trained.backbone.name
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""

@@ -1,7 +1,7 @@
 """The layout of the CoLA authors' repository: names, shapes and configuration of their ``ColaForCausalLM``.
 
-There a projection is ``cola_a`` [d_in, rank] and ``cola_b`` [rank, d_out], the transposes of ours, and the SiLU of the
-SwiGLU is gone where ``only_lr_act`` is true.
+In that layout a projection is ``cola_a`` [d_in, rank] and ``cola_b`` [rank, d_out], the transposes of ours, and the
+SwiGLU has no SiLU if ``only_lr_act`` is true.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dlr_pretrain.tensors import at_least_fp32
 
 
 def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The folded ``tensors`` of a CoLA model under the other names; a scale of its latents is multiplied into B.
+    """The folded ``tensors`` of a CoLA model under the authors' names; the scale of its latents is multiplied into B.
 
     Raises UserError for other backbones.
     """
@@ -36,15 +36,15 @@ def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cola_config(cfg: Config, settings: dict[str, object]) -> dict[str, object]:
-    """``config.json`` from that of our own layout."""
+    """``config.json`` of the authors' layout, made from ``settings``, the one of our layout."""
     knobs = cfg.backbone.knobs
     shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}
     return shape | {
         "model_type": "cola",
         "architectures": ["ColaForCausalLM"],
         "rank": knobs["rank"],
-        "hidden_act": "silu",  # there also what stands between the factors
+        "hidden_act": "silu",  # in that layout also the activation between the factors
         "only_lr_act": not knobs.get("swiglu_silu", True),
         "max_sequence_length": settings["max_position_embeddings"],
-        "torch_dtype": settings["dtype"],  # the library of their time knows this name
+        "torch_dtype": settings["dtype"],  # the name that transformers used then
     }

@@ -1,8 +1,9 @@
-"""Does folding change anything? The paper's check, and a stronger one, on a checkpoint's own validation text.
+"""Checks that folding changes nothing: the paper's check and a stronger one, on a checkpoint's own validation text.
 
-Three models: the residual as the paper's branch in activation space, the training forward (B + beta R^T published into
-the weights), and the folded one. The last two must be equal bit for bit, in weights and in logits; the first rounds
-differently, and the paper reports by how much: perplexity before and after, error of the logits, latency.
+Three models are compared: the residual as the paper's branch in activation space, the training forward (B + beta R^T
+published into the weights), and the folded model. The last two must be equal bit for bit, in weights and in logits. The
+first rounds differently; the report says by how much, as the paper does: perplexity before and after, error of the
+logits, latency.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.tensors import IGNORE
 
-SEQUENCES = 8  # at once
-FORWARDS = 15  # of each model, timed
+SEQUENCES = 8  # in one forward pass
+FORWARDS = 15  # timed forward passes of each model
 
 
 @dataclass(frozen=True)
 class Consistency:
-    """What folding has changed; errors and perplexities are of the working dtype, latencies in milliseconds."""
+    """What folding has changed. Errors and perplexities are those of the working dtype, latencies are in ms."""
 
     layers: int
     parameters_before: int
     parameters_after: int
-    weights_identical: bool | None  # the folded ones, and those that training multiplied by; None: it had branches
+    weights_identical: bool | None  # folded weights and those that training multiplied by; None: it had branches
     logits_identical: bool | None
     targets: int
     perplexity_before: float  # with the branch
@@ -48,11 +49,11 @@ class Consistency:
 
     @property
     def differs(self) -> bool:
-        """Whether the folded model is another than the one that was trained."""
+        """Whether the folded model differs from the one that was trained."""
         return False in (self.weights_identical, self.logits_identical)
 
     def lines(self) -> list[str]:
-        """The report, a line a finding."""
+        """The report, one line per finding."""
         trained = {None: "came of branches", True: "equal the folded bit for bit", False: "DIFFER from the folded"}
         return [
             f"layers        {self.layers} folded",
@@ -78,7 +79,7 @@ def consistency(
     validation: ValidationSet,
     device: torch.device,
 ) -> Consistency:
-    """Compare the model of ``cfg`` before and after folding: a checkpoint's ``state``, and ``folded_state`` of it."""
+    """Compare the model of ``cfg`` before folding (a checkpoint's ``state``) and after (``folded_state`` of it)."""
     branch = _model(cfg, replace(cfg.dlr, impl="branch"), state, device)
     trained = _model(cfg, cfg.dlr, state, device)
     plain = _model(cfg, replace(cfg.dlr, enabled=False), folded, device)
@@ -106,7 +107,7 @@ def consistency(
 
 
 def _model(cfg: Config, dlr, tensors: dict[str, Tensor], device: torch.device) -> Llama:
-    """The model of ``cfg`` with another choice of DLR, in the working dtype; its products are those of training."""
+    """The model of ``cfg`` with the DLR choice ``dlr``, in the working dtype; its products are those of training."""
     dtype = WORKING_DTYPE[cfg.precision.name]
     model = build(replace(cfg, dlr=dlr), len(tensors["lm_head.weight"]), device, dtype, initialize=False)
     model.load_state_dict(dict(tensors) | marks(model))
@@ -114,7 +115,7 @@ def _model(cfg: Config, dlr, tensors: dict[str, Tensor], device: torch.device) -
 
 
 def _batches(validation: ValidationSet, device: torch.device):
-    """For a few sequences at a time, which positions [n, seq_len] are no padding, and (ids, targets[, documents])."""
+    """For a few sequences at a time, a mask [n, seq_len], false on padding, and (ids, targets[, documents])."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
         tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
@@ -125,7 +126,7 @@ def _batches(validation: ValidationSet, device: torch.device):
 def _compare(
     branch: Llama, trained: Llama, plain: Llama, validation: ValidationSet, device: torch.device
 ) -> tuple[bool, dict[str, float]]:
-    """Whether the logits of ``trained`` and ``plain`` are equal, and what is counted on all of the text, without the
+    """Whether the logits of ``trained`` and ``plain`` are equal, and perplexities and errors over all positions but the
     padding."""
     identical, targets = True, 0
     losses, error, size, count = [0.0, 0.0], 0.0, 0.0, 0
@@ -151,7 +152,7 @@ def _compare(
 def _latencies(
     branch: Llama, plain: Llama, validation: ValidationSet, device: torch.device
 ) -> tuple[float, float, str]:
-    """Median milliseconds of a forward pass of each, taken in turn, and over what."""
+    """Median milliseconds of a forward pass of ``branch`` and of ``plain``, and the input in words."""
     ids, _, *documents = next(_batches(validation, device))[1]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(FORWARDS):

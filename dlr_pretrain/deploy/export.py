@@ -1,7 +1,8 @@
-"""The folded checkpoint as a folder that ``transformers`` loads.
+"""Writes a folded checkpoint as a folder that ``transformers`` loads.
 
-Everything is written by hand (safetensors, JSON, a copy of the modeling file), so that a run ends with a complete
-folder where transformers is not installed. The folder is written aside and renamed into place: it is whole or absent.
+This module writes everything itself (safetensors, JSON, a copy of the modeling file), so that a run ends with a
+complete folder even if transformers is not installed. It writes the folder under another name and renames it at the
+end, so that the folder is either complete or absent.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dlr_pretrain.markdown import loading
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.shapes import listed, misfits
 
-POSITIONS = 1024  # at least: a run of longer sequences says its own length
+POSITIONS = 1024  # at least; a run with longer sequences has its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
 WRITTEN = re.compile(  # names in an export; fold.py adds fold.json
@@ -51,12 +52,14 @@ def export(
 ) -> None:
     """Write ``folder`` from folded weights.
 
-    ``tensors`` are the parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all bf16,
-    folded; ``tokenizer_path`` is the sentencepiece model; ``record`` the final numbers of the run, by name, for the
-    folder's README; ``trained`` its configuration where that is not ``cfg`` (see ``deployed``). ``check`` looks at the
-    finished folder before it takes its place; what it raises leaves it aside, as ``.<folder>.partial``. An earlier
-    export there is replaced; anything else is kept, as ``<folder>_kept1``. With ``layout`` "cola" a CoLA model is
-    written for its authors' code.
+    ``tensors`` are the folded parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all
+    bf16. ``tokenizer_path`` is the sentencepiece model. ``record`` has the final numbers of the run, by name, for the
+    folder's README. ``trained`` is the run's configuration if it is not ``cfg`` (see ``deployed``). ``layout`` "cola"
+    writes a CoLA model for its authors' code.
+
+    ``check`` inspects the finished folder before it is renamed; if ``check`` raises, the folder remains as
+    ``.<folder>.partial``. An earlier export at ``folder`` is replaced; a folder with any other file in it is kept as
+    ``<folder>_kept1`` (or 2, 3, ...).
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
     pieces = len(read_spiece(tokenizer_path).pieces)
@@ -87,7 +90,7 @@ def export(
 
 
 def require_export(folder: Path) -> None:
-    """UserError where ``folder`` is there, and neither empty nor an earlier export, whatever was put into it since."""
+    """Raise UserError unless ``folder`` is absent, empty or an earlier export, with or without files added since."""
     if (names := _names(folder)) and not _is_export(folder):
         rule = f"it is no earlier export ({', '.join(names[:3])})"
         raise UserError(f"{folder} is in the way: {rule}. Move it away, or name another folder")
@@ -95,7 +98,7 @@ def require_export(folder: Path) -> None:
 
 def _is_export(folder: Path) -> bool:
     weights = (folder / "spiece.model").exists() and any(folder.glob("model*.safetensors"))
-    settings = _settings(folder)  # none: of a backbone that transformers cannot load yet
+    settings = _settings(folder)  # None for a backbone that transformers cannot load yet
     return weights and (settings is None or '"spiece_sha256"' in settings)
 
 
@@ -106,17 +109,17 @@ def _names(folder: Path) -> list[str]:
 
 
 def _settings(folder: Path) -> str | None:
-    """The text of ``config.json``, where there is one."""
+    """The text of ``config.json``; None if there is none."""
     path = folder / "config.json"
     return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
 
 
 def _out_of_the_way(folder: Path, old: Path) -> None:
-    """Rename an earlier export to ``old``, which will be deleted; what holds more than that, to a name that stays.
+    """Rename a folder that is purely an export to ``old``, which will be deleted, and any other to a name that stays.
 
-    A user's files so stay with the weights that they are about, and never stop the end of a run.
+    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail.
     """
-    saved_anew = '"transformers_version"' in (_settings(folder) or "")  # which save_pretrained writes
+    saved_anew = '"transformers_version"' in (_settings(folder) or "")  # save_pretrained writes this key
     ours = _is_export(folder) and not saved_anew
     if foreign := [name for name in _names(folder) if not (ours and WRITTEN.fullmatch(name))]:
         taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
@@ -130,15 +133,15 @@ def positions(cfg: Config) -> int:
 
 
 def loadable(cfg: Config) -> bool:
-    """Whether transformers will load the folder: a new backbone's weights are exported before its layer is written."""
+    """Whether transformers can load the folder. A new backbone can be exported before MODELING has a layer for it."""
     return cfg.backbone.name == "full" or cfg.backbone.name in exported_layers()[0]
 
 
 @cache
 def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
-    """The backbones that MODELING has a layer for, and the names of the configuration that those take.
+    """The backbones that MODELING has a layer for, and the names of the configuration that these layers take.
 
-    Read from its text, since it needs transformers to be imported.
+    They are parsed from the text of the file, because importing it requires transformers.
     """
     tree = ast.parse(MODELING.read_text(encoding="utf-8"))
     tables = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"]
@@ -148,7 +151,7 @@ def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int) -> torch.dtype:
-    """Hold the names and shapes of ``tensors`` against the model of ``cfg``; returns their common dtype."""
+    """Raise UserError unless ``tensors`` fit the model of ``cfg`` and share one dtype; returns that dtype."""
     with torch.device("meta"):
         expected = Llama(cfg, vocab_size, grouped=False).state_dict()
     wrong = misfits(*({name: tensor.shape for name, tensor in of.items()} for of in (tensors, expected)))
@@ -161,9 +164,9 @@ def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """``model.safetensors``, or shards of at most ``shard_bytes`` (one tensor at least) with their index.
+    """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
 
-    Raises UserError where the disk does not take them.
+    Raises UserError if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -194,7 +197,7 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: i
 
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
-    """``config.json``: a plain LLaMA, or one with the factors of ``cfg.backbone``."""
+    """The content of ``config.json``, for a plain LLaMA or for one with the layers of ``cfg.backbone``."""
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": cfg.scale.hidden_size,

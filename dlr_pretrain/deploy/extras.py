@@ -1,4 +1,4 @@
-"""Optional packages: what is missing is said with the command that installs it."""
+"""Optional packages: an error names a missing package and the command that installs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dlr_pretrain.errors import UserError
 
 
 def need(package: str, extra: str, oldest: tuple[int, ...] = ()) -> str:
-    """The version of an installed package of ``pip install -e ".[extra]"``; UserError where it is absent or older."""
+    """The installed version of ``package``, from ``pip install -e ".[extra]"``; UserError if absent or too old."""
     fix = f'Install it with: pip install -e ".[{extra}]"'
     try:
         found = version(package)

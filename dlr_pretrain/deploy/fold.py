@@ -1,4 +1,4 @@
-"""Fold a saved checkpoint: from a run directory to a folder that ``transformers`` loads, at any step, and checked."""
+"""Folds a run's checkpoint of any step into a folder that ``transformers`` loads, and checks the result."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def fold_checkpoint(
     tokens: int = 0,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Write the folded weights of a checkpoint of ``run``, its model's ``tensors``, to ``output``; returns a report.
+    """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
-    ``dtype`` casts the folded weights; None keeps the checkpoint's own: fp32 for runs with masters, whose bf16 cast
-    equals the working weights bit for bit. ``dense`` multiplies linear factors out into a plain LLaMA, ``layout``
-    "cola" writes CoLA's layers for their authors' code. ``record`` is what the folder's README tells of the checkpoint.
+    ``tensors`` are those of the checkpoint's model. ``dtype`` casts the folded weights; None keeps the checkpoint's
+    dtype, which is fp32 for runs with masters (a bf16 cast of these equals the working weights bit for bit). ``dense``
+    multiplies linear factors out into a plain LLaMA. ``layout`` "cola" writes CoLA's layers for their authors' code.
+    ``record`` is what the folder's README and ``fold.json`` say about the checkpoint.
 
-    With ``tokens`` of the run's validation text, ``consistency`` is measured on ``device`` and stands in ``fold.json``.
-    The folder is held against our own model through transformers; what differs raises UserError, and stays aside. So
-    does an ``output`` that is there and no earlier export, before anything is measured.
+    If the model has residuals, ``consistency`` is measured on about ``tokens`` tokens of the run's validation text
+    (0: not measured), on ``device``, and recorded in ``fold.json``. In layout "own" the folder is compared with our own
+    model through transformers. Raises UserError if a check fails; a folder that was written then keeps its temporary
+    name. Raises UserError, before anything is measured, unless ``output`` is absent, empty or an earlier export.
     """
     cfg, device = recorded(read_config(run)), device or torch.device("cpu")
     require_export(output)
@@ -82,7 +84,7 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
 
 
 def _require_same_text(run: Path, source: Source) -> None:
-    """UserError where the source is another than the run's record names: its perplexity is not the run's."""
+    """Raise UserError if ``source`` is not the one in the run's record: its perplexity would not be the run's."""
     trained = read_record(run).get("identity", {}).get("data.shards", source.fingerprint)
     if source.fingerprint != trained:
         rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"

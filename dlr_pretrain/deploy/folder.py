@@ -18,8 +18,8 @@ FILES = ("config.json", "spiece.model")
 def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its ``Tokenizer``.
 
-    ``dtype`` is what the weights are cast to; "auto" keeps that of the file. The low-rank layers are this package's
-    own: no code of the folder runs. Raises UserError as ``check_folder``.
+    The weights are cast to ``dtype``; "auto" keeps that of the file. The low-rank layers are this package's own, so
+    that no code of the folder runs. Raises UserError as ``check_folder`` does.
     """
     from transformers import AutoModelForCausalLM
 
@@ -31,7 +31,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 def check_folder(folder: Path) -> tuple[dict[str, list[int]], Tokenizer]:
     """The shapes of an exported folder's weights, by name, and its ``Tokenizer``; no weight is read.
 
-    Raises UserError, with every name, where the folder is not what an export wrote.
+    Raises UserError, which lists the tensors that do not fit, if the folder is not what an export wrote.
     """
     folder = Path(folder)
     for name in FILES:
@@ -52,7 +52,7 @@ def check_folder(folder: Path) -> tuple[dict[str, list[int]], Tokenizer]:
 
 
 def _described(folder: Path):
-    """What ``config.json`` says: transformers' configuration, and the shapes of its model."""
+    """transformers' configuration from ``config.json``, and the shapes of the model that it describes, by name."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -75,7 +75,7 @@ def _described(folder: Path):
 
 
 def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
-    """Hold names and shapes of the folder's safetensors against ``expected``; UserError names what differs."""
+    """Raise UserError, which lists the differences, unless the folder's safetensors have the ``expected`` shapes."""
     found = stored_shapes(folder)
     if unfolded := [name for name in found if name.endswith((".dlr_mark", ".dlr_alpha"))]:
         fix = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
@@ -86,7 +86,7 @@ def check_weights(folder: Path, expected: dict[str, list[int]]) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that ``transformers`` reads: the whole model, else its shards; not a user's copies."""
+    """The safetensors files that ``transformers`` reads: the single file, else the shards. Omits a user's copies."""
     whole = folder / "model.safetensors"
     return [whole] if whole.exists() else sorted(folder.glob("model-*-of-*.safetensors"))
 

@@ -3,7 +3,8 @@
     python foreign_reader.py FOLDER QUESTION ANSWER
 
 QUESTION holds ``ids`` [B, T], a ``probe`` text and the ``dtype`` to load in; ANSWER receives the ``logits`` (as fp32),
-the ``dtype`` that they were computed in, and the tokenizer's ids of the probe. Imports nothing from this package.
+the ``dtype`` that they were computed in, and the tokenizer's ids of the probe. This file imports nothing from the
+package.
 """
 
 import ctypes
@@ -16,7 +17,7 @@ OLDEST = (4, 57)
 
 
 def end_with_parent() -> None:
-    """The answer is for the process that has asked, and for no other."""
+    """Have Linux kill this process when its parent dies: no other process needs the answer."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -27,7 +28,7 @@ def main(folder: str, question: str, answer: str) -> None:
     try:
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
-    except Exception:  # of what it imports in turn, too, such as a torchvision of another torch
+    except Exception:  # also from its own imports, such as a torchvision built for another torch
         sys.exit(CANNOT_IMPORT)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         sys.exit(CANNOT_IMPORT)

@@ -1,4 +1,4 @@
-"""Text from a deployed folder: prompts of any lengths in one batch, with the cache, as the tokens come."""
+"""Generates text with a deployed folder: prompts of any lengths in one batch, with the cache, as a stream."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from dlr_pretrain.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """At most ``tokens`` new ones each. ``temperature`` 0 takes the likeliest; else a draw by ``seed`` from the
-    likeliest that hold ``top_p`` of the probability.
+    """How to choose new tokens, at most ``tokens`` for each prompt.
+
+    ``temperature`` 0 takes the likeliest token. Otherwise each token is drawn, by ``seed``, from the likeliest tokens
+    that hold ``top_p`` of the probability.
     """
 
     tokens: int = 100
@@ -26,8 +28,9 @@ class Sampling:
 
 @dataclass
 class Generated:
-    """``prompts`` and ``new`` token ids of each row, the latter with its </s> if it came to it; ``first`` seconds until
-    the first new tokens, ``seconds`` in all.
+    """Token ids of each row: its prompt in ``prompts``, and in ``new`` what was generated, with </s> if the row ended.
+
+    ``first`` is the seconds until the first new tokens, ``seconds`` is the total.
     """
 
     prompts: list[list[int]]
@@ -49,7 +52,7 @@ class Generated:
 
 @dataclass
 class _Clock:
-    """transformers' streamer: hears the prompts, then the ids of each step."""
+    """A streamer for transformers, which puts the prompts first, then the ids of each step. It records the times."""
 
     tell: Callable[[list[int]], None]
     times: list[float] = field(default_factory=list)
@@ -71,9 +74,10 @@ def generate(
     tell: Callable[[list[int]], None] = lambda ids: None,
     use_cache: bool = True,
 ) -> Generated:
-    """Continue each of ``prompts``, padded on the left into one batch; ``tell`` hears one new id of every row a step.
+    """Continue each of ``prompts``, padded on the left into one batch.
 
-    A row that has ended tells PAD. UserError where a prompt has no token.
+    Each step calls ``tell`` with one new id of every row, which is PAD for a row that has ended. Raises UserError if a
+    prompt has no token.
     """
     read = tokenizer.encode(prompts)
     for prompt, ids in zip(prompts, read, strict=True):
@@ -109,14 +113,14 @@ def _until_end(ids: list[int]) -> list[int]:
 
 
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> str:
-    """What ``new`` adds to the text of ``prompt``: its first space, if it has one, included."""
+    """The text that ``new`` adds to that of ``prompt``, with its leading space if it has one."""
     return tokenizer.decode(prompt + new)[len(tokenizer.decode(prompt)) :]
 
 
 class Stream:
     """Writes the text of a single row as it grows: ``Stream(tokenizer, prompt, write)`` is a ``tell`` for ``generate``.
 
-    The text of ids is not that of each, joined (spaces belong to the next word), so all is decoded at each step.
+    Ids that are decoded one by one give another text (spaces belong to the next word), so each step decodes all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: str, write: Callable[[str], None]):

@@ -1,4 +1,4 @@
-"""A command after the run, alone or under torchrun: rank 0 decides and speaks, and the others follow it."""
+"""Helpers of the commands after a run, alone or under torchrun: rank 0 decides and prints, other ranks follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 from dlr_pretrain import errors
 from dlr_pretrain.errors import EXIT_FAILED, UserError, first_line
 
-LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: zero-shot scores are exchanged when all of them are there
+LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: they exchange zero-shot scores when all are computed
 
 T = TypeVar("T")
 
@@ -26,13 +26,13 @@ def world_size() -> int:
 
 
 def command(act: Callable[[], None]) -> int:
-    """``errors.command``, without the bars that libraries draw."""
-    os.environ["TQDM_DISABLE"] = "1"  # read when torch is imported; the harness draws a bar for each of MMLU's subjects
+    """``errors.command`` without the progress bars of libraries."""
+    os.environ["TQDM_DISABLE"] = "1"  # read when torch is imported; the harness draws a bar for each subject of MMLU
     return errors.command(act)
 
 
 def device_of(given: str | None):
-    """The device of that name ("cuda": this rank's); None: a GPU where there is one. UserError where it is absent."""
+    """The device named ``given`` ("cuda": this rank's GPU; None: a GPU if there is one). UserError if it is absent."""
     import torch
 
     if given is None:
@@ -49,7 +49,7 @@ def device_of(given: str | None):
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Within, the ranks of torchrun are one process group: gloo, and NCCL beside it for ``device`` "cuda"."""
+    """A context in which the ranks of torchrun are one process group: gloo, and also NCCL for ``device`` "cuda"."""
     if world_size() == 1:
         yield
         return
@@ -61,7 +61,10 @@ def joined(device: str) -> Iterator[None]:
 
 
 def decided(decide: Callable[[], T]) -> T:
-    """What ``decide`` returns on rank 0, on all ranks. Where it raises, rank 0 does; the others leave in silence."""
+    """Call ``decide`` on rank 0; returns its result on all ranks.
+
+    If ``decide`` raises UserError or OSError, rank 0 raises it, and the other ranks exit silently with its exit code.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized():

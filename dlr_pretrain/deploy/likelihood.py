@@ -2,10 +2,10 @@
 
 A pair (context, continuation) of texts is encoded in one of two ways.
 
-    plain         the ids of the joint text; those beyond the context's belong to the continuation
-    as in paper   the same of texts that end with </s>, as T5's tokenizer gives them to a wrapper that keeps its special
-                  tokens: the continuation loses its first token, and </s> is scored in its place. Choices of one token
-                  then score alike, and the first of them wins: "no" in BoolQ, "A" in MMLU
+    plain         the ids of the joint text; those after the context's ids belong to the continuation
+    as in paper   the same, but each text ends with </s>, as T5's tokenizer gives it to a wrapper that keeps special
+                  tokens. The continuation loses its first token, and </s> is scored in its place. Choices of one token
+                  then have the same score, and the first of them wins: "no" in BoolQ, "A" in MMLU
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Pair = tuple[list[int], list[int]]
 
 
 def encode_pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]], as_in_paper: bool = False) -> list[Pair]:
-    """Token ids of (context, continuation) each, to be read one after the other.
+    """Token ids of each (context, continuation), to be read one after the other.
 
-    Where a context has no token, </s> stands for it: documents follow it in training.
+    </s> replaces a context without tokens, because documents follow </s> in training.
     """
     end = [EOS] if as_in_paper else []
     contexts = tokenizer.encode([context for context, _ in texts])
@@ -45,15 +45,16 @@ def log_likelihoods(
     batch_size: int = 64,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[float]:
-    """log p(continuation | context) in nats of each pair of ids, under a ``LlamaForCausalLM`` or a subclass.
+    """log p(continuation | context) in nats for each pair of ids, under a ``LlamaForCausalLM`` or a subclass.
 
     The model reads at most ``positions`` ids; longer pairs lose the beginning of their context, as in
-    lm-evaluation-harness. Logits are the model's own, in its dtype; their log-softmax is taken in fp32 at least, since
-    sums rounded to bf16 tie choices. Equal pairs have the same score, bit for bit. Under torch.distributed the ranks
-    share the batches out, and each gets all scores, the same on any number of ranks. ``progress`` hears of this rank's
-    batches. UserError where a continuation is empty or longer than ``positions``.
+    lm-evaluation-harness. Logits are the model's own, in its dtype; their log-softmax is computed in fp32 at least,
+    because sums rounded to bf16 would make choices tie. Equal pairs have the same score, bit for bit. Under
+    torch.distributed the ranks divide the batches, and each rank gets all scores, which are the same for any number of
+    ranks. ``progress`` is called with the number of this rank's batches that are done and the number of all its
+    batches. Raises UserError if a continuation is empty or longer than ``positions``.
     """
-    asked: dict[tuple, dict[tuple, list[int]]] = {}  # what is read -> what is scored at its end -> which pairs
+    asked: dict[tuple, dict[tuple, list[int]]] = {}  # ids to read -> ids scored at their end -> indices of pairs
     for i, (before, after) in enumerate(pairs):
         if not 0 < len(after) <= positions:
             raise UserError(f"a choice of {len(after)} tokens is not scored: it must have 1 to {positions:,}")
@@ -77,9 +78,9 @@ def log_likelihoods(
 
 
 def _scores(model, batch: list[tuple], questions: list[tuple[int, tuple]]) -> list[float]:
-    """For each (row of ``batch``, ids after): the sum of the ids' log-probabilities at the end of that row.
+    """For each of ``questions`` (row of ``batch``, ids): the sum of the ids' log-probabilities at the end of that row.
 
-    Rows are padded on the right, which causal attention never looks at.
+    Rows are padded on the right, where causal attention does not see the padding.
     """
     ids = torch.full((len(batch), len(batch[0])), PAD)
     for row, read in zip(ids, batch, strict=True):

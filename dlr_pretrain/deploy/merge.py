@@ -1,4 +1,4 @@
-"""Projections multiplied out: from a backbone's own tensors to those of a plain LLaMA."""
+"""Multiplies projections out, from a backbone's own tensors to those of a plain LLaMA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dlr_pretrain.models.llama import Llama, backbone
 
 
 def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tuple[Config, dict[str, Tensor]]:
-    """What is deployed where ``cfg`` was trained and ended with ``tensors``, folded: a configuration and its tensors.
+    """The configuration and tensors to deploy for a run of ``cfg`` that ended with the folded ``tensors``.
 
-    A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA, with
-    ``merge`` any that can; the others stay what they are. Weights are formed in fp32 and rounded once to the dtype of
-    ``tensors``. Raises UserError where a backbone cannot be merged.
+    A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA; with
+    ``merge`` every backbone does. Others do not change. Weights are formed in fp32 and rounded once to the dtype of
+    ``tensors``. Raises UserError if a backbone cannot be merged.
     """
     layer = backbone(cfg)
     if not (merge or layer.deployed_dense) or cfg.backbone.name == DENSE.name:
@@ -34,7 +34,7 @@ def deployed(cfg: Config, tensors: dict[str, Tensor], merge: bool = False) -> tu
 
 
 def _in_one_dtype(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Learned scalars in the dtype of the weights: under bf16_sr they are trained in fp32."""
+    """Cast learned scalars to the dtype of the weights; under bf16_sr they are trained in fp32."""
     dtype = tensors["lm_head.weight"].dtype
     scalars = {name: t for name, t in tensors.items() if t.dim() == 0 and t.is_floating_point() and t.dtype != dtype}
     return tensors | {name: t.to(dtype) for name, t in scalars.items()} if scalars else tensors

@@ -6,14 +6,14 @@ cache, generation and everything else are the library's own LLaMA; the seven pro
     lowrank    y = s B A x
     cola       y = s B silu(A x)
     lost       y = gamma B phi(A x) + (1 - gamma) S x_I, with x_I some of the input channels
-    lax        y = B z, where z joins A x with the latent that the same projection of the block before hands on
+    lax        y = B z, where z joins A x with the latent from the same projection of the previous block
     cola_lax   the same, with a SiLU between the factors
 
-Blocks of the library hand on hidden states alone. The latents of lax and cola_lax go from block to block beside them,
-within one forward pass: a ``CrossedBlock`` takes them as inputs and returns them, so that gradient checkpointing sees
-them, and leaves them in a ``Crossing`` that the next block empties. A latent belongs to its position, so a cached
-position needs no latent any more, and nothing is left over for the next call. What runs blocks side by side in one
-process is refused: ``nn.DataParallel``, and a second thread while one runs the model.
+The library's blocks pass on hidden states alone. The latents of lax and cola_lax also pass from block to block, within
+one forward pass: a ``CrossedBlock`` takes them as inputs and returns them, so that gradient checkpointing sees them,
+and leaves them in a ``Crossing``, from which the next block takes them. A latent belongs to its position, so that a
+cached position needs no latent, and the next call finds no latents left. Blocks must not run side by side in one
+process: ``nn.DataParallel``, and a second thread while one runs the model, raise RuntimeError.
 """
 
 import threading
@@ -32,12 +32,12 @@ PROJECTIONS = {
 
 
 class LowRankLlamaConfig(LlamaConfig):
-    """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and what its formula asks.
+    """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and its formula's settings.
 
-    lowrank, cola: s is ``latent_scale``, or learned where ``learn_latent_scale``. lost: ``gamma``, ``sparsity`` (the
-    share of x that x_I is) and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("identity", "linear",
-    "tensor" or "dense"), ``norm`` ("latent", "output" or "none"), ``crossing`` ("pre_act" or "post_act", where the
-    latents are added), and whether the latent that is handed on is ``recursive``, that is, holds all blocks before.
+    lowrank, cola: s is ``latent_scale``, or learned with ``learn_latent_scale``. lost: ``gamma``, ``sparsity`` (the
+    share of the channels of x that are in x_I) and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate``
+    ("identity", "linear", "tensor" or "dense"), ``norm`` ("latent", "output" or "none"), ``crossing`` (where latents
+    are added, "pre_act" or "post_act"), and ``recursive`` (whether a latent that is passed on contains earlier ones).
     """
 
     model_type = "lowrank_llama"
@@ -75,7 +75,7 @@ class LowRankLlamaConfig(LlamaConfig):
 class LowRankLinear(nn.Module):
     """y = s B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
-    ``initial`` says how a module's parameters start where a model is trained from scratch, in the terms of ``nn.init``.
+    ``initial`` gives, for each parameter of a module, the function of ``nn.init`` that starts it, and its arguments.
     """
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
@@ -133,7 +133,7 @@ class LinearGate(nn.Module):
 
 
 class TensorGate(nn.Module):
-    """G(c) = E2^T C E1, C [n1, n2] the coordinates of c; n1 n2 = rank as close to each other as can be, n1 <= n2."""
+    """G(c) = E2^T C E1, where C [n1, n2] is c reshaped; n1 n2 = rank, and n1 <= n2 are as close as possible."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -160,17 +160,17 @@ GATES = {"identity": lambda rank: nn.Identity(), "linear": LinearGate, "tensor":
 
 
 class LaxLinear(LowRankLinear):
-    """y = B z. In the first block z = phi(A x), in the others it crosses with the latent c of the block before:
+    """y = B z. In the first block z = phi(A x); the others add the latent c of the previous block:
 
-    z = phi(norm(A x + G(c))), or norm(phi(A x) + G(c)) with crossing "post_act". z crosses to the next block, or
-    phi(A x) where that is not recursive.
+    z = phi(norm(A x + G(c))), or norm(phi(A x) + G(c)) with crossing "post_act". The next block receives z, or phi(A x)
+    if ``recursive`` is false. With norm "output" the norm is applied to y instead.
     """
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
         super().__init__(d_in, d_out, config, block)
         self.first, self.last = block == 0, block == config.num_hidden_layers - 1
         self.recursive, self.pre_act = config.recursive, config.crossing == "pre_act"
-        self.received: Tensor | None = None  # the latent of the block before, and this one's, while the block runs
+        self.received: Tensor | None = None  # the latent of the previous block, while this block runs
         self.latent: Tensor | None = None
         self.norm_of = "none" if self.first else config.norm
         if not self.first:
@@ -194,7 +194,7 @@ class LaxLinear(LowRankLinear):
 
 
 class ColaLaxLinear(LaxLinear):
-    """The same with a SiLU for phi."""
+    """``LaxLinear`` with a SiLU for phi."""
 
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h)
@@ -210,16 +210,16 @@ LAYERS = {
 
 
 class Crossing:
-    """The latents on their way from a block to the next: one for each projection. Of one thread at a time."""
+    """The latents that pass from one block to the next, one for each projection. It serves one thread at a time."""
 
     def __init__(self):
         self.latents: list[Tensor] | None = None
-        self.sender: int | None = None  # the thread whose they are
-        self.running: dict[str, int] = {}  # and the one that is inside a block; a lock could not be copied
+        self.sender: int | None = None  # the thread that sent the latents
+        self.running: dict[str, int] = {}  # the thread that is inside a block; a lock could not be copied
 
     def enter(self) -> None:
         here = _thread()
-        if self.running.setdefault("thread", here) != here:  # which no thread interrupts
+        if self.running.setdefault("thread", here) != here:  # setdefault is atomic
             raise RuntimeError(ONE_THREAD)
 
     def leave(self) -> None:
@@ -247,7 +247,7 @@ def _thread() -> int:
 class CrossedBlock(LlamaDecoderLayer):
     """The library's block with lax projections: latents go in and come out beside the hidden states.
 
-    As positional arguments, since reentrant checkpointing follows gradients through those alone.
+    They are positional arguments, because reentrant checkpointing follows gradients through those alone.
     """
 
     def __init__(self, config: LowRankLlamaConfig, block: int, crossing: Crossing):
@@ -273,15 +273,18 @@ class CrossedBlock(LlamaDecoderLayer):
                 projection.received = latent
             hidden_states = super().forward(hidden_states, **kwargs)
             return hidden_states, *(projection.latent for projection in crossed if not projection.last)
-        finally:  # a checkpoint's second run may end in the middle
+        finally:  # a recomputation for checkpointing may end in the middle
             for projection in crossed:
                 projection.received = projection.latent = None
 
 
 class WholeWeights:
-    """``from_pretrained`` that refuses what the library's would draw at random, or drop for want of a place."""
+    """``from_pretrained`` that raises ValueError for missing and for unexpected weights.
 
-    other_parts: tuple[str, ...] = ()  # prefixes of what such a checkpoint has beside this class's own
+    The library's own would draw missing weights at random, and drop unexpected ones.
+    """
+
+    other_parts: tuple[str, ...] = ()  # prefixes of a checkpoint's tensors that this class ignores
 
     @classmethod
     def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
@@ -319,7 +322,7 @@ class LowRankLlamaModel(WholeWeights, LlamaModel):
                 for name in names:
                     dense = getattr(parent, name)
                     setattr(parent, name, layer(dense.in_features, dense.out_features, config, i))
-        self.post_init()  # once more: the new layers have not been seen yet
+        self.post_init()  # again, for the new layers
 
     def _init_weights(self, module: nn.Module) -> None:
         initial = getattr(module, "initial", None)
@@ -331,7 +334,7 @@ class LowRankLlamaModel(WholeWeights, LlamaModel):
 
 
 class LowRankLlamaForCausalLM(WholeWeights, LlamaForCausalLM):
-    """The same with its head: loss, cache and generation are the library's."""
+    """``LowRankLlamaModel`` with its head: loss, cache and generation are the library's."""
 
     config_class = LowRankLlamaConfig
     _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")

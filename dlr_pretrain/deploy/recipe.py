@@ -1,4 +1,4 @@
-"""How a folder is fine-tuned: the protocol of the DLR paper, by default. Imports no torch."""
+"""How a folder is fine-tuned: the protocol of the DLR paper, by default. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MICRO_BATCH = 8  # at most, unless given
 
 @dataclass(frozen=True)
 class Recipe:
-    """Epochs, rows an update, peak learning rate (cosine to 0), tokens a row at most, share of updates that warm up,
-    norm that gradients are clipped to, rows a rank takes at once (None: as many as divide its share, up to 8),
-    arithmetic.
+    """Epochs, rows per update, peak learning rate (cosine to 0), maximal tokens per row, share of updates that warm up,
+    norm to which gradients are clipped, rows that a rank takes at once (None: the largest divisor of its share up to
+    8), and precision.
     """
 
     epochs: int = 3
@@ -44,7 +44,7 @@ class Recipe:
         return self.epochs * -(-rows // self.batch)
 
     def accumulation(self, ranks: int) -> tuple[int, int]:
-        """(rows a rank takes at once, how many times before an update)."""
+        """(rows that a rank takes at once, how often per update); ConfigError if ``batch`` is not divisible."""
         share, rest = divmod(self.batch, ranks)
         micro = self.micro_batch or max(n for n in range(1, MICRO_BATCH + 1) if share % n == 0)
         if rest or share % micro:

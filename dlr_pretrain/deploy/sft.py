@@ -1,10 +1,10 @@
 """Supervised fine-tuning of deployed folders by transformers' Trainer, with the protocol of the DLR paper.
 
-All parameters, the loss on the response and its </s> alone: the sum over the targets of a batch divided by their count,
-whatever the micro-batches and ranks. Weights and moments are fp32 also where the forward is bf16: at 2e-5 most updates
-are smaller than half a step of bf16 at the size of a weight (|w| ~ 0.03: 6e-5), and pure bf16 would round them away.
-What the paper leaves open: its prompt (here Alpaca's own), warm-up (3%), weight decay (0), AdamW's betas and eps (0.9,
-0.999, 1e-8), clipping (1.0).
+All parameters are trained. The loss is on the response and its </s> alone: the sum over the targets of a batch divided
+by their count, for any micro-batch and any number of ranks. Weights and moments are fp32 even if the forward pass is
+bf16: at 2e-5 most updates are smaller than half a step of bf16 at the size of a weight (|w| ~ 0.03: 6e-5), and pure
+bf16 would round them away. The paper does not specify its prompt (here Alpaca's own), warm-up (3%), weight decay (0),
+AdamW's betas and eps (0.9, 0.999, 1e-8) and clipping (1.0).
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ def tune(
     device: str | None = None,
     say: Callable[[str], None] = print,
 ) -> list[dict]:
-    """Tune every folder with every seed; the records of all, in order.
+    """Tune every folder with every seed; returns the records of all, in order.
 
-    ``folders`` are by name; with a seed, each becomes ``<output>/<name>/s<seed>``. One that is there already is left as
-    it is, and its record read, where it was made from the same weights and rows with the same recipe; else UserError.
+    ``folders`` maps names to folders; each name and seed becomes ``<output>/<name>/s<seed>``. If that exists and was
+    made from the same weights and rows with the same recipe, it is kept and its record is read. If it was made from
+    others, UserError is raised.
     """
     texts = {"rows": _digest(json.dumps(rows).encode()), "held_out": _digest(json.dumps(held_out).encode())}
     common = {name: value for name, value in asdict(recipe).items() if name != "micro_batch"} | texts
     plan = {(name, seed): output / name / f"s{seed}" for name in folders for seed in seeds}
 
     def begin() -> tuple[dict[str, dict], dict[tuple[str, int], dict | None]]:
-        """Everything that can be refused is, before hours are spent."""
+        """Make the checks that may raise UserError before hours are spent."""
         recipe.accumulation(world_size())
         sizes = {name: sum(map(math.prod, check_folder(folder)[0].values())) for name, folder in folders.items()}
         settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
         done = {key: _finished(folder, settings[key[0]]) for key, folder in plan.items()}
-        for record in tuned_in(output):  # of other commands: they share a table with these
+        for record in tuned_in(output):  # from other commands: all records share a table
             _require_setting(output / record["name"] / f"s{record['seed']}", record, common)
         _check_room(output, sum(4 * sizes[name] for (name, _), record in done.items() if record is None))
         return settings, done
@@ -83,12 +84,12 @@ def tune(
         for seed in missing:
             facts = {"name": name, "seed": seed, "setting": settings[name]}
             done[name, seed] = fine_tune(folder, plan[name, seed], learned, held, recipe, facts, device, say)
-            gc.collect()  # a model and its Trainer hold each other; the next ones would stand beside them
+            gc.collect()  # a model and its Trainer refer to each other and would remain in memory
     return list(done.values())
 
 
 def _check_room(output: Path, needed: int) -> None:
-    """UserError where ``output`` cannot be made, or its disk has not ``needed`` bytes."""
+    """Make ``output``; raise UserError if its disk has fewer than ``needed`` free bytes."""
     output.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(output).free
     if needed > free:
@@ -109,7 +110,7 @@ def _digest(content: bytes) -> str:
 
 
 def _finished(folder: Path, setting: dict) -> dict | None:
-    """The record of an earlier call; UserError where that was another one's."""
+    """The record of an earlier call, None if there was none; UserError if that call had another ``setting``."""
     if not folder.exists():
         return None
     record = _read(folder / RECORD)
@@ -149,7 +150,7 @@ def fine_tune(
 ) -> dict:
     """Tune ``folder`` on the examples in the order of ``facts["seed"]``, and write ``output``; returns its record.
 
-    On rank 0's disk alone, whole or not at all: the files of the export, with fp32 weights and ``sft.json``.
+    Rank 0 alone writes the files of the export, with fp32 weights and ``sft.json``, all of them or none.
     """
     model, _ = open_folder(folder, torch.float32)
     trainer = trainer_of(model, learned.kept, recipe, facts["seed"], output.parent, device, say)
@@ -182,15 +183,15 @@ def fine_tune(
             say(f"held-out response loss {before:.4f} -> {after:.4f}")
         say(f"written {output}")
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()  # what rank 0 has written, all may read
+        torch.distributed.barrier()  # all ranks may read what rank 0 has written
     return record
 
 
 def in_order(examples: list[Example], recipe: Recipe, seed: int) -> list[Example]:
-    """The rows of all epochs, one after the other, each drawn anew by ``seed``; a function of nothing else.
+    """The rows of all epochs, one after the other. Each epoch has a new order, which depends on ``seed`` alone.
 
-    Each epoch is filled up to whole updates with rows that have no label. Without them accelerate would give every rank
-    as many rows by repeating some, and the last update of an epoch would count those twice.
+    Each epoch is filled up to whole updates with rows that have no label. Without them accelerate would repeat some
+    rows to give every rank the same number, and the last update of an epoch would count those twice.
     """
     generator = torch.Generator().manual_seed(seed)
     blanks = [Example([EOS], 1)] * (-len(examples) % recipe.batch)
@@ -203,7 +204,7 @@ def in_order(examples: list[Example], recipe: Recipe, seed: int) -> list[Example
 def _refuse_broken(
     output: Path, model, losses: list[tuple[int, float]], held_out: float | None, recipe: Recipe
 ) -> None:
-    """UserError where numbers are not finite. The weights are looked at too: most updates log no loss."""
+    """Raise UserError if a loss or a weight is not finite. Weights are checked because most updates log no loss."""
     broken = [step for step, loss in losses if not math.isfinite(loss)]
     spoiled = [name for name, p in model.named_parameters() if not p.isfinite().all()]
     if broken:
@@ -226,7 +227,7 @@ def trainer_of(
     device: str | None = None,
     say: Callable[[str], None] = print,
 ):
-    """A transformers ``Trainer`` that follows the recipe, on ``device`` (None: the GPU where there is one).
+    """A transformers ``Trainer`` that follows the recipe, on ``device`` (None: the GPU if there is one).
 
     It saves nothing, but makes the folder ``output``.
     """
@@ -253,7 +254,7 @@ def trainer_of(
         raise UserError(f"{gpus} GPUs are visible to one process. {fix}")
     micro, accumulated = recipe.accumulation(ranks)
     model.config.use_cache = False
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # of a launcher, or an earlier Trainer: it overrules bf16=
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # from a launcher or an earlier Trainer: it overrides bf16=
     arguments = _arguments(recipe, len(examples), seed, output, on_cpu, micro, accumulated)
     order = in_order(examples, recipe, seed)
     trainer = InOrder(model=model, args=arguments, train_dataset=order, data_collator=collate, callbacks=[Say()])
@@ -306,16 +307,16 @@ def collate(examples: list[Example]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def response_loss(model, examples: list[Example], recipe: Recipe) -> float | None:
-    """Mean negative log-likelihood of the targets of ``examples``, in nats a token; None without any.
+    """Mean negative log-likelihood of the targets of ``examples``, in nats per token; None without examples.
 
-    Every target counts the same. Ranks take their share of the examples, and all get the result.
+    Every target counts the same. The ranks divide the examples, and each gets the result over all of them.
     """
     if not examples:
         return None
     ranks, rank = world_size(), torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     device, training = model.device, model.training
     mine = sorted(examples, key=lambda example: len(example.ids))[rank::ranks]
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # of the losses, and how many
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum and number of the losses
     bf16 = recipe.precision == "bf16_autocast"
     with torch.autocast(device.type, torch.bfloat16) if bf16 else contextlib.nullcontext():
         model.eval()
@@ -332,9 +333,9 @@ def response_loss(model, examples: list[Example], recipe: Recipe) -> float | Non
 
 
 def write(tensors: dict[str, Tensor], source: Path, output: Path, record: dict) -> None:
-    """``output``: the export ``source`` with the tuned ``tensors``, and what was done in sft.json and README.md.
+    """Write ``output``: the export ``source`` with the tuned ``tensors``, and the record in sft.json and README.md.
 
-    Of ``source`` only what an export writes is taken along: checkpoints, or a user's notes, may lie in it too.
+    Only files that an export writes are copied: ``source`` may also hold checkpoints or a user's notes.
     """
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)

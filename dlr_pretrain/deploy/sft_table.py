@@ -1,4 +1,4 @@
-"""What fine-tuning has come to: zero-shot accuracy of every tuned folder, and the table of models over their seeds."""
+"""Results of fine-tuning: zero-shot accuracy of every tuned folder, and a table of models over their seeds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.markdown import table
 
-Measures = dict[str, dict[str, float]]  # by task, as of zero_shot.measures
+Measures = dict[str, dict[str, float]]  # by task, from zero_shot.measures
 
 
 def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setting: dict, first: bool = True) -> dict:
-    """The record with the zero-shot accuracy of ``folder``, by ``evaluate(model, tokenizer)``; kept in its sft.json.
+    """Add the zero-shot accuracy of ``folder``, by ``evaluate(model, tokenizer)``, to ``record`` and to its sft.json.
 
-    ``setting`` says how it is measured; what was measured in that way before is not measured again. Every rank calls
-    this, the ``first`` writes.
+    ``setting`` says how to measure; if ``record`` has a result with the same setting, nothing is measured. Every rank
+    calls this function, and only the ``first`` writes. Returns ``record``.
     """
     if record.get("zero_shot", {}).get("setting") != setting:
         record["zero_shot"] = {"setting": setting, "tasks": evaluate(*open_folder(folder))}
@@ -30,9 +30,9 @@ def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setti
 
 
 def write_table(output: Path, records: list[dict]) -> str:
-    """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies in percent.
+    """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies are in percent.
 
-    Behind the models of ``records`` stand the others that were tuned there, by earlier commands.
+    After the models of ``records`` the table lists the others that earlier commands tuned there.
     """
     here = {(record["name"], record["seed"]) for record in records}
     records = records + [other for other in tuned_in(output) if (other["name"], other["seed"]) not in here]

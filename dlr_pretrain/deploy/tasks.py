@@ -18,7 +18,7 @@ TASKS = {
 
 
 def names(text: str) -> list[str]:
-    """Tasks from a list with commas, or "all", in the order of TASKS."""
+    """Tasks from a comma-separated list, or "all", in the order of TASKS."""
     given = {name.strip() for name in text.split(",")}
     if given == {"all"}:
         return list(TASKS)

@@ -1,10 +1,10 @@
 """The exported tokenizer: a sentencepiece model as the files that ``AutoTokenizer`` reads.
 
-``tokenizer.json`` is written from the model file itself, by hand: it is plain JSON, so that a run can end with a
-complete folder where neither transformers, tokenizers nor protobuf is installed. The normaliser and the splits below
-give raw sentencepiece's ids, with one known difference: sentencepiece adds scores in fp32 along the whole text, the
-``tokenizers`` library in fp64, so splits whose scores are equal (runs of "_" or "000") can fall the other way. A second
-one is seen in random Unicode only: a combining mark after a character that NFKC rewrites is dropped.
+``tokenizer.json`` is plain JSON, which this module writes from the model file itself, so that a run can end with a
+complete folder even if none of transformers, tokenizers and protobuf is installed. The normaliser and the splits below
+give raw sentencepiece's ids, with two known differences. Sentencepiece adds scores in fp32 along the whole text, the
+``tokenizers`` library in fp64, so that it can choose another of several splits with equal scores (runs of "_" or
+"000"). In random Unicode only, a combining mark after a character that NFKC rewrites is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNIGRAM = 1
 
 @dataclass(frozen=True)
 class Spiece:
-    """What a sentencepiece model file says: (piece, score, kind) by id, and how text is normalised before it."""
+    """The content of a sentencepiece model file: (piece, score, kind) by id, and how text is normalised first."""
 
     pieces: list[tuple[str, float, int]]
     charsmap: bytes
@@ -41,11 +41,11 @@ class Spiece:
 
 
 def read_spiece(path: Path) -> Spiece:
-    """Read a sentencepiece model, and refuse one whose ids the exported files could not reproduce.
+    """Read a sentencepiece model; raises UserError if the exported files could not reproduce its ids.
 
-    It takes a fraction of a second: call it before a long run as well.
+    This takes a fraction of a second: call it before a long run as well.
     """
-    Tokenizer(path)  # refuses what is no sentencepiece model, or not in T5's layout
+    Tokenizer(path)  # raises UserError unless it is a sentencepiece model in T5's layout
     pieces, specs = [], {2: {}, 3: {}}
     for number, value in _fields(Path(path).read_bytes()):
         if number == 1:
@@ -69,8 +69,9 @@ def read_spiece(path: Path) -> Spiece:
 def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
     """Write ``model`` into ``folder`` with the files that make ``AutoTokenizer.from_pretrained(folder)`` work.
 
-    No end of sequence is appended. "</s>" in a text is the end of sequence, as tools expect that write it there (TRL,
-    chat templates); with ``split_special_tokens=True`` it is four ordinary characters, as in training.
+    The tokenizer appends no end of sequence. "</s>" in a text is read as the end of sequence, as tools expect that
+    write it there (TRL, chat templates); with ``split_special_tokens=True`` it is four ordinary characters, as in
+    training.
     """
     spiece = read_spiece(model)
     shutil.copyfile(model, folder / "spiece.model")
@@ -137,11 +138,11 @@ def _normalisers(spiece: Spiece) -> list[dict]:
 
 
 def _split_literal_specials(spiece: Spiece) -> dict:
-    """Cut "</s>" in a text in two.
+    """A pre-tokenizer that cuts "</s>" in a text in two.
 
-    Sentencepiece never matches a control piece in a text; the ``tokenizers`` model would, since the piece is in its
-    vocabulary. The cut falls where no ordinary piece spans it and where it does not part two unknown characters, which
-    would become one <unk>, if there is such a place.
+    Sentencepiece never matches a control piece in a text; the ``tokenizers`` model would, because the piece is in its
+    vocabulary. If possible, the cut is at a place that no ordinary piece spans and that does not separate two unknown
+    characters, which would otherwise become one <unk>.
     """
     ordinary = {piece for piece, _, kind in spiece.pieces if kind == NORMAL}
     patterns = []
@@ -185,7 +186,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """The whole number that starts at ``at``, seven bits a byte, and where it ends."""
+    """The integer that starts at ``at``, with seven bits per byte, and the offset of its end."""
     value = shift = 0
     while True:
         byte = message[at]

@@ -1,7 +1,7 @@
-"""Does ``transformers`` compute what was trained? The exported folder against the trained model, at write time.
+"""Checks, when a folder is exported, that ``transformers`` computes with it what was trained.
 
-The folder is loaded in a process of its own, on the CPU, from its own modeling file: as a user will load it, and
-without importing transformers into the training process or leaving a copy in its cache of remote code.
+A separate process loads the folder on the CPU, from the folder's own modeling file, as a user will load it. The
+training process does not import transformers, and no copy remains in transformers' cache of remote code.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def agreement(
     ids: torch.Tensor,
     device: torch.device,
 ) -> str:
-    """Hold ``folder`` against what was trained, on token ``ids`` [B, T] in fp32; says how that went.
+    """Compare ``folder`` with what was trained, on token ``ids`` [B, T] in fp32; returns the result in words.
 
-    ``folded`` are the tensors of ``cfg``, ``own`` and ``weights`` what the folder has of them (``deployed``). Our own
-    model computes on ``device``. Raises UserError as ``verify`` does.
+    ``folded`` are the tensors of ``cfg``; ``own`` and ``weights`` are the configuration and tensors of the folder (see
+    ``deployed``). Our own model computes on ``device``. Raises what ``verify`` raises.
     """
     if not loadable(own):
         return f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
@@ -63,7 +63,7 @@ def agreement(
 def plain_logits(
     cfg: Config, rows: int, tensors: dict[str, torch.Tensor], device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The fp32 logits [B, T, vocabulary] of our own model that holds ``tensors`` and no residual."""
+    """A function from ids to the fp32 logits [B, T, vocabulary] of our own model with ``tensors`` and no residual."""
     with torch.device("meta"):
         model = Llama(cfg, rows)
     model.to_empty(device=device)
@@ -86,17 +86,17 @@ def verify(
     """Load ``folder`` through transformers and compare its logits with ``reference(ids)``.
 
     ``ids`` [B, T] are token ids on the CPU, ``reference`` gives the trained model's logits [B, T, vocabulary] for them.
-    ``dtype`` is what both compute in; None: that of the stored weights. With bf16 weights the sharper test is fp32 and
-    a reference whose weights were cast to fp32: only the order of the sums is left to differ. ``bound`` is that of the
-    dtype unless given.
+    Both compute in ``dtype`` (None: that of the stored weights). With bf16 weights the sharper test is fp32 and a
+    reference whose weights were cast to fp32, because then only the order of sums differs. ``bound`` is by default that
+    of the dtype in ``BOUNDS``.
 
-    Returns the largest difference in units of the logits' standard deviation, or None where transformers 4.57 or newer
-    cannot be imported or its process was killed: then nothing is known. Raises UserError beyond the bound, or where the
-    folder does not load strictly or its tokenizer is not sentencepiece's, and Stopped where a request to stop, which a
-    scheduler sends to every process of a job, has ended the reader.
+    Returns the largest difference in units of the logits' standard deviation, or None if nothing is known, because
+    transformers 4.57 or newer cannot be imported or the reader was killed. Raises UserError if the difference is beyond
+    the bound, the folder does not load strictly, or its tokenizer does not give sentencepiece's ids. Raises Stopped if
+    a request to stop, which a scheduler sends to every process of a job, has ended the reader.
     """
     ours = reference(ids).detach().float().cpu()
-    del reference  # a model in fp32, of which the reader is about to make another
+    del reference  # frees an fp32 model before the reader makes another
     with tempfile.TemporaryDirectory() as scratch:
         answer = _read_elsewhere(folder.resolve(), ids, dtype, Path(scratch))
     if answer is None:
@@ -114,7 +114,7 @@ def verify(
 
 
 def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, scratch: Path) -> dict | None:
-    """The reader's answer on ``folder``: logits (fp32), dtype, ids of PROBE; None if it cannot look."""
+    """The reader's answer on ``folder``: logits (fp32), dtype, ids of PROBE; None if it cannot answer."""
     question, answer = scratch / "question.pt", scratch / "answer.pt"
     torch.save({"ids": ids, "probe": PROBE, "dtype": dtype or "auto"}, question)
     environment = os.environ | {
@@ -131,9 +131,9 @@ def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, 
         capture_output=True,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interrupt from the keyboard asks the run to stop, not its reader
+        start_new_session=True,  # Ctrl-C then stops the run, not its reader
     )
-    if done.returncode in (CANNOT_IMPORT, -signal.SIGKILL):  # the kernel's answer to a lack of memory
+    if done.returncode in (CANNOT_IMPORT, -signal.SIGKILL):  # the kernel kills a process for lack of memory
         return None
     if -done.returncode in stop_signals():
         raise Stopped(f"stopped before {folder} was verified (asked to stop). The same command continues")

@@ -1,7 +1,7 @@
 """Zero-shot accuracy by lm-evaluation-harness: its prompts and its metrics, on log-likelihoods of ``likelihood``.
 
-The harness's own model class reads prompts through the folder's tokenizer with its special tokens. T5's, as published,
-ends every text with </s>; the DLR paper's BoolQ 37.83 and MMLU 22.95, the same for each model, are what that gives.
+The harness's own model class encodes prompts with the folder's tokenizer, special tokens included. T5's tokenizer, as
+published, ends every text with </s>. That gives BoolQ 37.83 and MMLU 22.95 for each model, as in the DLR paper.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tasks = dict[str, dict[str, object]]  # name -> the harness's tasks that it cons
 def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
     """The harness's tasks, with their documents: from the hub, or from ``data``.
 
-    ``data`` holds JSON lines under the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl.
+    ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
@@ -56,7 +56,7 @@ def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, 
         return manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
     except UserError:
         raise
-    except Exception as error:  # of whatever kind a text has that is not as the harness reads it, or the hub fails with
+    except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
         if data:
             rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
             raise UserError(f"{data}: its files of {name} have {rule}") from error
@@ -65,7 +65,7 @@ def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, 
 
 
 def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
-    """What the harness calls for the splits of ``folder``."""
+    """The function that the harness calls for the splits of ``folder``."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise UserError(f"{folder}: has no <split>.jsonl. Name the folder that has it with {WITH_DATA}")
@@ -81,7 +81,7 @@ def _reader(folder: Path) -> Callable[..., dict[str, datasets.Dataset]]:
 
 
 class Progress:
-    """A line now and then on standard error, from the first rank: how far the scores of ``what`` are."""
+    """Prints the progress of ``what`` on standard error, on the first rank, every ``LINE_SECONDS`` at most."""
 
     def __init__(self, what: object):
         self.what, self.shown = what, time.monotonic()
@@ -94,7 +94,7 @@ class Progress:
 
 
 class Scorer(LM):
-    """A model as the harness asks it; ``cut`` collects the pairs of texts whose beginning did not fit."""
+    """A model with the interface of the harness; ``cut`` has the pairs of texts whose beginning did not fit."""
 
     def __init__(self, score: Callable[[list], list[float]], encode: Callable[[list], list], positions: int):
         super().__init__()
@@ -129,7 +129,7 @@ def evaluate(
     batch_size: int = 64,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, dict[str, float]]:
-    """``measures`` of each task, on its first ``limit`` documents (of each of MMLU's 57 subjects)."""
+    """``measures`` of each task, on its first ``limit`` documents (for MMLU, those of each of its 57 subjects)."""
     scorer = Scorer(
         lambda pairs: log_likelihoods(model, pairs, positions, batch_size, progress),
         lambda texts: encode_pairs(tokenizer, texts, as_in_paper),
@@ -141,13 +141,14 @@ def evaluate(
 
 
 def measures(parts: list[list[dict]], cut: set[tuple[str, str]] = frozenset()) -> dict[str, float]:
-    """What the harness's samples of a task's parts come to; accuracies as shares of one.
+    """The measures of a task from the harness's samples of its parts; accuracies are between 0 and 1.
 
-    ``acc`` over all documents and, where the task has it, ``acc_norm`` (scores divided by the choices' characters);
-    ``stderr`` of acc over documents, pooled over parts as in the harness (None where each has a single one); ``n``
-    documents; ``distinct_choices``, how many of the choices were ever picked: 1 where the answer is always the same;
-    ``tied``, documents whose best score several choices share, of which the first counts; ``cut``, documents of which
-    a beginning did not fit.
+    acc, acc_norm       over all documents; acc_norm, with scores divided by the choices' characters, if the task has it
+    stderr              of acc over documents, pooled over parts as in the harness; None if each part has one document
+    n                   number of documents
+    distinct_choices    number of choices that were ever picked; 1 if the answer is always the same
+    tied                number of documents in which several choices share the best score; the first of them counts
+    cut                 number of documents of which a beginning did not fit
     """
     documents = list(chain.from_iterable(parts))
     scores = [[score for score, _ in document["filtered_resps"]] for document in documents]
@@ -167,10 +168,10 @@ def measures(parts: list[list[dict]], cut: set[tuple[str, str]] = frozenset()) -
 
 
 def combine(checkpoints: Sequence[dict[str, dict[str, float]]]) -> tuple[dict[str, dict[str, float]], dict]:
-    """(measures by task, those of the average over tasks) of several checkpoints, such as the seeds of a method.
+    """(measures by task, measures of the average over tasks) of ``checkpoints``, such as the seeds of a method.
 
-    One checkpoint's measures are its own. Of several: mean of ``acc``, its standard deviation ``std`` over the
-    checkpoints (n - 1 in the denominator), the mean of ``stderr``, and the fewest ``distinct_choices`` of any.
+    One checkpoint keeps its own measures. Several have the mean of ``acc``, its standard deviation ``std`` over the
+    checkpoints (n - 1 in the denominator), the mean of ``stderr``, and the smallest ``distinct_choices``.
     """
     averages = [statistics.fmean(task["acc"] for task in each.values()) for each in checkpoints]
     if len(checkpoints) == 1:

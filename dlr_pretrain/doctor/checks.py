@@ -1,8 +1,8 @@
-"""How checks are run: each in a process of its own, within its time, on every rank; none stops another.
+"""Runs checks: each in a process of its own, within a time limit. A check that fails does not stop the others.
 
-A check is a function that returns an ``Outcome`` or raises. It runs in a fork of this process, so that what crashes,
-hangs, runs out of memory or holds a GPU is gone when the next one starts. Ranks tell each other their outcomes, and
-the port at which their checks meet, through a store, which no check uses.
+A check is a function that returns an ``Outcome`` or raises. It runs in a fork of this process, so that a check that
+crashes, hangs, runs out of memory or holds a GPU leaves nothing behind for the next one. Ranks tell each other their
+outcomes, and the address at which their checks meet, through a store that the checks themselves do not use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Check:
-    """``act`` within ``limit`` seconds; ``everywhere`` on all ranks, ``together`` so that they meet in it."""
+    """Runs ``act`` for at most ``limit`` seconds: on all ranks if ``everywhere``, able to meet if ``together``."""
 
     name: str
     limit: float
@@ -54,7 +54,7 @@ class Check:
 
 
 class Ranks:
-    """This rank among all, and the store through which they talk; a process that is alone needs none."""
+    """This rank, the number of ranks, and the store through which they talk; None for a process that is alone."""
 
     def __init__(self):
         self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -69,7 +69,7 @@ class Ranks:
             self.store.set(f"doctor/{key}", json.dumps(value))
 
     def ask(self, key: str, seconds: float) -> object | None:
-        """What a rank has told under ``key``; None where it does not within ``seconds``."""
+        """What a rank tells under ``key``; None if it does not do so within ``seconds``."""
         try:
             self.store.wait([f"doctor/{key}"], timedelta(seconds=max(seconds, 0.01)))
             return json.loads(self.store.get(f"doctor/{key}"))
@@ -77,7 +77,10 @@ class Ranks:
             return None
 
     def meet(self, check: Check) -> dict[str, str]:
-        """Wait for all ranks; the variables by which the check's processes find each other."""
+        """Wait for all ranks, and return the environment variables with which the check's processes find each other.
+
+        Raises UserError if a rank does not come.
+        """
         if self.count == 1:
             return {}
         if self.rank == 0:
@@ -96,7 +99,7 @@ class Ranks:
 
 
 def run(checks: Iterable[Check], ranks: Ranks, say: Callable[[str], object] = print) -> bool:
-    """Run all checks and say on rank 0 what they found; whether none failed."""
+    """Run all checks and say on rank 0 what they found. Returns whether none failed; on other ranks always True."""
     sound = True
     for check in checks:
         if not (check.everywhere or ranks.rank == 0):
@@ -121,7 +124,7 @@ def line(name: str, outcome: Outcome, seconds: float | None = None) -> str:
 
 
 def _worst(check: Check, ranks: Ranks, own: Outcome) -> Outcome:
-    """Rank 0's own outcome, or that of the rank that found the worst."""
+    """The worst outcome of all ranks; rank 0's own if no other is worse."""
     found, end = own, time.monotonic() + check.limit + LATE
     for rank in range(1, ranks.count):
         told = ranks.ask(f"{check.name}/found/{rank}", end - time.monotonic())
@@ -136,7 +139,7 @@ def _worst(check: Check, ranks: Ranks, own: Outcome) -> Outcome:
 
 
 def alone(check: Check, environment: dict[str, str]) -> Outcome:
-    """The outcome of ``check`` in a process of its own, which does not outlive its time."""
+    """Run ``check`` in a process of its own, which is killed at the time limit, and return its outcome."""
     receiver, sender = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile("w+") as said:
         process = multiprocessing.get_context("fork").Process(
@@ -147,7 +150,7 @@ def alone(check: Check, environment: dict[str, str]) -> Outcome:
         try:
             there = receiver.poll(check.limit)
             outcome = receiver.recv() if there else None
-        except EOFError:  # it ended without an answer
+        except EOFError:  # the process ended without an answer
             there, outcome = True, None
         finally:
             _end(process)
@@ -164,8 +167,8 @@ def alone(check: Check, environment: dict[str, str]) -> Outcome:
 
 
 def _within(check: Check, environment: dict[str, str], sender, said) -> None:
-    """In the process of a check."""
-    os.setsid()  # what it starts ends with it
+    """Run ``check`` in its own process, and send the outcome."""
+    os.setsid()  # so that the processes that the check starts are killed with it
     os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
     sys.stdout = sys.stderr = said
     os.environ |= environment
@@ -180,7 +183,7 @@ def _within(check: Check, environment: dict[str, str], sender, said) -> None:
     sender.send(outcome)
     sender.close()
     said.flush()
-    os._exit(0)  # neither the parent's exit handlers nor a collective that is left
+    os._exit(0)  # skips the parent's exit handlers and collectives that would wait for other ranks
 
 
 def _end(process: multiprocessing.Process) -> None:

@@ -21,7 +21,7 @@ from dlr_pretrain.flags import refuse
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0, 1 where a check failed, or that of a UserError."""
+    """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",
         usage="%(prog)s [options] [key=value ...]",
@@ -62,8 +62,8 @@ def _examine(cfg: Config, configured: Outcome, ranks: Ranks, patience: float) ->
 
 
 def checks(cfg: Config, ranks: Ranks, scratch: Path | None) -> list[Check]:
-    """In the order in which they are run: what is quick first."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # of its machine
+    """The checks in the order in which they run: quick ones first."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # rank of its machine
 
     def of_a_machine(act) -> Outcome:
         return act() if first else Outcome(OK, "as its machine's first rank says")
@@ -83,9 +83,9 @@ def checks(cfg: Config, ranks: Ranks, scratch: Path | None) -> list[Check]:
 
 
 def configuration(words: list[str]) -> tuple[Config, Outcome]:
-    """The configuration, and what is wrong with it on this machine; raises ConfigError where it makes no sense at all.
+    """The configuration, and the outcome of its own check; raises ConfigError if it is invalid on every machine.
 
-    What only this machine lacks, such as a file, fails one check, and the others are run.
+    If only this machine lacks something, such as a file, this outcome is a failure and the other checks still run.
     """
     ranks = world_size()
     try:
@@ -98,7 +98,7 @@ def configuration(words: list[str]) -> tuple[Config, Outcome]:
 
 
 def directory(cfg: Config) -> Outcome:
-    """What the run directory holds; a failure where train.py would not go on in it."""
+    """What the run directory holds; a failure if train.py would refuse to continue in it."""
     there = Path(cfg.run.dir)
     try:
         record = read_record(there)
@@ -116,9 +116,9 @@ def directory(cfg: Config) -> Outcome:
 
 
 class Scratch:
-    """A folder on the run's disk, beside the run directory, until the checks are over; the same on all ranks.
+    """A temporary folder on the run's disk, outside the run directory, for the checks; the same on all ranks.
 
-    ``path`` is None where nothing can be written.
+    ``path`` is None if the folder cannot be made.
     """
 
     def __init__(self, cfg: Config, ranks: Ranks):

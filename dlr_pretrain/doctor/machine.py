@@ -1,4 +1,4 @@
-"""What the machine has: software, GPUs, caches, W&B, SLURM. Nothing here needs a model or data."""
+"""Checks of the machine: software, GPUs, caches, W&B, SLURM. None of them needs a model or data."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from dlr_pretrain.train.wandb_sender import choose_mode
 
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "afs")
 WANDB = "https://api.wandb.ai"
-ANSWER = 5.0  # seconds that another program or host may take
+ANSWER = 5.0  # seconds that another program or host may take to answer
 CACHE_BYTES = 2e9  # that compiled kernels may take
 
 
 def software() -> Outcome:
-    """Installed versions against those that the package declares."""
+    """Compare installed versions with those that the package declares."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
     try:
         declared = [Requirement(text) for text in metadata.requires("dlr-pretrain") or ()]
@@ -57,7 +57,7 @@ def software() -> Outcome:
 
 
 def gpus(cfg: Config) -> Outcome:
-    """The GPUs that torch sees, their driver and memory, against ``device``."""
+    """Check the GPUs that torch sees, their memory and the CPU cores against ``device`` and this node's ranks."""
     if not torch.cuda.is_available():
         cpu = f"{cores()} cores, {torch.get_num_threads()} threads"
         if cfg.device == "cuda":
@@ -90,7 +90,7 @@ def gpus(cfg: Config) -> Outcome:
 
 
 def caches(cfg: Config) -> Outcome:
-    """What torch.compile needs: a compiler, and a writable place for its work, with room, on a disk of this machine."""
+    """Check what torch.compile needs: a compiler, and a writable cache folder with room on a disk of this machine."""
     if not cfg.compile:
         return Outcome(OK, "not used: compile=false")
     on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
@@ -101,6 +101,7 @@ def caches(cfg: Config) -> Outcome:
     if torch.cuda.is_available() and "TRITON_CACHE_DIR" in os.environ:
         folders.add(Path(os.environ["TRITON_CACHE_DIR"]))
     fix = "Set TORCHINDUCTOR_CACHE_DIR (and TRITON_CACHE_DIR) to a folder on a local disk"
+    found = []
     for folder in sorted(folders):
         there = existing(folder)
         try:
@@ -114,7 +115,8 @@ def caches(cfg: Config) -> Outcome:
             return Outcome(WARN, f"{folder} is on {kind}: compilation is slow there, and ranks collide", fix)
         if free < CACHE_BYTES:
             return Outcome(WARN, f"{folder}: {free / 1e9:.1f} GB free", fix)
-    return Outcome(OK, f"{', '.join(map(str, sorted(folders)))} ({kind}, {free / 1e9:.0f} GB free)")
+        found.append(f"{folder} ({kind}, {free / 1e9:.0f} GB free)")
+    return Outcome(OK, ", ".join(found))
 
 
 def existing(path: Path) -> Path:
@@ -142,7 +144,7 @@ def file_system(path: Path) -> str:
 
 
 def wandb(cfg: Config) -> Outcome:
-    """Mode, key and server. No key is shown, and nothing is sent."""
+    """Check the mode, the key and the server. No key is shown, and nothing is sent."""
     if cfg.logger.name != "wandb":
         return Outcome(OK, f"not used: logger={cfg.logger.name}")
     if (mode := choose_mode()) != "online":
@@ -168,10 +170,13 @@ def _in_netrc(host: str) -> bool:
 
 
 def slurm() -> Outcome:
-    """The scheduler's commands and whether it answers; a machine without one is sound."""
+    """Check the scheduler's commands and whether it answers; a machine without one passes."""
     if shutil.which("sbatch") is None:
         return Outcome(OK, "no sbatch here: slurm/ cannot be used, train.py and torchrun can")
-    asked = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=ANSWER)
+    try:
+        asked = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=ANSWER)
+    except subprocess.TimeoutExpired:
+        return Outcome(WARN, f"sbatch is here and gives no answer for {ANSWER:g} s", "Submit from another node")
     version = (asked.stdout or asked.stderr).strip().splitlines()[0] if asked.stdout or asked.stderr else "sbatch"
     if asked.returncode:
         return Outcome(WARN, f"sbatch is here and fails: {version}", "slurm/ cannot be used before that is fixed")

@@ -1,9 +1,9 @@
-"""The reference run: a recipe of minutes, and the band of losses in which runs that were really made have ended.
+"""The reference run: a recipe of minutes, and the band in which the final losses of recorded runs lie.
 
-``reference.json`` beside this file holds those runs: command, seed, machine, text and final loss of each; the band
-follows from them. ``python -m dlr_pretrain.doctor.reference <run directories>`` writes it. The text of ``data=sample``
-is that of the installed packages, so that another environment trains on another text: its band is then that of all
-texts that were tried, and wider.
+``reference.json`` beside this file holds those runs: command, seed, machine, text and final loss of each. The band
+follows from them. ``python -m dlr_pretrain.doctor.reference <run directories>`` prints it. The text of ``data=sample``
+comes from the installed packages, so another environment trains on another text. Its band is then that of the runs on
+all recorded texts, which is wider.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dlr_pretrain.errors import UserError
 
 RECORD = Path(__file__).with_name("reference.json")
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
-FREE = ("device", "compile", "data.root", "train.micro_batch", "parallel")  # what may differ without another result
+FREE = ("device", "compile", "data.root", "train.micro_batch", "parallel")  # keys that leave the result as it is
 WIDTH = 3.0  # standard deviations on either side of the mean
 
 
 def band(runs: list[dict], text: str) -> tuple[float, float, str]:
-    """Lowest and highest loss that a sound run on ``text`` (a fingerprint) ends with, and what that rests on."""
+    """The lowest and highest final loss of a sound run on ``text`` (a fingerprint), and which runs they follow from."""
     of_text = [run["loss"] for run in runs if run["text"] == text]
     if len(of_text) >= 3:
         losses, basis = of_text, f"{len(of_text)} runs on this very text"
@@ -53,7 +53,7 @@ def judge(loss: float, runs: list[dict], text: str) -> Outcome:
 
 
 def train(words: list[str]) -> bool:
-    """Train the recipe in a temporary folder, show its lines, and say how it ended."""
+    """Train the recipe in a temporary folder, show its output, and print the verdict. Returns False if it failed."""
     record = json.loads(RECORD.read_text())
     clash = [word for word in words if word.split("=")[0].lstrip("+") not in FREE]
     if clash:
@@ -75,7 +75,7 @@ def train(words: list[str]) -> bool:
 
 
 def collect(run_dirs: list[Path]) -> list[dict]:
-    """What is kept of runs of the recipe that have finished."""
+    """The entries of ``reference.json`` for finished runs of the recipe."""
     found = []
     for run_dir in run_dirs:
         manifest, last = read_record(run_dir), read_metrics(run_dir / "metrics.jsonl")[-1]

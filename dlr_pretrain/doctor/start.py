@@ -1,4 +1,4 @@
-"""What a run does first, done once beforehand and away from its directory: disk, data, a step, a checkpoint."""
+"""Checks that do once what a run does first, outside its directory: disk, data, collectives, a step, a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trial import noise, trial
 
-WRITTEN = 64 << 20  # bytes of the disk's test, at most
+WRITTEN = 64 << 20  # bytes that the disk test writes, at most
 BLOCK = os.urandom(1 << 20)
-SLOW_DISK = 100e6  # bytes/s below which saving is felt
-REDUCED = 64 << 20  # bytes of the all-reduce test, on a GPU four times that
-SAVED = 1e9  # bytes of the checkpoint that is written for a test, at most
-HEAD_STD = 0.02  # of a new head, whose logits of normed states are normal with that times the root of the width
+SLOW_DISK = 100e6  # bytes/s below which the disk check warns
+REDUCED = 64 << 20  # bytes of the all-reduce test; four times as many on a GPU
+SAVED = 1e9  # bytes of the largest checkpoint that the test writes whole
+HEAD_STD = 0.02  # of a new head's weights; on normed states its logits are normal with this times sqrt(width)
 
 
 def amount(size: float) -> str:
-    """12 MB, 1.2 GB."""
+    """A number of bytes as text: 12 MB, 1.2 GB."""
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
@@ -53,7 +53,7 @@ def room_of(cfg: Config) -> Path:
 
 
 def vocabulary(cfg: Config) -> int:
-    """Rows of the embedding; the plan's assumption where the tokenizer cannot be read, which its own check tells."""
+    """Rows of the embedding; the plan's assumption if the tokenizer cannot be read, which the data check reports."""
     if cfg.scale.vocab_size is not None:
         return cfg.scale.vocab_size
     try:
@@ -63,7 +63,7 @@ def vocabulary(cfg: Config) -> int:
 
 
 def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
-    """Write, fsync, rename; free space against what the run will keep."""
+    """Check writing, fsync and renaming on the run's disk, and its free space against what the run will keep."""
     above, sizes = room_of(cfg), disk(cfg, vocabulary(cfg))
     run_dir = Path(cfg.run.dir)
     kept = run_dir / "checkpoints"
@@ -100,7 +100,7 @@ def disk_of_the_run(cfg: Config, scratch: Path | None) -> Outcome:
 
 
 def data(cfg: Config, rank: int, ranks: int) -> Outcome:
-    """Source, tokenizer, this rank's first batch and what it says."""
+    """Check the source, the tokenizer and this rank's first batch, and show some of its text."""
     began = time.perf_counter()
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
@@ -128,7 +128,7 @@ def data(cfg: Config, rank: int, ranks: int) -> Outcome:
 
 
 def collectives(cfg: Config) -> Outcome:
-    """The bandwidth of an all-reduce over all ranks."""
+    """Check an all-reduce over all ranks and measure its bandwidth."""
     with Runtime(cfg) as runtime:
         world = runtime.world_size
         if world == 1:
@@ -158,7 +158,7 @@ def collectives(cfg: Config) -> Outcome:
 
 
 def step(cfg: Config) -> Outcome:
-    """Two updates of the configuration as it stands, of at most two micro-batches; peak memory against the plan's."""
+    """Make two updates of at most two micro-batches, and check the first loss and the peak memory against the plan."""
     vocab_size, before = vocabulary(cfg), resident_memory()
     with Runtime(cfg) as runtime:
         runtime.use_device()
@@ -181,7 +181,7 @@ def step(cfg: Config) -> Outcome:
         on_gpu = runtime.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory() - before
         whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available_memory()
-    uniform = math.log(vocab_size) + HEAD_STD**2 * cfg.scale.hidden_size / 2  # of normal logits
+    uniform = math.log(vocab_size) + HEAD_STD**2 * cfg.scale.hidden_size / 2  # the mean for normal logits
     whole_update = f", a whole update about {second / few * (share // rows):.3g} s" if share // rows > few else ""
     text = (
         f"{'train.micro_batch=auto: ' if auto else ''}{few} x {rows} x {cfg.train.seq_len} positions in {second:.2f} s "
@@ -204,7 +204,7 @@ def _timed(updates: Descent, batch: Batch, index: int) -> tuple[float, float]:
 
 
 def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
-    """A checkpoint of this model on the run's disk, read again bit for bit; of fewer blocks where it would be large."""
+    """Check that a checkpoint on the run's disk is read back bit for bit; of one block if it would be large."""
     if scratch is None:
         raise UserError(f"{room_of(cfg)}: nothing can be written there. Set run.root to another disk")
     vocab_size, depth = vocabulary(cfg), cfg.scale.num_layers
@@ -233,7 +233,7 @@ def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
         }
         differ = [n for n, t in tensors.items() if n not in stored or not _equal(t, stored[n])]
         found.close()
-        runtime.gather(None)  # all have read
+        runtime.gather(None)  # wait until all ranks have read
         written = sum(f.stat().st_size for f in folder.iterdir())
     part = f" (a model of 1 block: the whole one takes {amount(size)})" if layers < depth else ""
     text = f"{amount(written)} written in {wrote:.1f} s and read again{part}"

@@ -1,4 +1,4 @@
-"""The command behind ``slurm/submit.py``: expand, check, show, submit, and tell how the runs stand."""
+"""The command behind ``slurm/submit.py``: expand, check, show and submit a table of runs, or show their states."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those of sbatch."""
+    """The options of submit.py, and those for sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="submit.py",
@@ -133,7 +133,7 @@ def _queue(must_answer: bool) -> dict[str, Queued]:
 def plan_table(
     runs: Sequence[PlannedRun], stands: Sequence[Status], asked: Resources, measured: Throughputs | None, width: int
 ) -> str:
-    """What the runs will take."""
+    """The table of what the runs will take."""
     header = ["#", "run directory", ">steps", ">tokens", ">GPUs" if asked.gpus else ">ranks", "state", ">time"]
     rows, machines = [], set()
     for run, status in zip(runs, stands, strict=True):
@@ -148,7 +148,7 @@ def plan_table(
 
 
 def _apart(runs: Sequence[PlannedRun]) -> list[str]:
-    """Each run's overrides that not every run shares, except those that its directory's name shows."""
+    """Each run's overrides that not all runs share, except those that the name of its directory shows."""
     shared = set.intersection(*(set(run.line.words) for run in runs))
     named = (*GROUPS, "seed")
     own = ([w for w in run.line.words if w not in shared and key_of(w) not in named] for run in runs)
@@ -156,7 +156,7 @@ def _apart(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def status_table(runs: Sequence[PlannedRun], stands: Sequence[Status], width: int) -> str:
-    """How the runs stand, with a line for the reason where there is one."""
+    """The table of the runs' states. A line under a run has its own overrides and the reason for its state, if any."""
     header = ["#", "run", "state", ">step", ">loss", ">ppl", ">ETA"]
     one_root = len({run.dir.parent for run in runs}) == 1
     rows = [
@@ -176,7 +176,10 @@ def status_table(runs: Sequence[PlannedRun], stands: Sequence[Status], width: in
 
 
 def summary(stands: Sequence[Status], fix: str) -> str:
-    """6 runs: 2 finished, 1 failed."""
+    """The number of runs in each state, such as "3 runs: 2 finished, 1 failed (--resubmit takes it)".
+
+    ``fix`` is the option in brackets; "" leaves them out.
+    """
     counts = Counter(status.state for status in stands)
     parts = [f"{counts[state]} {state}" for state in STATES if counts[state]]
     again = sum(counts[state] for state in AGAIN)

@@ -20,7 +20,7 @@ from dlr_pretrain.launch.runs import Line, PlannedRun
 LISTS = ("pair", "lr", "seeds", "confirm")
 RESERVED = {"train.lr": "lr=", "scale.lr": "lr=", "lr": "lr=", "seed": "seeds=", "seeds": "seeds=",
             "run.dir": "run.root="}  # fmt: skip
-# What a loss is of: between methods that differ in one of these, losses say nothing.
+# The keys that determine what a loss is measured on. Losses of methods that differ in one of them do not compare.
 MEASURE = re.compile(
     r"eval\.(?!every).*|tokenizer\..*|train\.seq_len|scale\.vocab_size"
     r"|data\.(source|dataset|revision|root|validation_files|text_key|mask_documents)"
@@ -29,7 +29,7 @@ MEASURE = re.compile(
 
 @dataclass(frozen=True)
 class Grid:
-    """A design with the words of each method, and those of all."""
+    """A design with the words (overrides) of each method, and the words that all methods share."""
 
     design: Design
     words: dict[str, tuple[str, ...]]
@@ -37,13 +37,13 @@ class Grid:
 
     @property
     def name(self) -> str:
-        """The name of its results; the same for other rates and seeds, so that a grid can be widened."""
+        """The name of the results. It does not depend on rates and seeds, so that a grid can be widened."""
         text = "\n".join([*(f"{method}: {words}" for method, words in self.words.items()), *sorted(self.shared)])
         shown = re.sub(r"[^\w+-]+", "_", "-".join(self.design.methods))[:60]
         return f"{shown}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def line(self, method: str, lr: float, seed: int) -> Line:
-        """The words of one run; those of the method take the place of shared ones."""
+        """The words of one run. A word of the method replaces a shared word with the same key."""
         own = self.words[method]
         shared = (word for word in self.shared if key_of(word) not in _keys(own))
         return Line(f"{method} lr={lr:g} seed={seed}", (*shared, *own, f"train.lr={lr!r}", f"seed={seed}"))
@@ -55,7 +55,7 @@ class Grid:
 
 
 def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
-    """The grid that a command line asks for; raises one ConfigError with every problem of its lists."""
+    """The grid that a command line asks for. Raises one ConfigError with all problems of the grid."""
     lists: dict[str, str] = {}
     shared, problems = [], []
     for word in spread(words):
@@ -91,7 +91,7 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
 
 
 def require_comparable(methods: dict[str, Config]) -> None:
-    """Refuse methods whose losses are not of the same text in the same pieces."""
+    """Raises ConfigError if the methods' losses are not measured on the same text with the same tokenizer."""
     first, *others = methods
     measure = {name: value for name, value in flatten(to_dict(methods[first])).items() if MEASURE.fullmatch(name)}
     problems = []
@@ -116,7 +116,7 @@ def budgets(runs: dict[str, PlannedRun]) -> dict[str, dict[str, int]]:
 
 
 def _method(written: str, before: str, config_dir: str | None, problems: list[Problem]) -> tuple[str, ...]:
-    """The words of a method as it is written, behind the one ``before``."""
+    """The words of a method from its notation; ``before`` is the method written before it. Adds to ``problems``."""
     name, *words = written.split(":")
     if "=" in name:
         words = [name, *words]
@@ -172,7 +172,7 @@ def _items(text: str, name: str, problems: list[Problem]) -> list[str]:
 
 
 def _numbers(text: str, name: str, kind: type, problems: list[Problem]) -> list:
-    """The numbers of a list, rates above 0 and whole seeds from 0 on, each once."""
+    """The numbers of a list, each once: rates above 0, or whole seeds from 0 on. Adds to ``problems``."""
     found = []
     for item in _items(text, name, problems):
         try:

@@ -1,4 +1,4 @@
-"""Runs on this machine, several at once, each a process of ``train.py`` with a log such as SLURM's jobs have."""
+"""Runs on this machine, several at once. Each is a process of ``train.py`` with a log like that of a SLURM job."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TRAIN = CONFIG_DIR.parent / "train.py"
 
 
 def train(runs: Iterable[PlannedRun], at_once: int, ended: Callable[[PlannedRun, float], None]) -> None:
-    """Train ``runs``, ``at_once`` of them at a time; ``ended(run, seconds)`` hears of each that has, in whatever way.
+    """Train ``runs``, ``at_once`` at a time. Calls ``ended(run, seconds)`` when one has ended, for whatever reason.
 
-    Raises Stopped after a signal, when those that ran have saved.
+    After a signal it waits until the running ones have saved, and raises Stopped.
     """
     if not TRAIN.is_file():
         raise UserError(f"{TRAIN}: no such file. Install the package with pip install -e from its repository")
@@ -35,7 +35,7 @@ def train(runs: Iterable[PlannedRun], at_once: int, ended: Callable[[PlannedRun,
                 run, slot, job = waiting.pop(0), free.pop(0), f"0_{time.time_ns()}"  # no job of SLURM's has that name
                 process = _start(run, slot, at_once, job)
                 running[process] = run, slot, job, time.monotonic()
-                if asked:  # while it was started
+                if asked:  # the signal came while the process was started
                     process.terminate()
             for process in [process for process in running if process.poll() is not None]:
                 run, slot, job, since = running.pop(process)
@@ -61,7 +61,7 @@ def _start(run: PlannedRun, slot: int, at_once: int, job: str) -> subprocess.Pop
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            process_group=0,  # so that Ctrl-C is passed on, once
+            process_group=0,  # Ctrl-C at the terminal then reaches the run once, through _passed_on
         )
 
 
@@ -70,7 +70,7 @@ def _log(run: PlannedRun) -> Path:
 
 
 def _gpus() -> list[str]:
-    """This machine's GPUs, or those of them that its user has left visible."""
+    """This machine's GPUs, or those that CUDA_VISIBLE_DEVICES names."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
     return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
@@ -78,7 +78,7 @@ def _gpus() -> list[str]:
 
 @contextmanager
 def _ended_with(running: Iterable[subprocess.Popen]) -> Iterator[None]:
-    """What still runs when an error leaves this context saves and ends; nobody would hear of it."""
+    """When an error leaves this context, let the runs save and end: nobody would report on them."""
     try:
         yield
     finally:
@@ -90,7 +90,7 @@ def _ended_with(running: Iterable[subprocess.Popen]) -> Iterator[None]:
 
 @contextmanager
 def _passed_on(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
-    """Signals of ``stop_signals`` end what runs, as one that asks to save; those that came are in the list."""
+    """On each of ``stop_signals``, let the runs save and end. Yields the list of the signals that came."""
     asked: list[int] = []
 
     def stop(number: int, _frame) -> None:

@@ -1,7 +1,7 @@
-"""SLURM as the login node sees it: what is in the queue, what a job's words mean, and how an array gets there.
+"""SLURM on a login node: read the queue, interpret the options of sbatch, and submit an array.
 
-Each submission of a run is a line of ``<run>/jobs.jsonl``: {"time", "job", "log"}, where ``job`` is the array task's
-own name, such as ``12_3``.
+Each submission of a run is a line of ``<run>/jobs.jsonl``: {"time", "job", "log"}, where ``job`` is the id of the array
+task, such as ``12_3``. Starts of local runs are noted there, too.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ REFUSED = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable"
 
 @dataclass(frozen=True)
 class Queued:
-    """What squeue says of a job: its state, in SLURM's words, and why it waits."""
+    """A job in squeue: SLURM's name of its state, and the reason why it waits."""
 
     state: str
     reason: str
 
 
 def queue() -> dict[str, Queued]:
-    """This user's jobs by their names; array tasks one by one. Raises UserError where no scheduler answers."""
+    """This user's jobs by id, each array task separately. Raises UserError if no scheduler answers."""
     if shutil.which("squeue") is None:
         raise UserError("no SLURM here: squeue is not on PATH")
     text = _ask("squeue", "--me", "--array", "--noheader", "--format=%i|%T|%r")
@@ -61,7 +61,10 @@ class Resources:
 
 
 def resources(words: Sequence[str]) -> Resources:
-    """What the options of sbatch ask for; refuses those that an array of runs has no place for."""
+    """The nodes and ranks that options of sbatch ask for.
+
+    Raises UserError for options that an array of runs cannot take, and for passwords and tokens.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for flags in REFUSED:
         parser.add_argument(*flags.split(), dest="refused", nargs="?", action="append")
@@ -81,7 +84,10 @@ def resources(words: Sequence[str]) -> Resources:
     nodes = _number(asked.nodes or "1", "--nodes")
     gres = [entry for entry in (asked.gres or "").split(",") if entry.partition(":")[0] == "gpu"]
     gpus = asked.gpus_per_node or (str(sum(map(_gpus, gres))) if gres else None)
-    tasks = asked.ntasks_per_node or str(_number(asked.ntasks or str(nodes), "--ntasks") // nodes)
+    in_all = _number(asked.ntasks or str(nodes), "--ntasks")
+    if asked.ntasks_per_node is None and in_all % nodes:
+        raise UserError(f"--ntasks={in_all}: nodes have unequal ranks then. Make it a multiple of --nodes={nodes}")
+    tasks = asked.ntasks_per_node or str(in_all // nodes)
     if gpus is None and asked.gpus_per_task is not None:
         of_a_task = _number(asked.gpus_per_task.rpartition(":")[2], "--gpus-per-task")
         gpus = str(of_a_task * _number(tasks, "the tasks of a node"))
@@ -101,7 +107,7 @@ def warn_without_gpus(asked: Resources, runs: Sequence[PlannedRun]) -> None:
 
 
 def _gpus(entry: str) -> int:
-    """gpu, gpu:4, gpu:h100 or gpu:h100:4."""
+    """The GPUs of an entry of --gres: gpu, gpu:4, gpu:h100 or gpu:h100:4."""
     count = entry.rpartition(":")[2]
     return int(count) if count.isdecimal() else 1
 
@@ -114,7 +120,7 @@ def _number(text: str, name: str) -> int:
 
 @dataclass(frozen=True)
 class Array:
-    """An array job that trains some of ``runs``: its files, and the command that queues it."""
+    """An array job that trains the ``chosen`` ones of ``runs``: its files, and the command that queues it."""
 
     runs: Sequence[PlannedRun]
     chosen: Sequence[PlannedRun]
@@ -128,7 +134,8 @@ class Array:
 
     @property
     def folder(self) -> Path:
-        """Holds the runs file and the logs. Its name has a hash of the file, which queued tasks go on reading."""
+        """Holds the runs file and the logs. Its name has a hash of that file: other runs must not overwrite the file
+        that queued tasks will read."""
         digest = hashlib.sha256(self.text.encode()).hexdigest()[:8]
         return Path(self.runs[0].cfg.run.root, "arrays", f"{self.name}-{digest}")
 
@@ -139,7 +146,7 @@ class Array:
         return ["sbatch", "--parsable", *own, *self.words, "slurm/array.sbatch", f"{self.folder}/runs.txt"]
 
     def submit(self) -> str:
-        """Write the runs file, queue the array, note its tasks in the run directories; returns the job's id."""
+        """Write the runs file, queue the array, and note its tasks in the run directories. Returns the job's id."""
         if shutil.which("sbatch") is None:
             raise UserError("no SLURM here: sbatch is not on PATH")
         if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
@@ -148,7 +155,7 @@ class Array:
         aside = self.folder / f"runs.{os.getpid()}"
         aside.write_text(self.text, encoding="utf-8")
         aside.replace(self.folder / "runs.txt")
-        for run in self.chosen:  # a job that could not be noted would be queued twice
+        for run in self.chosen:  # fail before queueing: a job that is not noted would be queued again
             run.dir.mkdir(parents=True, exist_ok=True)
             (run.dir / JOBS).touch()
         job = _ask(*self.command).strip().split(";")[0]
@@ -159,14 +166,14 @@ class Array:
 
 
 def note(run_dir: Path, job: str, log: Path) -> None:
-    """Add a job to those of a run."""
+    """Add a job to a run's ``jobs.jsonl``."""
     entry = {"time": time.time(), "job": job, "log": str(log.absolute())}
     run_dir.mkdir(parents=True, exist_ok=True)
     append_line(run_dir / JOBS, json.dumps(entry))
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file; one that a kill or a full disk cut off is ended first, or both would be lost."""
+    """Append a line to a file. A last line that a kill or a full disk cut off is ended first, or both would be lost."""
     with open(path, "ab+") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
@@ -175,7 +182,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def last_job(run_dir: Path) -> dict | None:
-    """The newest line of ``jobs.jsonl``."""
+    """The newest sound line of ``jobs.jsonl``; None if there is none."""
     with contextlib.suppress(FileNotFoundError):
         for line in reversed((run_dir / JOBS).read_text(encoding="utf-8").splitlines()):
             with contextlib.suppress(ValueError):  # a line that a kill or a full disk cut off
@@ -195,7 +202,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def _ask(*command: str) -> str:
-    # inside another job its variables would pass for those of the new one
+    # inside a job, the new job would inherit that job's variables and take them for its own
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     environment.setdefault("PYTHON", sys.executable)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,7 +1,7 @@
 """A table of runs: from words with several values, or a runs file, to one checked configuration a line.
 
-A runs file has one run a line, in the words of ``train.py`` quoted as for a shell (which does not read it: no globs, no
-variables). Blank lines and what follows a ``#`` are left out.
+A runs file has one run a line: the words of ``train.py``, quoted as for a shell. No shell reads it, so globs and
+variables are not expanded. Blank lines are left out, and so is the rest of a line from a word that begins with ``#``.
 
     python -m dlr_pretrain.launch.runs FILE N     the words of the N-th run, a zero byte after each: for array.sbatch
 """
@@ -25,12 +25,12 @@ from dlr_pretrain.config.rules import unnamed
 from dlr_pretrain.errors import UserError, command
 from dlr_pretrain.process import cores
 
-FEW = 12  # lines that this process composes itself, a quarter of a second each
+FEW = 12  # up to this many lines, this process composes all itself, in a quarter of a second each
 
 
 @dataclass(frozen=True)
 class Line:
-    """The words of one run, where they stand, for messages, and what keeps them from being words."""
+    """The words of one run. ``origin`` is their place, for messages; ``problem`` says why a line cannot be read."""
 
     origin: str
     words: tuple[str, ...]
@@ -42,7 +42,7 @@ class Line:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A line with its configuration; ``number`` from 1, the index of its array task."""
+    """A line with its configuration; ``number``, from 1, is the index of its array task."""
 
     number: int
     line: Line
@@ -59,7 +59,7 @@ class PlannedRun:
 
 
 def read_runs(path: Path) -> list[Line]:
-    """The runs of a runs file. A line that cannot be read is one with a problem, for ``load_runs`` to report."""
+    """The runs of a runs file. A line that cannot be read gets a ``problem``, which ``load_runs`` reports."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,7 +84,7 @@ def _words(written: str) -> tuple[str, ...]:
 
 
 def expand(words: list[str]) -> list[Line]:
-    """The runs of a sweep by Hydra's grammar, ``["scale=60m,130m", "seed=1,2"]``, in the order of ``train.py -m``."""
+    """The runs of a sweep in Hydra's grammar, ``["scale=60m,130m", "seed=1,2"]``, in the order of ``train.py -m``."""
     asked = read(["-m", *words])
     if asked.problems:
         raise ConfigError(asked.problems)
@@ -95,15 +95,15 @@ def expand(words: list[str]) -> list[Line]:
 
 
 def combine(lines: list[Line], others: list[Line]) -> list[Line]:
-    """Each of ``lines`` with the words of each of ``others`` behind its own."""
+    """Each of ``lines`` with the words of each of ``others`` after its own."""
     return [replace(line, words=line.words + other.words) for line in lines for other in others]
 
 
 def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> list[PlannedRun]:
-    """The checked runs, each as ``train.py`` on ``ranks`` ranks (None: not known) would see it; the files of this
-    machine and its other means are looked at where it is the ``machine`` that will train.
+    """The runs, each checked as ``train.py`` on ``ranks`` ranks (None: not known) would check it.
 
-    Raises one ConfigError with every problem of every line; two lines with one run directory are a problem too.
+    With ``machine``, this machine will train: its files, packages and compiler are checked, too. Raises one ConfigError
+    with every problem of every line; two lines with one run directory are a problem, too.
     """
     check = partial(_loaded, ranks=ranks, machine=machine)
     if len(lines) <= FEW:

@@ -1,6 +1,6 @@
-"""What a run has saved, for ``slurm/train.sbatch``, which is told the run's words and not its directory:
+"""Prints how far a run has saved, for ``slurm/train.sbatch``, which knows the run's words but not its directory.
 
-python -m dlr_pretrain.launch.saved scale=1b dlr=on     the step of the last checkpoint; 0 where there is none
+python -m dlr_pretrain.launch.saved scale=1b dlr=on     the step of the last checkpoint; 0 if there is none
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables for a terminal of any width from 80 columns on."""
+"""Tables for a terminal of 80 or more columns."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 GAP = "  "
-NUMBERS = ">"  # alignment of a column
+NUMBERS = ">"  # a header that begins with it aligns its column to the right
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int, notes: Sequence[str] = ()) -> str:
     """Rows under a header of as many columns; a header that begins with ">" aligns its column to the right.
 
-    The second column, of names, gives way where the table would be wider than ``width``: see ``shorten``.
-    ``notes`` are a line (or several) under each row, empty for none. Columns without any entry are left out.
+    The second column holds names, which ``shorten`` cuts if the table would be wider than ``width``. ``notes`` has the
+    text under each row, of up to three lines, or empty. From the third on, columns without any entry are left out.
     """
     used = [i for i in range(len(header)) if i < 2 or any(row[i] for row in rows)]
     titles = [header[i].removeprefix(NUMBERS) for i in used]
@@ -42,7 +42,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], width: int, note
 
 
 def shorten(names: Sequence[str], width: int) -> list[str]:
-    """The names in ``width`` columns: without the parts that all share, then without the middle of what remains."""
+    """The names, cut to ``width`` columns: first without the parts that all share, then without their middle."""
     if len(names) > 1:
         for end in (1, -1):  # the beginning first
             if max(map(len, names)) > width:
@@ -55,7 +55,7 @@ def shorten(names: Sequence[str], width: int) -> list[str]:
 
 
 def duration(seconds: float | None) -> str:
-    """Its two largest units, such as 3h12m; empty for None."""
+    """``seconds`` in the two largest units, such as 3h12m; empty for None."""
     if seconds is None:
         return ""
     for unit, size, below, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
@@ -65,5 +65,5 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """Empty for None."""
+    """``value`` with ``digits`` decimals; empty for None."""
     return "" if value is None else f"{value:,.{digits}f}"

@@ -1,4 +1,4 @@
-"""How a run stands: from its directory, the queue, and the log of its last job."""
+"""The state of a run, from its directory, the queue, and the log of its last job."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.trained import another, diverged
 
 STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "not started")
-AGAIN = ("failed", "stopped")  # what --resubmit takes
+AGAIN = ("failed", "stopped")  # states of the runs that --resubmit takes
 WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons to wait
-LOG_TAIL = 1 << 17  # bytes of a log that are read: torchrun's summary stands behind the error
+USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons that are not shown
+LOG_TAIL = 1 << 17  # bytes of a log that are read, from its end: torchrun's summary follows the error
 
 
 @dataclass(frozen=True)
 class Status:
-    """One of ``STATES``, why, and the last numbers of ``metrics.jsonl`` (None where there are none)."""
+    """One of ``STATES``, the reason, and the last numbers of ``metrics.jsonl`` (None if there are none)."""
 
     state: str
     reason: str = ""
@@ -39,7 +39,7 @@ class Status:
 
 
 def look(run: PlannedRun, queue: Mapping[str, Queued]) -> Status:
-    """How ``run`` stands, where ``queue`` is what the scheduler holds."""
+    """The status of ``run``; ``queue`` has the scheduler's jobs by id."""
     try:
         records = newest_first(run.dir / "metrics.jsonl")
         last = next(records, {})
@@ -66,7 +66,7 @@ def _state(run: PlannedRun, step: int, queue: Mapping[str, Queued]) -> tuple[str
     last = _last_start(Path(job["log"])) if job else None
     if (beat := _beat(run.dir)) > time.time() - heartbeat.EXPIRY and not (last and last.ended and beat <= last.written):
         return "running", ""
-    if what := diverged(run):  # whoever has started it, and whatever is left of the log
+    if what := diverged(run):  # the manifest says so, whether or not a job or a log of it is known
         return "diverged", " ".join(what.split())
     if job:
         return _ending(last)
@@ -74,14 +74,14 @@ def _state(run: PlannedRun, step: int, queue: Mapping[str, Queued]) -> tuple[str
 
 
 def _folded(run_dir: Path) -> bool:
-    """Whether the run has come to its end: the export is there, and the report, which is written last."""
+    """Whether the run has ended: its exported model exists, and its report, which is written last."""
     weights = ("model.safetensors", "model.safetensors.index.json")
     exported = any((run_dir / "folded" / name).exists() for name in weights)
     return exported and (run_dir / "report.md").exists()
 
 
 def _beat(run_dir: Path) -> float:
-    """When a process, perhaps on another machine, has last renewed the lease of the run directory; 0 for never."""
+    """The time when a process, perhaps on another machine, last renewed the lease of the run directory; 0 if never."""
     try:
         return float(heartbeat.read(run_dir / ".lock")["beat"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -89,10 +89,10 @@ def _beat(run_dir: Path) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What a log says of the end of a job that the queue no longer holds
+# How a job that has left the queue ended, by its log
 
-START = re.compile(r"^job [\d_]+, start \d+: ", re.MULTILINE)  # train.sbatch writes it, and END
-END = re.compile(r"^job [\d_]+: ended with exit code (-?\d+)$", re.MULTILINE)  # below 0: by a signal, of local runs
+START = re.compile(r"^job [\d_]+, start \d+: ", re.MULTILINE)  # train.sbatch and local.py write START and END
+END = re.compile(r"^job [\d_]+: ended with exit code (-?\d+)$", re.MULTILINE)  # < 0: a signal killed a local run
 CANCELLED = re.compile(
     r"^slurmstepd\S*: error: \*\*\* JOB \S+ ON \S+ CANCELLED AT \S+ (?:DUE TO (.*?) )?\*\*\*", re.MULTILINE
 )
@@ -104,7 +104,7 @@ PYTHONS = re.compile(
 
 @dataclass(frozen=True)
 class Start:
-    """What a log has of the last start of its job, and when that was written (in seconds since the epoch)."""
+    """The part of a log since the last start of its job, and when it was written (in seconds since the epoch)."""
 
     text: str
     written: float
@@ -125,7 +125,7 @@ def _last_start(log: Path) -> Start | None:
 
 
 def _ending(last: Start | None) -> tuple[str, str]:
-    """("failed" or "stopped", the last word on it)."""
+    """The state of a job that has ended, "failed" or "stopped", and the reason."""
     if last is None:
         return "stopped", "cancelled before it started"
     text, end, cancelled = last.text, last.ended, CANCELLED.search(last.text)
@@ -136,15 +136,15 @@ def _ending(last: Start | None) -> tuple[str, str]:
     reason = " ".join("".join(said[-1]).split()) if said else lines[-1].strip() if lines else ""
     if end and int(end[1]) < 0 and not said:
         return "failed", f"killed by signal {-int(end[1])}"
-    if (end and int(end[1]) not in (0, EXIT_STOPPED)) or (said and not end):  # before train.sbatch knew how to say it
+    if (end and int(end[1]) not in (0, EXIT_STOPPED)) or (said and not end):  # train.sbatch's own checks write no END
         return "failed", reason
     return "stopped", reason if end else "its job left the queue without a word: cancelled, or its node failed"
 
 
 # ----------------------------------------------------------------------------------------------------
-# Throughput that was measured
+# Measured throughput
 
-ASIDE = re.compile(  # keys that change no speed
+ASIDE = re.compile(  # keys that do not change the speed
     r"seed|run\..*|eval\..*|checkpoint\..*|log\..*|logger\..*|tokenizer\..*|data\.(?!packing).*|dlr\.alpha"
     r"|train\.(steps|lr|warmup_steps|min_lr_ratio|stop_after|init_from|on_nonfinite|max_skipped)"
     r"|backbone\.b_gain|optimizer\.(eps|weight_decay|betas?\d?|b_lr)"
@@ -153,7 +153,7 @@ ASIDE = re.compile(  # keys that change no speed
 
 
 class Throughputs:
-    """Tokens a second of the runs below the roots of ``runs``, by what their speed depends on."""
+    """Tokens a second of all runs in the roots of ``runs``, by the settings that the speed depends on."""
 
     def __init__(self, runs: list[PlannedRun]):
         self.rates: dict[str, tuple[float, str]] = {}
@@ -162,8 +162,8 @@ class Throughputs:
                 self.rates |= dict(_measured(path.parent))
 
     def estimate(self, run: PlannedRun, ranks: int, step: int) -> tuple[float, str] | None:
-        """Seconds for the steps of ``run`` after ``step`` on ``ranks`` ranks, and the machine on which such a run was
-        timed; None where none was."""
+        """Seconds for the steps of ``run`` after ``step`` on ``ranks`` ranks, and the device on which such a run was
+        timed; None if none was timed."""
         if (found := self.rates.get(_speed(to_dict(run.cfg), ranks))) is None:
             return None
         rate, device = found
@@ -171,7 +171,7 @@ class Throughputs:
 
 
 def _measured(folder: Path) -> Iterator[tuple[str, tuple[float, str]]]:
-    """The speed key of a run, its rate and device; nothing where it has not been timed."""
+    """Yields the key of a run's speed, with its rate and device; nothing if the run has not been timed."""
     try:
         start = read_record(folder)["starts"][-1]
         rate = next((r for r in newest_first(folder / "metrics.jsonl")), {}).get("perf/tokens_per_second")

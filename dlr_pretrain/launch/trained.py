@@ -1,4 +1,4 @@
-"""What a run directory says was trained in it, held against the run that is meant, and against the runs beside it."""
+"""What was trained in a run directory, compared with the planned run and with the runs beside it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import PlannedRun
 
-FINGERPRINTS = {"data.shards", "tokenizer.pieces", "data.order"}  # the text, its pieces and the order of training
+FINGERPRINTS = {"data.shards", "tokenizer.pieces", "data.order"}  # of the text, the tokenizer, the order of the data
 
 
 def trained(run_dir: Path) -> dict[str, object]:
-    """The identity of the run that has saved something in ``run_dir``; empty where none has."""
+    """The identity of the run that has saved a checkpoint in ``run_dir``; empty if none has."""
     record = _record(run_dir)
     return record.get("identity", {}) if "saved" in record else {}
 
 
 def last_saved(run_dir: Path) -> int:
-    """The step of the last checkpoint that the run in ``run_dir`` has made; 0 where there is none of its own."""
+    """The step of the last checkpoint that the run in ``run_dir`` has made; 0 if it has made none.
+
+    A checkpoint that it was forked from is not its own.
+    """
     record = _record(run_dir)
     saved = record.get("saved", 0)
     return 0 if saved == record.get("forked", {}).get("step") else saved
 
 
 def diverged(run: PlannedRun) -> str:
-    """Why ``run`` ended, where its numbers were not finite and nothing was saved since; empty otherwise."""
+    """Why ``run`` diverged: its numbers were not finite, and nothing was saved since. Empty if it has not."""
     record = _record(run.dir)
     return "" if _changed(record.get("identity", {}), run) else str(record.get("diverged", ""))
 
@@ -37,11 +40,11 @@ def _record(run_dir: Path) -> dict:
     try:
         return read_record(run_dir)
     except UserError:
-        return {}  # train.py says so of a damaged one
+        return {}  # train.py reports a damaged record
 
 
 def another(run: PlannedRun) -> str:
-    """How the run in the directory of ``run`` differs from it; empty where it does not, or there is none."""
+    """How the run in the directory of ``run`` differs from it; empty if it does not, or if there is none."""
     return told(_changed(trained(run.dir), run))
 
 
@@ -50,9 +53,9 @@ def _changed(there: dict, run: PlannedRun) -> dict[str, tuple[object, object]]:
 
 
 def require_comparable_records(runs: Iterable[PlannedRun]) -> None:
-    """Raises UserError where a directory holds another run than is meant, or two have not learnt from the same text.
+    """Raises UserError if a directory holds another run than the planned one, or if two were trained on other text.
 
-    A name tells neither: an option's file, a default or the text itself may have changed since a run was trained.
+    The names of runs show neither: an option's file, a default or the text itself may have changed since then.
     """
     first: dict[str, tuple[object, Path]] = {}
     for run in runs:

@@ -39,7 +39,7 @@ where this one stopped."""
 
 
 def main(argv: list[str]) -> int:
-    """The exit code: 0; EXIT_FAILED where runs have failed; or that of a UserError."""
+    """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
     return command(lambda: tune(argv))
 
 
@@ -80,7 +80,7 @@ def tune(argv: list[str]) -> int:
 
 
 def _ordered_by_seed(configs: Sequence[Config]) -> bool:
-    """Whether each seed has its own order of the data; of one seed alone it cannot be told."""
+    """Whether each seed has its own order of the data; False for a single seed, which cannot show it."""
     return len({cfg.seed for cfg in configs}) > 1 and all(cfg.data.seed == cfg.seed for cfg in configs)
 
 
@@ -91,7 +91,10 @@ def _fresh(grid: Grid, trials: Sequence[Trial]) -> list[tuple[str, float, int]]:
 
 
 def trial(cell: tuple[str, float, int], run: PlannedRun, stands: Status) -> Trial:
-    """What a run has come to. One that ended because its numbers were not finite has diverged, which is a result."""
+    """The result of a run. A run that ended because its numbers were not finite has diverged, which is a result, too.
+
+    Raises UserError if the run has finished without the numbers that a comparison needs.
+    """
     last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
     losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
     state = stands.state
@@ -129,7 +132,7 @@ class Local:
         self.at_once = at_once
 
     def bring(self, runs: dict[tuple[str, float, int], PlannedRun]) -> list[Trial]:
-        """Train those that have not ended; what all of them have come to."""
+        """Train the runs that have not ended. Returns the trials of all runs."""
         before = _trials(runs, {})
         due = {cell: run for cell, run in runs.items() if before[cell].state not in ENDED}
         cells, total, done = {run.dir: cell for cell, run in due.items()}, len(runs), len(runs) - len(due)
@@ -157,7 +160,7 @@ class Scheduler:
         self.ranks = self.asked.ranks
 
     def bring(self, runs: dict[tuple[str, float, int], PlannedRun]) -> list[Trial]:
-        """Queue those that have not ended and are not in the queue; how all of them stand."""
+        """Queue the runs that have not ended and are not in the queue. Returns the trials of all runs."""
         found = _trials(runs, queue())
         due = {cell: run for cell, run in runs.items() if found[cell].state in (*AGAIN, "not started")}
         if due:
@@ -171,7 +174,7 @@ class Scheduler:
 
 
 def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and those of sbatch."""
+    """The options of tune.py, and those for sbatch."""
     cut = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="tune.py",

@@ -11,7 +11,7 @@ from dlr_pretrain.models.lowrank import LowRank
 class Cola(LowRank):
     """y = s B silu(A x) on all seven projections.
 
-    The SiLU of the SwiGLU stays, as in the DLR paper; the authors drop it from 350M on (knob ``swiglu_silu``).
+    The SwiGLU keeps its SiLU, as in the DLR paper; CoLA's authors drop it from 350M on (knob ``swiglu_silu``).
     """
 
     def activate(self, h: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Latent crossing on CoLA: as ``lax``, with a SiLU between the factors."""
+"""Latent crossing on CoLA: ``lax`` with a SiLU between the factors."""
 
 from __future__ import annotations
 

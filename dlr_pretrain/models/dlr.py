@@ -1,20 +1,20 @@
 """Duplicated Latent Residuals: y = B z + beta R^T z, as a re-parameterisation of the up-projection B.
 
 Output i of an up-projection receives, beside (B z)_i, a copy of latent g(i) = floor(i / K), scaled by
-beta = alpha / sqrt(K), with K = ceil(d_out / r) copies a latent (the last r - ceil(d_out / K) latents get none). So
+beta = alpha / sqrt(K), with K = ceil(d_out / r) copies per latent (the last r - ceil(d_out / K) latents get none). So
 y = (B + beta R^T) z exactly, and only the d_out entries (i, g(i)) of B are touched. The residual is *published* into
-the weights while they are multiplied and taken out again before anything else looks at them: gradients reach B
-unchanged, weight decay acts on B alone, and folding is to leave the residual in.
+the weights for forward and backward and taken out again before any other code reads them. Gradients reach B
+unchanged, weight decay acts on B alone, and folding leaves the residual in.
 
-    attach_dlr(model)                 # any module with up-projections, in anybody's training loop
+    attach_dlr(model)                 # any module with up-projections, in any training loop
     with active(model):
         loss = model(x); loss.backward()
     optimizer.step()
     ...
-    fold_(model)                      # the plain low-rank model, at no cost
+    fold_(model)                      # the plain low-rank model, at no extra cost
 
-A ``state_dict`` that is taken in between holds B, and beside each one ``dlr_mark``: beta and a checksum of the columns.
-What does not know the residual finds a name that it cannot load, and what does requires that it is the same.
+Before ``fold_``, a ``state_dict`` holds B and, beside each B, a ``dlr_mark``: beta and a checksum of the columns. A
+model without the residual refuses this unknown name; a model with a residual requires that its own mark is equal.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ def attach_dlr(
     train_b: bool = True,
     keep_output: bool = False,
 ) -> list[str]:
-    """Give the up-projections of ``module`` a duplicated latent residual; returns their names.
+    """Attach a duplicated latent residual to the up-projections of ``module``; returns their names.
 
     ``match`` chooses the up-projections, each an ``nn.Linear`` with weight [d_out, rank], with or without bias: a glob
-    over their names or a predicate (name, linear). By default they are the second factors of low-rank modules, that is
-    of modules with ``nn.Linear`` children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear layer.
-    ``impl="branch"`` adds the residual to the layer's output instead: slower, the paper's formula literally.
+    over their names or a predicate (name, linear). By default they are the second factors of low-rank modules,
+    which are modules with ``nn.Linear`` children named as in ``FACTOR_NAMES``, or ``module`` itself if it is a linear
+    layer. ``impl="branch"`` adds the residual to the layer's output instead: it is the paper's formula, and slower.
 
-    The paper's ablations: ``grouping`` says which output receives which latent ("random" by ``seed`` and the name of
-    the module that holds the up-projection, see ``columns_of``); ``learn_alpha`` makes alpha a parameter ``dlr_alpha``
-    of each layer, whose gradient is there after ``active``; without ``train_b`` B is frozen at zero.
+    Arguments for the paper's ablations: ``grouping`` says which output receives which latent ("random" depends on
+    ``seed`` and the name of the module that holds the up-projection, see ``columns_of``). ``learn_alpha`` makes alpha a
+    parameter ``dlr_alpha`` of each layer; ``active`` sets its gradient. With ``train_b=False`` B is frozen at zero.
 
-    With ``keep_output`` beta R^T is taken off B first, so that the module starts from what it computes now: for weights
-    that are trained already, such as the truncated SVD of dense ones. These are fp32 or wider: beside -beta, bf16 would
-    round B's own values away, and most updates of them.
+    ``keep_output`` subtracts beta R^T from B first, so that the module still computes what it computes now. It is meant
+    for trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
+    would round away B's own values and most of their updates.
 
-    Raises ValueError where nothing matches, where a residual is there already or the module was folded, where a weight
-    has another user that the residual would reach, and for arguments that contradict each other.
+    Raises ValueError if nothing matches, if a layer has a residual already or was folded, if another module uses the
+    same weight, if a weight is not a floating-point parameter, or if arguments contradict each other.
     """
     if impl not in ("weight", "branch"):
         raise ValueError(f"impl={impl!r}: must be 'weight' or 'branch'")
@@ -99,11 +99,11 @@ def attach_dlr(
 
 @contextmanager
 def active(module: nn.Module) -> Iterator[None]:
-    """Within, the weights are B + beta R^T, and forward and backward are those of DLR; outside they are B again.
+    """Inside the context the weights are B + beta R^T, so that forward and backward are those of DLR.
 
-    B is restored bit for bit, also when the body raises. What changes B belongs outside: ``optimizer.step`` and
-    ``load_state_dict`` raise RuntimeError within, before they change anything, and other changes are found at the end.
-    A learned alpha has its gradient then.
+    At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
+    ``load_state_dict`` raise RuntimeError before they change any B, and other changes raise it at the end.
+    Learned alphas get their gradients at the end.
     """
     publisher = Publisher(module)
     with publisher.active():
@@ -117,7 +117,8 @@ def active(module: nn.Module) -> Iterator[None]:
 def fold_(module: nn.Module) -> int:
     """Put the residual into the weights for good and remove it; returns the number of folded layers.
 
-    The folded tensors equal those that ``active`` multiplies by, bit for bit. Folding twice raises ValueError.
+    With ``impl="weight"`` the folded tensors equal the weights inside ``active`` bit for bit. Folding twice raises
+    ValueError.
     """
     folded = residuals(module)
     if not folded and any(getattr(m, "dlr_folded", False) for m in module.modules()):
@@ -139,12 +140,12 @@ def fold_(module: nn.Module) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------
-# What the trainer calls
+# Functions that the trainer calls
 
 
 @torch.no_grad()
 def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``state`` (parameter name -> value of B or its master) with every residual folded in, as copies."""
+    """A copy of ``state`` (parameter name -> value of B or its master) with every residual folded in."""
     folded = {name: value.clone() for name, value in state.items()}
     for name, linear in residuals(module):
         value = folded[f"{name}.weight".lstrip(".")]
@@ -155,7 +156,7 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def marks(module: nn.Module) -> dict[str, Tensor]:
-    """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to be of ``module``."""
+    """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to belong to ``module``."""
     return {f"{name}.dlr_mark".lstrip("."): _mark(linear) for name, linear in residuals(module)}
 
 
@@ -165,7 +166,7 @@ def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gradients of the learned alphas from ``gradients``, those of the weights by parameter name."""
+    """The gradients of the learned alphas, formed from ``gradients`` (parameter name -> gradient of a weight)."""
     found = {}
     for name, linear in residuals(module):
         gradient = gradients.get(f"{name}.weight".lstrip("."))
@@ -179,10 +180,10 @@ def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]
 
 
 def start_from_offset_(module: nn.Module, decay_towards_it: bool) -> None:
-    """Put every residual into the initial B and train what results as plain weights, which never are folded.
+    """Add every residual to the initial B; the results then train as plain weights, which are never folded.
 
-    With ``decay_towards_it`` the offset is remembered as the point that ``decay_towards_offsets`` pulls to; weight
-    decay alone would pull to zero and forget it.
+    With ``decay_towards_it`` each layer keeps its residual as ``offset``, to which ``decay_towards_offsets`` pulls the
+    weight. Weight decay alone would pull it to zero.
     """
     offsets = [linear.residual for _, linear in residuals(module)]
     layers = [linear for _, linear in residuals(module)]
@@ -195,9 +196,10 @@ def start_from_offset_(module: nn.Module, decay_towards_it: bool) -> None:
 
 @torch.no_grad()
 def decay_towards_offsets(module: nn.Module, masters: Mapping[str, Tensor] | None, share: Tensor | float) -> None:
-    """After an update that took ``share`` = lr * weight decay of every weight away, give back that of its offset.
+    """Add ``share`` (lr * weight decay) times the offset to every weight that has an offset.
 
-    So C <- C - share (C - beta R^T): the decay of B in C = B + beta R^T.
+    The update has already subtracted ``share`` times the weight C. Together they give C <- C - share (C - beta R^T),
+    which is the decay of B in C = B + beta R^T.
     """
     for name, linear in module.named_modules():
         offset = getattr(linear, "offset", None)
@@ -223,7 +225,7 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
 
 
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool, keep_output: bool) -> None:
-    """Raise ValueError where a residual would do other than what ``attach_dlr`` says."""
+    """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
         raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
     users: dict[int, list[str]] = {}
@@ -252,7 +254,7 @@ def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadat
 
 
 def _mark(linear: nn.Module) -> Tensor:
-    """[beta, checksum of the columns]; of a learned alpha, which is in the state by itself, beta / alpha."""
+    """[beta, checksum of the columns]. If alpha is learned, the state holds it, and beta / alpha replaces beta."""
     residual = linear.residual
     beta = 1 / residual.divisor if hasattr(linear, "dlr_alpha") else residual.beta
     return torch.tensor([beta, residual.checksum], dtype=torch.float64)

@@ -1,7 +1,7 @@
 """LaX: latent crossing, a gated path from a projection's latent to that of the same projection in the next block.
 
-Without activation between the factors. The order of operations is that of the authors' released code, with the variant
-that the DLR paper describes as knobs.
+There is no activation between the factors. The order of operations follows the authors' released code; knobs select the
+variant that the DLR paper describes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NORM_EPS = 1e-6
 
 
 class LinearGate(nn.Module):
-    """G(c) = w * c, one factor a coordinate."""
+    """G(c) = w * c, one factor per coordinate."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -33,7 +33,7 @@ class LinearGate(nn.Module):
 
 
 class TensorGate(nn.Module):
-    """G(c) = E2^T C E1 with C [n1, n2] the coordinates of c, n1 n2 = r as close to each other as can be, n1 <= n2."""
+    """G(c) = E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, n1 <= n2, and both are as close as possible."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -45,7 +45,7 @@ class TensorGate(nn.Module):
         return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
 
     def init_(self, draw: Draw, name: str) -> None:
-        """Each factor doubles the variance, as after a ReLU."""
+        """Draw both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
         for key, e in self.named_parameters():
             e.copy_(draw.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
 
@@ -71,7 +71,7 @@ def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
 
 
 class LaxProjection(LowRankProjection):
-    """The factors of one projection, and from the second block on its gate and norm, where they have parameters."""
+    """The factors of one projection and, from the second block on, its gate and norm if they have parameters."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):
         super().__init__(spec.d_in, spec.d_out, knobs["rank"])
@@ -82,10 +82,11 @@ class LaxProjection(LowRankProjection):
 
 
 class Lax(LowRank):
-    """y = B z, z = norm(A x + G(c)), where c is the latent that the same projection of the block before handed on.
+    """y = B z, z = norm(A x + G(c)), where the same projection of the previous block passes on the latent c.
 
     Knob ``crossing``: "pre_act", z = phi(norm(A x + G(c))); "post_act", z = norm(phi(A x) + G(c)). With ``recursive``
-    z is handed on, and so all blocks before; otherwise phi(A x). ``norm="output"`` normalises B z instead.
+    a block passes on z, which depends on all earlier latents; otherwise phi(A x). ``norm="output"`` normalises B z
+    instead of the latent.
     """
 
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
@@ -109,7 +110,7 @@ class Lax(LowRank):
                 p.norm.reset_parameters()
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and what crosses to the next block."""
+        """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and the latent that crosses to the next block."""
         h = self.down(x)
         if carried is None:
             z = own = self.activate(h)
@@ -146,7 +147,7 @@ class Lax(LowRank):
         return torch.addcmul(bias, F.layer_norm(h, h.shape[-1:], eps=NORM_EPS), weight)
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z [..., G, r] -> [norm](B z), one [..., pad_out] a projection; the padding stays zero."""
+        """z [..., G, r] -> [norm](B z), one [..., pad_out] per projection; the padding stays zero."""
         y = super().expand(z)
         if not self.output_norm:
             return y

@@ -1,11 +1,11 @@
-"""DLR in models and loops of somebody else's: factors for their linear layers, and a mix-in for their trainer.
+"""DLR in other models and training loops: factors for their linear layers, and a mix-in for their trainer.
 
-factorize_(model, rank=128, match="*_proj")          # W becomes B A: its truncated SVD, or drawn anew
+factorize_(model, rank=128, match="*_proj")          # W becomes B A: its truncated SVD, or new random factors
 attach_dlr(model, keep_output=True)
 class MyTrainer(TrainsWithDlr, transformers.Trainer): ...
 MyTrainer(model, ...).train()
 fold_(model)
-multiply_(model)                                     # on request: B A as one matrix again, the model's own layout
+multiply_(model)                                     # optional: B A as one matrix again, in the model's own layout
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from dlr_pretrain.tensors import at_least_fp32
 
 
 class Factors(nn.Module):
-    """y = B phi(A x) + bias, x [..., d_in] -> y [..., d_out]; A [rank, d_in] is ``a.weight``, B [d_out, rank]
-    ``b.weight``, the bias that of ``b``; phi is ``activation``, the identity where None."""
+    """y = B phi(A x) + bias, x [..., d_in] -> y [..., d_out].
+
+    A [rank, d_in] is ``a.weight``, B [d_out, rank] is ``b.weight``, and the bias is ``b.bias``. phi is ``activation``,
+    or the identity if it is None.
+    """
 
     def __init__(self, like: nn.Linear, rank: int, activation: Callable[[Tensor], Tensor] | None):
         super().__init__()
@@ -48,12 +51,12 @@ def factorize_(
 ) -> list[str]:
     """Replace the linear layers of ``module`` that ``match`` chooses by ``Factors`` of ``rank``; returns their names.
 
-    ``match`` is a glob over names or a predicate (name, linear). B A is the best approximation of the weight by that
-    rank, singular values shared out evenly; not ``from_weights``, both are drawn from torch's generator with
-    Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start. Biases are kept.
+    ``match`` is a glob over names or a predicate (name, linear). B A is the best approximation of the weight of that
+    rank, and each factor takes the square roots of its singular values. With ``from_weights=False``, torch's generator
+    draws both factors with Var[(B A)_ij] = 1 / (d_in + d_out), the initialisation of CoLA and DLR. Biases are kept.
 
-    Raises ValueError where nothing matches, a layer is smaller than ``rank`` or used under two names, or an
-    ``activation`` would follow the SVD of a weight that was trained without one.
+    Raises ValueError if nothing matches, if a layer is smaller than ``rank`` or used under two names, or if an
+    ``activation`` is given with ``from_weights``, because the weight was trained without one.
     """
     if from_weights and activation is not None:
         raise ValueError("activation: B A approximates the weight only without one; set from_weights=False")
@@ -86,9 +89,10 @@ def factorize_(
 
 @torch.no_grad()
 def multiply_(module: nn.Module) -> int:
-    """Make each of ``factorize_``'s layers one ``nn.Linear`` again, W = B A formed in fp32; returns their number.
+    """Turn each layer of ``factorize_`` into one ``nn.Linear`` again; returns their number.
 
-    Raises ValueError where there is none, where a residual is not folded yet, or where an activation stands between.
+    W = B A is formed in fp32 (fp64 for fp64) and rounded once. Raises ValueError if there is no such layer, if a
+    residual is not folded yet, or if there is an activation between the factors.
     """
     layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, Factors)]
     if not layers:
@@ -115,10 +119,10 @@ def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
 
 
 class TrainsWithDlr:
-    """Mixed into a ``transformers.Trainer``, or one of TRL's, before it: ``class Mine(TrainsWithDlr, SFTTrainer)``.
+    """A mix-in for ``transformers.Trainer`` and TRL's trainers, named first: ``class Mine(TrainsWithDlr, SFTTrainer)``.
 
-    Forward and backward see B + beta R^T, in training and in evaluation; clipping, the optimizer and what is saved see
-    B. Call ``fold_(trainer.model)`` after the training and before ``trainer.save_model()``.
+    Forward and backward use B + beta R^T, in training and in evaluation; clipping, the optimizer and checkpoints use B.
+    Call ``fold_(trainer.model)`` after the training and before ``trainer.save_model()``.
     """
 
     def training_step(self, model: nn.Module, *args, **kwargs):

@@ -1,13 +1,13 @@
 """The linear layers of a block, in groups that read the same input.
 
 A *group* owns one or more *projections* of equal shape (q, k and v; gate and up; o; down), each an ordinary module with
-its own parameters and keys. A backbone is a subclass of ``Group``: it says which parameters a projection has, how they
-are initialised, and the formula on the whole group, in two halves: ``latent(x, carried) -> (z, carried)`` and
-``expand(z) -> y``. In ``LowRank`` layers z is what multiplies B; whatever is done to low-rank layers as a family
-(DLR, keeping latents instead of activations) speaks to these halves. A dense layer has all its work in the second.
+its own parameters and keys. A backbone is a subclass of ``Group``. It defines the parameters of a projection, their
+initial values, and the formula of the whole group in two halves: ``latent(x, carried) -> (z, carried)`` and
+``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. Code for all low-rank layers (DLR, keeping
+latents instead of activations) works on these halves. A dense layer computes everything in the second half.
 
-The parameters of a group are views of one storage (``Stack``), so that a shared input is multiplied once and the
-up-projections run as one batch, while optimizers, checkpoints and folding see a matrix for each projection.
+The parameters of a group are views of one storage (``Stack``). Projections with the same input thus run as one
+product, and the up-projections as one batch, while optimizers, checkpoints and folding see one matrix per projection.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dlr_pretrain.errors import UserError
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What a block asks of a group: its projections' names and common shape, and where the block stands.
+    """What a block requires of a group: its projections' names and common shape, and the index of the block.
 
-    ``pad_in`` and ``pad_out`` are the widths that activations really have (at least ``d_in`` and ``d_out``; the rest is
-    zero): odd widths such as 5461 are slow on tensor cores.
+    ``pad_in`` and ``pad_out`` are the actual widths of the activations (at least ``d_in`` and ``d_out``; the rest is
+    zero), because odd widths such as 5461 are slow on tensor cores.
     """
 
     names: tuple[str, ...]
@@ -40,7 +40,7 @@ class GroupSpec:
 
 
 class Draw:
-    """Initial values as a function of (seed, parameter name) alone: equal on every device, rank count and backbone."""
+    """Draws initial values that depend on (seed, parameter name) alone, not on device, number of ranks or backbone."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -61,9 +61,10 @@ class Draw:
 class Stack:
     """The weights of ``linears`` (G matrices [d_out, d_in]) as views of one zero-padded storage.
 
-    Row-major storages are [G, pad_out, d_in]. Where the input is padded the storage is [G, pad_in, d_out] and the
-    weights are its transposes, so that each weight stays dense and holds exactly its own entries: the padding is in no
-    parameter, gradient, optimizer state or checkpoint, and stays zero. Such a storage has no room for ``pad_out``.
+    The storage is [G, pad_out, d_in], row-major. If the input is padded, it is [G, pad_in, d_out] instead, and the
+    weights are transposed views of it, so that each weight stays dense and holds exactly its own entries. No parameter,
+    gradient, optimizer state or checkpoint contains the padding, which stays zero. The transposed storage ignores
+    ``pad_out``.
     """
 
     def __init__(self, linears: list[nn.Linear], pad_in: int, pad_out: int):
@@ -73,9 +74,9 @@ class Stack:
 
     @torch.no_grad()
     def tie(self, memory: Tensor | None = None) -> None:
-        """Give the weights one common storage, keeping their values and parameter objects.
+        """Give the weights one common storage; their values and parameter objects stay.
 
-        It is the flat ``memory`` of ``numel`` zeros, where that is given.
+        ``memory``, if given, becomes that storage: a flat tensor of ``numel`` zeros.
         """
         weights = [linear.weight for linear in self.linears]
         d_out, d_in = weights[0].shape
@@ -104,16 +105,16 @@ class Stack:
         return [linear.weight for linear in self.linears]
 
     def shared(self, x: Tensor) -> Tensor:
-        """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections that read the same input."""
+        """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections with the same input."""
         rows = x.flatten(0, -2)
         if torch.is_grad_enabled():
             y = _SharedInput.apply(rows, self.storage, *self.leaves)
-        else:  # dynamo (torch 2.13) fails on autograd functions without gradients
+        else:  # dynamo (torch 2.13) fails on autograd functions if gradients are disabled
             y = rows @ self.storage.flatten(0, 1).T
         return y.view(*x.shape[:-1], len(self.linears), -1)
 
     def batched(self, z: Tensor) -> Tensor:
-        """z [..., G, pad_in] -> [G, ..., pad_out]: each projection its own input."""
+        """z [..., G, pad_in] -> [G, ..., pad_out]: each projection reads its own input."""
         rows = z.flatten(0, -3)
         if torch.is_grad_enabled():
             y = _OwnInput.apply(rows, self.storage, *self.leaves)
@@ -169,10 +170,10 @@ class Group(ABC):
 
     A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
     the group in two halves (``latent``, ``expand``). With ``grouped=False`` it must call the projections' own modules
-    one by one: the readable path that hooks, sharding and parity tests take.
+    one by one. Hooks, sharding and parity tests use this simpler path.
     """
 
-    deployed_dense = False  # whether what is trained is deployed as the weights of ``dense``, in a plain LLaMA
+    deployed_dense = False  # whether the layers are deployed as the weights of ``dense``, in a plain LLaMA
 
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
         self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
@@ -187,21 +188,21 @@ class Group(ABC):
         """Draw the initial values of the projections, whose full names are ``prefix + name``."""
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in] -> what ``expand`` takes, and what the same group of the next block receives."""
+        """x [..., pad_in] -> the input of ``expand``, and the tensor for the same group of the next block (or None)."""
         return x, None
 
     @abstractmethod
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """The latent -> one [..., pad_out] a projection."""
+        """The latent -> one [..., pad_out] per projection."""
 
     def start_from_(self, dense: list[Tensor]) -> None:
-        """Take the start from the ``dense`` weights [d_out, d_in] of a trained model, one a projection."""
+        """Set the initial values from the ``dense`` weights [d_out, d_in] of a trained model, one per projection."""
         raise UserError(f"train.init_from: {type(self).__name__} layers cannot start from dense weights")
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
-        """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names within it.
+        """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names in it.
 
-        Formed in fp32 (fp64 for fp64) and rounded once. Raises UserError where a projection is more than one matrix.
+        It is formed in fp32 (fp64 for fp64) and rounded once. Raises UserError if a projection is not a single matrix.
         """
         raise UserError(
             f"{type(self).__name__} layers are not a single matrix: they cannot be merged into the weights of a LLaMA"
@@ -217,7 +218,7 @@ class Group(ABC):
 
 
 class GroupHolder(nn.Module):
-    """A module whose linear layers are groups; it keeps their storages common through moves, copies and loads."""
+    """A module whose linear layers are groups; it restores their common storages after moves, copies and loads."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +243,7 @@ class GroupHolder(nn.Module):
         self.tie()
         return self
 
-    def __setstate__(self, state: dict) -> None:  # the last act of deepcopy and unpickling
+    def __setstate__(self, state: dict) -> None:  # deepcopy and unpickling end with this call
         super().__setstate__(state)
         self.tie()
 
@@ -260,9 +261,9 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 
 @torch.no_grad()
 def share_memory_(model: nn.Module, chosen: Callable[[nn.Linear], bool]) -> None:
-    """Put the stacks all of whose linears are ``chosen`` into one storage: one kernel then reaches all of them.
+    """Put every stack whose linears are all ``chosen`` into one storage, so that one kernel can reach all of them.
 
-    It lasts until the model is moved, cast, copied or loaded by assignment: each stack then has its own storage again.
+    When the model is moved, cast, copied or loaded by ``load_state_dict``, each stack gets a storage of its own again.
     """
     stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(chosen, stack.linears))]
     sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
@@ -273,12 +274,12 @@ def share_memory_(model: nn.Module, chosen: Callable[[nn.Linear], bool]) -> None
 
 
 def _tie_again(holder: GroupHolder, _) -> None:
-    """After ``load_state_dict(assign=True)`` the parameters are others."""
+    """``load_state_dict(assign=True)`` replaces the parameters, so tie the new ones."""
     holder.tie()
 
 
 def require_tied(model: nn.Module) -> None:
-    """Raise where a parameter no longer is the view that the products read: it would train without effect."""
+    """Raise RuntimeError if a parameter has left the storage that products read: its updates would have no effect."""
     for prefix, group in named_groups(model):
         if not all(stack.is_tied() for stack in group.stacks()):
             raise RuntimeError(f"{prefix[:-1]}: {', '.join(group.spec.names)} have lost their common storage")

@@ -1,6 +1,6 @@
 """The LLaMA that trains: pre-norm, rotary embeddings, SwiGLU, no biases, untied head.
 
-Parameter names are those of the exported checkpoint. Where the linear layers come from is the backbone's business.
+Parameter names are those of the exported checkpoint. The backbone provides the linear layers.
 Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 """
 
@@ -27,22 +27,22 @@ NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
 
-Carry = tuple[Tensor | None, ...]  # what each group of a block hands to the same group of the next
+Carry = tuple[Tensor | None, ...]  # the tensor that each group of a block passes to the same group of the next block
 NO_CARRY: Carry = (None, None, None, None)
 
 
 def backbone(cfg: Config) -> type[Group]:
-    """The layers that ``cfg`` chooses."""
+    """The class of linear layers that ``cfg`` chooses."""
     return importlib.import_module(f"dlr_pretrain.models.{cfg.backbone.name}").BACKBONE
 
 
 def padded(width: int) -> int:
-    """The width that activations take: a multiple of 8 as it is, another up to the next multiple of 64."""
+    """The width of activations: ``width`` if it is a multiple of 8, else the next multiple of 64."""
     return width if width % 8 == 0 else -(-width // 64) * 64
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, statistics in fp32."""
+    """x / rms(x) * weight, with statistics in fp32 (fp64 for fp64)."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -62,18 +62,18 @@ def rotary(positions: int, width: int, dtype: torch.dtype, device: torch.device)
 
 
 def attention_bias(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention's scores [B, 1, T, T] so that a position sees no other document and nothing later.
+    """The bias [B, 1, T, T] of the attention scores that hides other documents and later positions.
 
-    ``documents`` [B, T] numbers the document of each position. Rotary embeddings turn by differences of positions, so a
-    document's are what they are when it stands alone. It is no boolean mask, of which each block would make (and keep
-    for its backward pass) this very tensor.
+    ``documents`` [B, T] holds the number of each position's document. Positions need not restart at each document,
+    because rotary embeddings act only through differences of positions. The bias is not a boolean mask, because each
+    block would convert a mask into this tensor and keep it for the backward pass.
     """
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return torch.zeros_like(same, dtype=dtype).masked_fill_(~same.tril_(), -torch.inf)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, E] turned by its position."""
+    """x [B, H, T, E], each vector rotated by its position."""
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
@@ -83,15 +83,15 @@ def _call(stage: Callable, *arguments):
 
 
 def _recompute(stage: Callable, *arguments):
-    """Call ``stage``, keep its arguments instead of what it computes, and compute that again in the backward pass."""
+    """Call ``stage``, keep only its arguments, and call it again in the backward pass."""
     return checkpoint(stage, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(head size) + bias) v, all [B, heads, T, head size]; causal without a bias [B, 1, T, T].
 
-    Compiled for a CPU in bf16, as products with fused code between them: torch's own backward pass takes 2.4 times as
-    long there (T = 256, two cores with avx512_bf16), and in fp32 the same.
+    A model compiled for a CPU in bf16 uses plain products with fused code between them: there the backward pass of
+    torch's own operator takes 2.4 times as long (T = 256, two cores with avx512_bf16). In fp32 both take the same time.
     """
     if torch.compiler.is_compiling() and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         if bias is None:
@@ -114,14 +114,14 @@ class Attention(GroupHolder):
         self.o = self.add_group(layer, GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped)
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
-        """The latent of q, k and v -> what the output projection reads [B, T, D]; causal also without a bias."""
+        """The latent of q, k and v -> the input [B, T, D] of the output projection; causal also without a bias."""
         q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in self.qkv.expand(z))
         y = attention(rotate(q, cos, sin), rotate(k, cos, sin), v, bias)
         return y.transpose(1, 2).flatten(2)
 
 
 class MLP(GroupHolder):
-    """down(silu(gate(x)) * up(x)); without the SiLU where the backbone's knob ``swiglu_silu`` is false."""
+    """down(silu(gate(x)) * up(x)); without the SiLU if the backbone's knob ``swiglu_silu`` is false."""
 
     def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
         super().__init__()
@@ -133,15 +133,15 @@ class MLP(GroupHolder):
         self.down = self.add_group(layer, GroupSpec(("down_proj",), f, d, wide, d, block), knobs, grouped)
 
     def combine(self, z: Tensor) -> Tensor:
-        """The latent of gate and up -> what the down projection reads."""
+        """The latent of gate and up -> the input of the down projection."""
         gate, up = self.gate_up.expand(z)
         return (F.silu(gate) if self.silu else gate) * up
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), in five stages that are cut at the latents of the four groups.
+    """x + attention(norm(x)), then x + mlp(norm(x)), in five stages, divided at the latents of the four groups.
 
-    What groups carry to the next block goes in and comes out.
+    ``forward`` takes the tensors that the previous block's groups carry over, and returns those for the next block.
     """
 
     def __init__(self, cfg: Config, layer: type[Group], block: int, grouped: bool):
@@ -174,7 +174,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry, run: Callable = _call
     ) -> tuple[Tensor, Carry]:
-        """``run(stage, *arguments)`` runs all stages but the last."""
+        """Run all stages, the first four as ``run(stage, *arguments)``."""
         z, qkv = run(self.to_qkv, x, carried[0])
         z, o = run(self.to_o, z, cos, sin, bias, carried[1])
         x, z, gate_up = run(self.to_gate_up, z, x, carried[2])
@@ -182,7 +182,7 @@ class Block(nn.Module):
         return self.to_next(z, x), (qkv, o, gate_up, down)
 
     def compile_stages(self) -> None:
-        """Compile the stages one by one: what is recomputed in the backward pass is then a graph of its own."""
+        """Compile each stage by itself, so that the backward pass recomputes one graph at a time."""
         for stage in ("to_qkv", "to_o", "to_gate_up", "to_down", "to_next"):
             setattr(self, stage, torch.compile(getattr(self, stage), dynamic=False, fullgraph=True))
 
@@ -199,15 +199,15 @@ class Body(nn.Module):
 
 
 class Llama(nn.Module):
-    """``forward(ids, targets)`` is the training loss; ``logits(ids)`` the model.
+    """``forward(ids, targets)`` returns the training loss, ``logits(ids)`` the logits.
 
-    A position sees what comes before it in its row; with ``documents`` [B, T], the number of each position's document,
-    what of that is in its document.
+    A position sees itself and the positions before it in its row. With ``documents`` [B, T], the number of each
+    position's document, it sees only those in its own document.
 
     ``grouped=False`` calls each projection's own modules, without common storages or padding. With
-    ``train.activation_checkpointing`` "latent" the backward pass has kept the latents of every group and the block's
-    input, 7 r + d values a position and block, and computes the rest again (CoLA-M; Liu et al., 2025, count 2 d); with
-    "block" it has kept the blocks' inputs, and what crosses between them.
+    ``train.activation_checkpointing`` "latent", each block keeps its input and the latents of its groups for the
+    backward pass, 7 r + d values per position, and recomputes the rest (CoLA-M; Liu et al., 2025, count 2 d instead of
+    d). With "block" only the blocks' inputs are kept, including the tensors that groups carry from block to block.
     """
 
     def __init__(self, cfg: Config, vocab_size: int, grouped: bool = True):
@@ -219,7 +219,7 @@ class Llama(nn.Module):
         self.score = score
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
-        """ids [B, T] -> what the head reads [B, T, D]."""
+        """ids [B, T] -> the input [B, T, D] of the head."""
         x = self.model.embed_tokens(ids)
         cos, sin = rotary(ids.shape[1], self.head_width, x.dtype, x.device)
         bias = None if documents is None else attention_bias(documents, x.dtype)
@@ -238,17 +238,17 @@ class Llama(nn.Module):
         return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """The sum (not the mean) of the cross-entropy over the scored targets [B, T], in fp32."""
+        """The sum (not the mean) of the cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
         x = self.hidden(ids, documents).flatten(0, -2)
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
 
     def compile_(self, whole: bool = False) -> None:
-        """Compile the blocks, or the ``whole`` before the head, and the loss in place; parameters keep their names.
+        """Compile the blocks (with ``whole``: all that precedes the head) and the loss in place. Parameter names stay.
 
-        The head's products stand outside: their rows are taken in pieces, however many there are.
+        The products of the head are not compiled, because the number of pieces that the loss cuts them into varies.
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True)
-        torch._dynamo.config.optimize_ddp = False  # would cut each graph along DDP's buckets
+        torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
         self.score = compiled(score)
         if whole:
             self.hidden = compiled(self.hidden)
@@ -257,12 +257,12 @@ class Llama(nn.Module):
             if self.checkpointing == "latent":
                 block.compile_stages()
             else:
-                block.forward = compiled(block.forward)  # and not FSDP's hooks
+                block.forward = compiled(block.forward)  # not block itself: FSDP's hooks stay outside the graph
         self.model.norm.forward = compiled(self.model.norm.forward)
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """Draw every initial value from (seed, parameter name), in fp32 before it is rounded to the model's dtype."""
+        """Draw every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
         draw = Draw(seed)
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_submodule(name).weight
@@ -282,12 +282,12 @@ def build(
     dtype: torch.dtype = torch.float32,
     initialize: bool = True,
 ) -> Llama:
-    """The model of ``cfg`` on ``device``, DLR attached; allocated once, in its final dtype.
+    """The model of ``cfg`` on ``device``, with DLR attached; it is allocated once, in its final dtype.
 
-    Without ``initialize`` its values are whatever the memory held: a checkpoint is to be loaded.
+    Without ``initialize`` its values are undefined until the caller loads a checkpoint.
     """
     branch = cfg.dlr.enabled and cfg.dlr.impl == "branch"
-    sharded = cfg.parallel.name == "fsdp"  # each projection's parameters by themselves, which have no common storage
+    sharded = cfg.parallel.name == "fsdp"  # FSDP shards each parameter by itself: there is no common storage
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=not (branch or sharded)).to(dtype)
     if device.type != "meta":
@@ -302,8 +302,10 @@ def build(
 
 
 def _widen_scalars_(model: Llama) -> None:
-    """Hold learned scalars (alpha, theta) in fp32. Near 1 a draw of their rounding to bf16 moves them by up to 0.8%,
-    and all that they scale with them: no sum over entries averages that out, as it does for a matrix.
+    """Hold learned scalars (alpha, theta) in fp32.
+
+    Near 1, one stochastic rounding to bf16 moves a scalar, and all values that it scales, by up to 0.8%. In a matrix
+    such errors average out over the entries; here nothing does that.
     """
     for p in model.parameters():
         if p.dim() == 0:

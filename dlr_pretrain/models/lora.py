@@ -24,8 +24,8 @@ class LoraProjection(nn.Module):
 class Lora(Group):
     """y = (W0 + s B A) x, s = alpha / rank.
 
-    W0 ~ N(0, 0.02^2) stays as it was drawn, or as a dense model had it; A starts uniform with bound 1/sqrt(d_in), B at
-    zero. Deployed as the dense weights W0 + s B A.
+    W0 is drawn from N(0, 0.02^2) or taken from a dense model, and never trained. A starts uniform with bound
+    1/sqrt(d_in), B at zero. The layer is deployed as the dense weight W0 + s B A.
     """
 
     deployed_dense = True
@@ -51,7 +51,7 @@ class Lora(Group):
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """W0 = the dense weights; with B at zero, the start computes what they compute."""
+        """W0 = the dense weights; because B is zero, the layer then computes what they compute."""
         for p, weight in zip(self.projections, dense, strict=True):
             p.weight.copy_(weight)
 

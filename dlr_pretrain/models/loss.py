@@ -1,8 +1,8 @@
-"""The summed cross-entropy of a linear head, its gradients formed in the forward pass, some rows of logits at a time.
+"""The summed cross-entropy of a linear head. The forward pass forms its gradients, for some rows of logits at a time.
 
-The backward pass finds gradients of the size of the head and of its input, and multiplies them by a number: neither
-logits nor probabilities are kept for it, and no more than ``ROWS`` rows of either exist at once. After Liger Kernel's
-fused linear cross-entropy (Hsu et al., 2024). torch has had an operator of its own since 2.13; 2.11 and 2.12 have none.
+The backward pass only scales these gradients, which have the shapes of the head and of its input. No logits or
+probabilities are kept for it, and at most ``ROWS`` rows of either exist at once. The method is that of Liger Kernel's
+fused linear cross-entropy (Hsu et al., 2024). torch has its own operator for this since 2.13; 2.11 and 2.12 have none.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from torch import Tensor
 
 from dlr_pretrain.tensors import IGNORE, at_least_fp32
 
-# The more rows in a piece, the less traffic: each piece adds a product [V, D] to an fp32 sum, 12 D V bytes in bf16,
-# while a row of logits is written and read for 12 V bytes. At 4,096 rows the sum adds D / 4,096 to that (an eighth at
-# 60m, half at 1b); 7b's 8 x 256 tokens are one piece, which needs no sum. A piece of bf16 logits is at most 262 MB at
-# V = 32,000; to lie in a GPU's cache it would have to be so small that the sums cost more than the cache saves.
+# Larger pieces need less memory traffic. Each piece adds a product [V, D] to an fp32 sum, which moves 12 D V bytes in
+# bf16; writing and reading the logits moves 12 V bytes per row. With 4,096 rows the sum adds D / 4,096 of the logits'
+# traffic (1/8 at 60m, 1/2 at 1b). The 8 x 256 tokens of 7b are one piece, which needs no sum. A piece of bf16 logits is
+# at most 262 MB at V = 32,000. Pieces that fit a GPU's cache would be so small that the sums would cost more than the
+# cache saves.
 ROWS = 4096
 
 Score = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 
 def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tensor]:
-    """logits [n, V], targets [n] -> the summed loss, and [n, 1] its gradient to the logit of each row's target.
+    """logits [n, V], targets [n] -> the summed loss, and its gradient [n, 1] to the logit of each row's target.
 
-    Both in fp32 (fp64 for fp64), where softmax is formed too, in one buffer at most. The logits are overwritten: with
-    ``gradient`` by the gradient to them, but for those of the targets.
+    Both are in fp32 (fp64 for fp64). The softmax is formed in that dtype too, in at most one buffer. The logits may be
+    overwritten. With ``gradient`` they become the gradient to them, except at the targets: theirs is the second result.
     """
     wide = logits.to(at_least_fp32(logits.dtype))
     scored = (targets != IGNORE).to(wide.dtype)[:, None]
     chosen = wide.gather(1, targets.clamp(min=0)[:, None])
     top = wide.amax(-1, keepdim=True)
-    compiled = torch.compiler.is_compiling()  # then powers are computed twice, and never written out
+    compiled = torch.compiler.is_compiling()  # the compiled code computes exponentials twice and stores none
     total = ((wide - top).exp() if compiled else wide.sub_(top).exp_()).sum(-1, keepdim=True)
     normalizer = top + total.log()
     loss = ((normalizer - chosen) * scored).sum()
@@ -45,7 +46,7 @@ def score(logits: Tensor, targets: Tensor, gradient: bool) -> tuple[Tensor, Tens
 def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, score: Score = score) -> Tensor:
     """The sum of -log softmax(W x)[target] over the targets that are not ``IGNORE``, in fp32 (fp64 for fp64).
 
-    x [N, D], weight [V, D], targets [N]. ``score`` may be a compiled ``score``. Gradients can be asked for once.
+    x [N, D], weight [V, D], targets [N]. ``score`` may be compiled. The backward pass can run only once.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _SummedCrossEntropy.apply(x, weight, targets, score)
@@ -66,7 +67,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 torch.mm(logits, weight, out=dx[rows])
             if for_weight:
                 dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))
-        ctx.gradients, ctx.dtype = (dx, dw), weight.dtype  # no saved tensors: what is saved cannot become a .grad
+        ctx.gradients, ctx.dtype = (dx, dw), weight.dtype  # not save_for_backward: a saved tensor cannot become a .grad
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -75,15 +76,17 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were formed once, and are gone; call the model again")
         (dx, dw), ctx.gradients = ctx.gradients, None
-        scale = scale.view(1, 1) if scale.is_cuda else scale  # a GPU would round one without dimensions to bf16 first
+        scale = scale.view(1, 1) if scale.is_cuda else scale  # a GPU would round a 0-d scale to bf16 first
         dx = None if dx is None else dx.mul_(scale)
         dw = None if dw is None else dw.mul_(scale).to(ctx.dtype)
         return dx, dw, None, None
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
-    """total + a b. Pieces are summed in fp32 (fp64 for fp64), so that they cost no more than the one rounding of a
-    product that is ``alone``."""
+    """total + a b. Pieces are summed in fp32 (fp64 for fp64), because a bf16 sum would round after every piece.
+
+    A product that is ``alone`` needs no sum and keeps its dtype.
+    """
     if alone:
         return a @ b
     wide = at_least_fp32(a.dtype)
@@ -93,9 +96,10 @@ def _added(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:
 
 
 def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """At most ``ROWS`` rows at a time: which, their logits [n, V] (in memory that the next piece takes), their targets.
+    """Yield at most ``ROWS`` rows at a time: their slice, their logits [n, V] and their targets.
 
-    Pieces are of one size where it divides the rows, so that one graph serves all.
+    The next piece overwrites the logits. Pieces have equal sizes if a small enough number of them divides the rows, so
+    that one compiled graph serves all.
     """
     fewest = max(1, -(-len(x) // ROWS))
     size = -(-len(x) // next((n for n in range(fewest, 2 * fewest) if len(x) % n == 0), fewest))

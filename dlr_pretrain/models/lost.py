@@ -1,7 +1,7 @@
 """LOST: a low-rank and a channel-sparse branch, y = gamma B silu(A x) + (1 - gamma) W_s x_I (Li et al., 2025).
 
 x_I are k fixed input channels. Both branches start from one dense weight W [d_out, d_in]: B A is its best approximation
-of rank r, I are the columns that matter most in what B A leaves, and W_s are those columns of W itself.
+of rank r, I are the most important columns of W - B A, and W_s are these columns of W itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dlr_pretrain.models.linear import Draw, GroupSpec, Stack
 from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
 from dlr_pretrain.models.spectrum import balanced, leading
 
-INIT_STD = 0.02  # of W, as the dense layers start
-ALIGNMENT = 8  # the rank is what the parameter budget leaves, mostly odd; products want rows of a multiple of this
+INIT_STD = 0.02  # of W, as for dense layers
+ALIGNMENT = 8  # widths of fast products are multiples of this; the rank that fits the parameter budget is mostly odd
 
 
 class LostProjection(LowRankProjection):
-    """The factors of one projection, W_s (``s.weight`` [d_out, k]) and its ``channels``, ascending."""
+    """The factors of one projection, W_s (``s.weight`` [d_out, k]) and its ``channels`` I in ascending order."""
 
     def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
         super().__init__(d_in, d_out, rank)
@@ -31,11 +31,11 @@ class LostProjection(LowRankProjection):
 class Lost(LowRank):
     """y = gamma B phi(A x) + (1 - gamma) W_s x_I; the latent is (gamma phi(A x), (1 - gamma) x_I).
 
-    B multiplies gamma phi(A x), so that what is added to B (DLR) is inside the low-rank branch.
+    B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
 
-    Knob ``channels`` scores the columns of a part of W by their l2 norm and takes the largest: "residual", of the
-    ``residual_rank`` singular values after the first r; "smallest", of the last ``residual_rank`` of those after the
-    first r; "random" draws them. ``init="cola"`` draws A and B as CoLA's; W_s are columns of W all the same.
+    Knob ``channels`` says how I is chosen. "residual" and "smallest" take the columns of largest l2 norm in a part of
+    W: that of the ``residual_rank`` singular values after the first r, or of the last ``residual_rank`` of those after
+    the first r. "random" draws I. ``init="cola"`` draws A and B as CoLA does; W_s are still columns of W.
     """
 
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
@@ -64,13 +64,13 @@ class Lost(LowRank):
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """As with ``init="svd"``, from the ``dense`` weights; random channels stay those that were drawn."""
+        """Start as with ``init="svd"``, from the ``dense`` weights; channels that were drawn at random stay."""
         for p, weight in zip(self.projections, dense, strict=True):
             self.start_projection_from_(p, weight)
 
     def start_projection_from_(self, p: LostProjection, dense: Tensor) -> None:
         dense = dense.to(p.b.weight.device)
-        left = min(dense.shape) - self.rank  # singular values that B A leaves out
+        left = min(dense.shape) - self.rank  # number of singular values that B A leaves out
         looked_at = min(self.knobs["residual_rank"], left)
         which = self.knobs["channels"]
         u, s, vh = leading(dense, self.rank + {"residual": looked_at, "smallest": left, "random": 0}[which])
@@ -88,7 +88,7 @@ class Lost(LowRank):
         return F.silu(h) if self.knobs["activation"] == "silu" else h
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """x [..., pad_in] -> [..., G, r + k]: gamma phi(A x) beside (1 - gamma) x_I, and zeros up to ``width``."""
+        """x [..., pad_in] -> [..., G, r + k]: gamma phi(A x), (1 - gamma) x_I, and zeros up to ``width``."""
         h = self.activate(self.down(x)[..., : self.rank])
         channels = torch.cat([p.channels for p in self.projections])
         chosen = x.index_select(-1, channels).unflatten(-1, (len(self.projections), -1))
@@ -96,7 +96,7 @@ class Lost(LowRank):
         return torch.cat((h * self.gamma, chosen * (1 - self.gamma), zeros), dim=-1), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """[..., G, width] -> B z_1 + W_s z_2, one [..., pad_out] a projection."""
+        """[..., G, width] -> B z_1 + W_s z_2, one [..., pad_out] per projection."""
         if not self.grouped:
             parts = z.split((self.rank, z.shape[-1] - self.rank), dim=-1)
             both = zip(self.projections, *(part.unbind(-2) for part in parts), strict=True)
@@ -104,7 +104,7 @@ class Lost(LowRank):
         rows = z.flatten(0, -3)
         if torch.is_grad_enabled():
             y = _SideBySide.apply(rows, self.b.storage, self.s.storage, *self.b.leaves, *self.s.leaves)
-        else:  # as in Stack
+        else:  # for dynamo, as in Stack
             y = torch.bmm(rows.transpose(0, 1), _side_by_side(self.b.storage, self.s.storage, self.width).mT)
         return y.view(len(self.projections), *z.shape[:-2], -1).unbind(0)
 
@@ -112,8 +112,8 @@ class Lost(LowRank):
 class _SideBySide(torch.autograd.Function):
     """z [N, G, width], B [G, d_out, r], W_s [G, d_out, k] -> (B W_s 0) z [G, N, d_out], in one product.
 
-    Joining the weights moves less than adding the two outputs, and their sum is rounded once. They are joined again in
-    the backward pass, so that no second copy of them is kept.
+    Joining the weights moves fewer bytes than adding the two outputs, and the sum is rounded once. The backward pass
+    joins them again, so that no second copy of them is kept.
     """
 
     @staticmethod
@@ -133,7 +133,7 @@ class _SideBySide(torch.autograd.Function):
 
 
 def _side_by_side(b: Tensor, s: Tensor, width: int) -> Tensor:
-    """[G, d_out, r] and [G, d_out, k] -> [G, d_out, width], zeros in the rest."""
+    """[G, d_out, r] and [G, d_out, k] -> [G, d_out, width], filled up with zeros."""
     return torch.cat((b, s, b.new_zeros(*b.shape[:-1], width - b.shape[-1] - s.shape[-1])), dim=-1)
 
 

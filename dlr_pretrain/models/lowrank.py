@@ -11,7 +11,7 @@ from dlr_pretrain.tensors import at_least_fp32
 
 
 class LowRankProjection(nn.Module):
-    """The two factors of one projection, and theta where its latents are scaled by a learned s = tanh(theta)."""
+    """The two factors of one projection, and theta if a learned s = tanh(theta) scales its latents."""
 
     def __init__(self, d_in: int, d_out: int, rank: int, learned_scale: bool = False):
         super().__init__()
@@ -24,10 +24,10 @@ class LowRankProjection(nn.Module):
 class LowRank(Group):
     """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
 
-    Knob ``init``: "cola", Var[(B A)_ij] = 1 / (d_in + d_out), as CoLA and DLR start; "kaiming", both factors uniform
-    with bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in +
-    fan_out), as in LORO. ``latent_scale`` is s, fixed, or with ``learn_latent_scale`` tanh(theta) with theta = 1 at the
-    start. ``b_gain`` multiplies the initial B.
+    Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
+    bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in + fan_out),
+    as in LORO. ``latent_scale`` is s, which is fixed. With ``learn_latent_scale``, s = tanh(theta) instead, and theta
+    starts at 1. ``b_gain`` multiplies the initial B.
     """
 
     def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
@@ -62,7 +62,7 @@ class LowRank(Group):
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """s B A = the best approximation of rank r of each dense weight, its singular values shared out evenly."""
+        """Set s B A to the best approximation of rank r of each dense weight, with B^T B = A A^T."""
         for p, weight in zip(self.projections, dense, strict=True):
             b, a = factors(weight.double() / latent_scale(p.state_dict(), self.knobs), self.knobs["rank"])
             p.a.weight.copy_(a)
@@ -70,7 +70,7 @@ class LowRank(Group):
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         own = type(self)
-        if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # what stands between is no matrix
+        if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # not a single matrix
             return super().dense(tensors)
         a, b = tensors["a.weight"], tensors["b.weight"]
         wide = at_least_fp32(a.dtype)
@@ -83,20 +83,20 @@ class LowRank(Group):
         return torch.stack([p.a(x) for p in self.projections], dim=-2)
 
     def activate(self, h: Tensor) -> Tensor:
-        """What stands between the factors."""
+        """The function between the factors; here the identity."""
         return h
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
         z = self.activate(self.down(x))
         if self.knobs.get("learn_latent_scale", False):
-            scale = torch.stack([p.theta for p in self.projections]).tanh()  # under FSDP wider than z
+            scale = torch.stack([p.theta for p in self.projections]).tanh()  # may be wider than z (bf16_sr, FSDP)
             return z * scale.to(z.dtype)[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z [..., G, r] -> B z, one [..., pad_out] a projection."""
+        """z [..., G, r] -> B z, one [..., pad_out] per projection."""
         if self.grouped:
             return self.b.batched(z).unbind(0)
         return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))

@@ -1,4 +1,4 @@
-"""Residuals put into the weights of a module and taken out again, by as many kernels as the weights have memories."""
+"""Puts residuals into the weights of a module and takes them out again, with one kernel for each storage of weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlr_pretrain.models.residual import Residual, Shared, by_memory, joined, pl
 
 
 class Layer(NamedTuple):
-    """An up-projection's residual, its weight, what holds its state (the weight, or a master), and a learned alpha."""
+    """An up-projection's residual, weight, state (the weight itself or its master), and learned alpha, if any."""
 
     residual: Residual
     weight: Tensor
@@ -25,7 +25,7 @@ class Layer(NamedTuple):
 
 
 def residuals(module: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """The up-projections that carry a residual, by name."""
+    """The up-projections that carry a residual, with their names."""
     return [(name, m) for name, m in module.named_modules() if isinstance(getattr(m, "residual", None), Residual)]
 
 
@@ -36,10 +36,10 @@ def require_restored(carrying: Sequence[tuple[str, nn.Linear]]) -> None:
 
 
 class Publisher:
-    """Publishes the residuals that ``module`` has now, any number of times.
+    """Publishes the residuals that ``module`` has when the publisher is made, any number of times.
 
-    What it looks up (names, and where in which memory the entries are) it keeps, until a tensor is another one or lies
-    elsewhere.
+    It looks up names once. It looks up the entries' places in memory again if a weight or its state was replaced or
+    moved.
     """
 
     def __init__(self, module: nn.Module):
@@ -50,7 +50,7 @@ class Publisher:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within, the weights are B + beta R^T; outside they are B again: see ``dlr.active``."""
+        """Inside the context the weights are B + beta R^T; at its end they are B again. See ``dlr.active``."""
         by_weight = {id(linear.weight): (name, linear) for name, linear in self.carrying}
         require_restored(self.carrying)
         watch = register_optimizer_step_pre_hook(partial(_refuse_step, by_weight))
@@ -67,8 +67,8 @@ class Publisher:
     def publish(self, masters: Mapping[str, Tensor] | None = None) -> None:
         """Make the working weights from the state: B + beta R^T, rounded once.
 
-        With ``masters`` (parameter name -> fp32 master) every parameter is the rounded master, and nothing needs to be
-        restored. Without, the parameters are the state themselves, and must not be published already.
+        With ``masters`` (parameter name -> fp32 master) every parameter is set from its master, and nothing needs to be
+        restored. Without them, the parameters are the state themselves, and must not be published already.
         """
         weights = [up.weight for _, up in self.carrying]
         if masters is None:
@@ -89,7 +89,7 @@ class Publisher:
 
     @torch.no_grad()
     def _restore(self) -> list[str]:
-        """Take the residual out of the weights, bit for bit; returns the names of those that changed meanwhile."""
+        """Take the residuals out of the weights, bit for bit; returns the names of those that changed meanwhile."""
         changed = [name or "the module" for name, up in self.carrying if not up.residual.untouched]
         for one in self._sums:
             one.restore()
@@ -106,9 +106,9 @@ class Publisher:
 
 
 class _Sum:
-    """Residuals that one addition publishes: their entries are of the same dtypes, on one device.
+    """Residuals that one addition publishes: their weights have one dtype, their states too, all on one device.
 
-    ``groups`` are of layers whose weights share a memory, and whose states do.
+    The layers of a group share one storage of weights and one storage of states.
     """
 
     def __init__(self, groups: Sequence[Sequence[Layer]]):
@@ -117,8 +117,8 @@ class _Sum:
         self.states = [Shared(of, [layer.state for layer in g]) for of, g in zip(own, groups, strict=True)]
         self.weights = [Shared(of, [layer.weight for layer in g]) for of, g in zip(own, groups, strict=True)]
         self.rows = [len(shards.here(layer.weight)) for layer in self.layers]
-        self.kept: Sequence[Tensor] = ()  # the entries of each group, where the weights are the state
-        self.constant: Tensor | None = None  # the betas, where none is learned
+        self.kept: Sequence[Tensor] = ()  # B's entries in each group, if the weights are the state
+        self.constant: Tensor | None = None  # the betas, if none is learned
 
     def publish(self) -> None:
         read = [shared.read() for shared in self.states]
@@ -140,7 +140,7 @@ class _Sum:
                 shared.write(some)
             for residual in published:
                 residual.saved = None
-        for residual in published:  # what was not withdrawn in a backward pass that did not end
+        for residual in published:  # a backward pass withdrew some of them and did not end
             residual.withdraw()
         self.kept = ()
 
@@ -163,7 +163,7 @@ def _sums(layers: Sequence[Layer]) -> list[_Sum]:
 
 
 def _identity(tensor: Tensor) -> tuple:
-    """What another tensor, or the same one in another place, differs in."""
+    """A value that changes if the tensor is replaced or moves in memory."""
     own = shards.here(tensor)
     return id(tensor), own.data_ptr(), own.storage_offset(), own.stride(), own.dtype
 

@@ -1,4 +1,4 @@
-"""ReLoRA: LoRA whose product is merged into the frozen weight again and again (Lialin et al., 2023)."""
+"""ReLoRA: LoRA whose product is merged into the frozen weight repeatedly (Lialin et al., 2023)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dlr_pretrain.models.lora import Lora, down_factor, merged
 
 
 class Relora(Lora):
-    """y = (W0 + s B A) x; the sum of products of rank r that W0 takes up may have any rank.
+    """y = (W0 + s B A) x. W0 accumulates products of rank r, whose sum may have any rank.
 
     The trainer merges after every ``merge_every`` updates, drops most of the factors' optimizer state and warms the
     learning rate up again.
@@ -21,15 +21,15 @@ class Relora(Lora):
 
     @torch.no_grad()
     def merge_(self, state: Mapping[str, Tensor], draw: Draw, prefix: str, number: int) -> list[str]:
-        """Merge ``number`` (from 1) on the tensors of ``state``, by parameter name: W0 += s B A, A drawn anew, B = 0.
+        """Do merge ``number`` (counted from 1) on ``state`` (parameter name -> tensor): W0 += s B A, a new A, B = 0.
 
-        Returns the names of the factors, which start anew. The new A is a function of the draw's seed, the parameter's
-        name and ``number`` alone.
+        Returns the names of the factors, which start anew. The new A depends on the draw's seed, the parameter's name
+        and ``number`` alone.
         """
         factors = []
         for name in self.spec.names:
             w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
-            own_w, own_a, own_b = (shards.here(state[name]) for name in (w, a, b))  # W0 and B share their rows
+            own_w, own_a, own_b = (shards.here(state[name]) for name in (w, a, b))  # the same rows of W0 and B
             own_w.copy_(merged(own_w, own_b, shards.gathered(state[a]), self.scale))
             own_a.copy_(shards.own_part(state[a], down_factor(draw, f"{a}/{number}", state[a].shape)))
             own_b.zero_()

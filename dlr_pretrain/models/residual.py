@@ -1,4 +1,4 @@
-"""beta R^T of one up-projection: which output receives which latent, and how that enters a weight."""
+"""beta R^T of one up-projection: which output receives which latent, and how it is added to a weight."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Residual:
     """beta R^T of one up-projection with weight [d_out, rank]: output i receives beta z[columns[i]].
 
     beta = alpha / sqrt(K), K = ceil(d_out / rank) (alpha itself without ``variance_correction``). ``columns`` is
-    floor(i / K) unless given. alpha may be learned: then it is the parameter ``dlr_alpha`` of the layer, and ``add``
-    is given its value. Of a weight that is sharded by rows, those that are here receive the residual of their index in
-    the whole.
+    floor(i / K) unless given. If alpha is learned, it is the parameter ``dlr_alpha`` of the layer, and the caller gives
+    its value to ``add``. If a weight is sharded by rows, each row on this rank receives the residual of its index in
+    the whole weight.
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class Residual:
         self.rows = torch.arange(d_out)
         self.contiguous = columns is None
         self.columns = self.rows // self.copies if columns is None else columns
-        self.saved: tuple[Tensor, Tensor] | None = None  # B and its entries while the residual is published into it
-        self.version = 0  # of B's memory when it was published
-        self._places: dict[tuple, Tensor] = {}  # by the layout of a weight
+        self.saved: tuple[Tensor, Tensor] | None = None  # the weight and B's entries, while published
+        self.version = 0  # autograd's version of the weight right after publishing
+        self._places: dict[tuple, Tensor] = {}  # layout of a weight -> places of its entries
         self._betas: Tensor | None = None
 
     @property
@@ -53,11 +53,11 @@ class Residual:
 
     @cached_property
     def checksum(self) -> int:
-        """CRC-32 of ``columns``, which a float64 holds exactly."""
+        """CRC-32 of ``columns``. A float64 holds it exactly."""
         return zlib.crc32(self.columns.cpu().numpy().tobytes())
 
     def entries(self, weight: Tensor) -> Tensor:
-        """The entries (i, columns[i]) of ``weight``, one for each of its rows that are here."""
+        """The entries (i, columns[i]) of ``weight``, one for each row that this rank holds."""
         own, at = self._entries_of(weight)
         return own[at]
 
@@ -67,11 +67,11 @@ class Residual:
 
     @property
     def untouched(self) -> bool:
-        """Whether the weight is as publishing has left it, or not published at all."""
+        """Whether the weight is unchanged since publishing, or the residual is not published at all."""
         return self.saved is None or shards.here(self.saved[0])._version == self.version
 
     def withdraw(self) -> bool:
-        """Take the residual out of the weight that it is published in, if any; whether that was ``untouched``."""
+        """Take the residual out of its weight, if it is published; returns whether the weight was ``untouched``."""
         untouched = self.untouched
         if self.saved is not None:
             with torch.no_grad():
@@ -80,7 +80,7 @@ class Residual:
         return untouched
 
     def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The rows of ``weight`` that are here, and the indices of the entries in them."""
+        """The rows of ``weight`` that this rank holds, and the indices of the entries in them."""
         self._follow(weight.device)
         if not shards.is_sharded(weight):
             return weight, (self.rows, self.columns)
@@ -93,7 +93,7 @@ class Residual:
         self.write(weight, plus(self.entries(weight), share * beta, weight.dtype))
 
     def places(self, weight: Tensor) -> Tensor:
-        """Where in the memory of ``weight`` the entries are, counted in values from its beginning."""
+        """The positions of the entries in the storage of ``weight``, counted in values from its start."""
         own = shards.here(weight)
         layout = own.storage_offset(), *own.stride(), own.shape[0], own.device, getattr(weight, "device_mesh", None)
         if layout not in self._places:
@@ -102,7 +102,7 @@ class Residual:
         return self._places[layout]
 
     def betas(self, entries: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """beta for each of ``entries``, in the dtype in which it is added to them."""
+        """beta for each of ``entries``, in the dtype of the addition: fp32 (fp64 for fp64)."""
         dtype = at_least_fp32(entries.dtype)
         if alpha is not None:
             return (alpha.to(dtype) / self.divisor).expand(len(entries))
@@ -111,17 +111,17 @@ class Residual:
         return self._betas[: len(entries)]
 
     def strength_gradient(self, gradient: Tensor) -> Tensor:
-        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): B and beta R^T enter the same product.
+        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): the gradient of B is that of B + beta R^T.
 
-        Of a gradient that is sharded by rows, it is the part of those that are here.
+        If the gradient is sharded by rows, the result is the part of the rows that this rank holds.
         """
         return self.entries(gradient).sum(dtype=at_least_fp32(gradient.dtype)) / self.divisor
 
     def duplicate(self, z: Tensor) -> Tensor:
-        """R^T z, [..., rank] -> [..., d_out]; contiguous copies as full groups plus a tail.
+        """R^T z, [..., rank] -> [..., d_out]. Contiguous copies are full groups of K and a tail.
 
-        Repeating all latents and cutting at d_out is the same, but inductor's C++ backend (torch 2.13) leaves the last
-        partial group unwritten for K > 8.
+        Repeating all latents and cutting at d_out gives the same, but inductor's C++ backend (torch 2.13) then does not
+        write the last partial group if K > 8.
         """
         if not self.contiguous:
             self._follow(z.device)
@@ -136,10 +136,10 @@ class Residual:
 
 
 def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Tensor | None:
-    """The latent of each output [d_out] under ``grouping``; None for the contiguous groups of K that are the default.
+    """The latent of each output [d_out] under ``grouping``; None for the default, contiguous groups of K.
 
-    "balanced": floor(i rank / d_out), every latent has floor or ceil(d_out / rank) copies. "random": as in the paper's
-    study of random duplication, drawn once from ``seed`` and the MD5 of the layer's ``name``.
+    "balanced": floor(i rank / d_out); every latent has floor or ceil(d_out / rank) copies. "random": drawn once from
+    ``seed`` and the MD5 of the layer's ``name``, as in the paper's study of random duplication.
     """
     if grouping == "balanced":
         return torch.arange(d_out) * rank // d_out
@@ -153,20 +153,20 @@ def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Te
 def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
     """entries + betas, formed in fp32 (fp64 for fp64) and rounded once to ``dtype``.
 
-    The one sum by which a residual enters a weight: in training, folding and exporting alike.
+    Training, folding and exporting all add a residual to a weight by this function, so that they agree bit for bit.
     """
     return (entries.to(at_least_fp32(entries.dtype)) + betas).to(dtype)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """The entries that ``residuals`` touch in ``tensors``, which share a memory: read and written by one kernel."""
+    """The entries that ``residuals`` change in ``tensors`` of one storage. One kernel reads or writes all of them."""
 
     residuals: Sequence[Residual]
     tensors: Sequence[Tensor]
 
     def read(self) -> Tensor:
-        """The entries of all, one after another."""
+        """The entries of all tensors, one tensor after another."""
         return self._memory[self._places]
 
     def write(self, values: Tensor) -> None:
@@ -188,7 +188,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
-    """The indices of ``tensors`` in groups: within one, all first tensors share a storage, all second ones another."""
+    """The indices of ``tensors`` in groups: in a group all first tensors share a storage, and so do all second ones."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, some in enumerate(tensors):
         groups.setdefault(tuple(shards.here(t).untyped_storage()._cdata for t in some), []).append(i)
@@ -196,13 +196,13 @@ def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
 
 
 class Branch:
-    """The paper's residual path, mixed into the class of a linear layer: y + beta * (each latent repeated K times).
+    """The paper's residual path, mixed into the class of a linear layer: y + beta R^T z.
 
-    A class of its own, and not a forward hook: ``torch.compile`` guards on classes but, by default, not on hooks.
+    It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
     """
 
     def forward(self, z: Tensor) -> Tensor:
-        learned = getattr(self, "dlr_alpha", None)  # its gradient is ``strength_gradient``, on this path as well
+        learned = getattr(self, "dlr_alpha", None)  # detached: ``strength_gradient`` gives its gradient here too
         beta = self.residual.beta if learned is None else learned.detach() / self.residual.divisor
         return super().forward(z) + beta * self.residual.duplicate(z)
 

@@ -1,14 +1,14 @@
-"""Named tensors held against those that a model has."""
+"""Compares the names and shapes of tensors with those of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-MOST = 10  # that a message lists
+MOST = 10  # lines of a list in a message
 
 
 def misfits(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
-    """A line for each tensor that is missing, is not of the model, or has another shape than it has there."""
+    """One line for each tensor that is missing, unknown to the model, or of another shape than in the model."""
     wrong = [f"{name}: missing" for name in expected if name not in found]
     wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
     return wrong + [
@@ -19,5 +19,5 @@ def misfits(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[
 
 
 def listed(wrong: Sequence[str]) -> list[str]:
-    """As much of a long list as a message holds."""
+    """The first ``MOST`` lines, and a line that counts the rest."""
     return [*wrong[:MOST], *([f"and {len(wrong) - MOST} more"] if len(wrong) > MOST else [])]

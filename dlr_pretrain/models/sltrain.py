@@ -14,7 +14,7 @@ from dlr_pretrain.tensors import at_least_fp32
 class SltrainProjection(nn.Module):
     """A [r, d_in], B [d_out, r], and S [d_out, d_in] as its trained ``values`` at the sorted flat positions ``index``.
 
-    nnz = int(sparsity d_in d_out) entries.
+    S has int(sparsity d_in d_out) entries.
     """
 
     def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
@@ -29,8 +29,8 @@ class SltrainProjection(nn.Module):
 class Sltrain(Group):
     """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
 
-    The dense matrix exists while it is multiplied by, in forward and again in backward; neither keeps it, but for the
-    single projections of ``parallel=fsdp``, whose forward does. Deployed as that matrix.
+    Forward and backward each form the dense matrix and drop it. With ``grouped=False`` (``parallel=fsdp``), forward
+    keeps it for backward. The layer is deployed as this matrix.
     """
 
     deployed_dense = True
@@ -65,7 +65,7 @@ class Sltrain(Group):
         leaves = *self.a.leaves, *self.b.leaves, *(p.values for p in self.projections)
         if torch.is_grad_enabled():
             y = _Formed.apply(rows, self.scale, *tensors, *leaves)
-        else:  # as in Stack
+        else:  # for dynamo, as in Stack
             values = [p.values for p in self.projections]
             y = rows @ _form_group(self.scale, *tensors[:2], tensors[2:], values, self.spec.d_in).flatten(0, 1).T
         return y.view(*z.shape[:-1], count, -1).unbind(-2)
@@ -83,7 +83,7 @@ def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> T
 
 
 def _positions(index: Tensor, d_in: int, pad_in: int) -> Tensor:
-    """Flat positions in [d_out, d_in] -> the same entries' in [pad_out, pad_in]."""
+    """Flat positions in [d_out, d_in] -> the flat positions of the same entries in [pad_out, pad_in]."""
     return index if pad_in == d_in else index + index // d_in * (pad_in - d_in)
 
 
@@ -92,14 +92,14 @@ def _form_group(scale: float, a: Tensor, b: Tensor, index, values, d_in: int) ->
     dense = torch.bmm(b, a).mul_(scale)
     for slot, where, value in zip(dense.flatten(1), index, values, strict=True):
         at = _positions(where, d_in, a.shape[2])
-        slot[at] = slot[at] + value  # no position twice: neither atomic nor in an order that matters
+        slot[at] = slot[at] + value  # positions are unique: no atomics, and the order does not matter
     return dense
 
 
 class _Formed(torch.autograd.Function):
-    """x [N, pad_in] -> [N, G pad_out], by G weights that are formed here and in backward.
+    """x [N, pad_in] -> [N, G pad_out], with G weights that forward and backward each form.
 
-    Arguments: x, scale, the storages of A and B, G indices; then the leaves, G each: those of A, of B, and the values.
+    Arguments: x, scale, the storages of A and B, G indices; then G leaves of A, G leaves of B, and G values.
     """
 
     @staticmethod

@@ -9,11 +9,12 @@ from torch import Tensor
 def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """U [m, k], S [k], Vh [k, n] of the k = ``rank`` largest singular values of ``weight`` [m, n], in float64.
 
-    From the eigenvectors of the smaller Gram matrix: for the sizes here several times faster than an SVD, which finds
-    all of both sides. In float64 the squared condition number costs nothing that the weights' own precision shows.
+    They come from the eigenvectors of the smaller Gram matrix. For the sizes here this is several times faster than an
+    SVD, which finds all vectors of both sides. In float64 the squared condition number loses no precision that the
+    weights have.
 
-    A pair of singular vectors has a sign to choose, and what follows a nonlinearity depends on it. Libraries and
-    devices choose differently; here the largest entry of the shorter side's vector is positive.
+    The sign of a pair of singular vectors is arbitrary, but a nonlinearity between the factors makes it matter.
+    Libraries and devices choose it differently. Here the largest entry of the shorter side's vector is positive.
     """
     wide = weight.double()
     if weight.shape[0] > weight.shape[1]:
@@ -33,5 +34,5 @@ def balanced(u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [m, rank] and A [rank, n] with B A the best approximation of ``weight`` [m, n], and B^T B = A A^T."""
+    """B [m, rank] and A [rank, n], where B A is the best approximation of ``weight`` [m, n] and B^T B = A A^T."""
     return balanced(*leading(weight, rank))

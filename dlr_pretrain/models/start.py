@@ -1,4 +1,4 @@
-"""A dense model as the start of a run (``train.init_from``)."""
+"""Starts a run from a dense model (``train.init_from``)."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class DenseStart:
-    """The dense LLaMA in ``folder``: ``model.safetensors``, or shards with their index, and perhaps a ``config.json``.
+    """The dense LLaMA in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
-    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as a
-    full-rank export of this framework and transformers write it. Only headers are read until ``put_into_``.
-    Raises UserError with all that does not fit.
+    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as
+    transformers and the full-rank export of this framework write it. The constructor reads headers, but no tensors. It
+    raises UserError with everything that does not fit.
     """
 
     def __init__(self, folder: Path, cfg: Config, vocab_size: int):
@@ -52,7 +52,7 @@ class DenseStart:
             return file.get_tensor(name)
 
     def fingerprint(self) -> str:
-        """SHA-256 of the content of all its files."""
+        """SHA-256 over the SHA-256 digests of the tensor files, sorted by path."""
         whole = hashlib.sha256()
         for path in sorted(set(self.files.values())):
             with path.open("rb") as file:
@@ -61,10 +61,10 @@ class DenseStart:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Start ``model`` from these weights: embeddings, norms and head as they are, projections as each group can.
+        """Start ``model`` from these weights: copy embeddings, norms and head; each group converts its projections.
 
-        Where a residual will be published into an up-projection, it is taken off beforehand: the first forward
-        multiplies by what the dense weights gave.
+        If an up-projection carries a residual, the residual is subtracted here, because training adds it again. The
+        first forward pass thus multiplies by the factors of the dense weights.
         """
         device, left = model.lm_head.weight.device, set(self.files)
         for prefix, group in named_groups(model):
@@ -91,12 +91,12 @@ def _wrong_shapes(files: dict[str, Path], expected: dict[str, torch.Size]) -> li
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if files.get(name) == path}  # noqa: SIM118
-    strange = {name: () for name in files if name not in expected}  # also where no file has them
+    strange = {name: () for name in files if name not in expected}  # also those that no file has
     return misfits(strange | shapes, expected)
 
 
 def _wrong_facts(path: Path, cfg: Config) -> list[str]:
-    """What shapes do not show, as far as ``path`` says it, in the forms of transformers 4 and 5."""
+    """Settings in ``path`` that differ from ours and that shapes do not show (formats of transformers 4 and 5)."""
     if not path.exists():
         return []
     found = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}

@@ -1,4 +1,4 @@
-"""Adam as the GaLore family of optimizers writes it; GaLore, Fira and LORO build on it."""
+"""Adam as the GaLore family of optimizers implements it. GaLore, Fira and LORO build on it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ COUNTER_BYTES = 4
 
 
 class Adam(torch.optim.Optimizer):
-    """W -= lr sqrt(1 - beta2^k) / (1 - beta1^k) m / (sqrt(v) + eps), then W -= lr weight_decay W, at a parameter's k-th
-    update: epsilon is added before the bias correction, unlike in ``torch.optim.AdamW``.
+    """Adam that adds epsilon before the bias correction, unlike ``torch.optim.AdamW``.
 
-    Moments have the parameter's dtype. Updates are computed in fp32 (fp64 for fp64) and rounded once, like those of
-    the fused kernels. A parameter without a gradient is left alone. Counters are tensors on the CPU.
+    The k-th update of a parameter W is W -= lr sqrt(1 - beta2^k) / (1 - beta1^k) m / (sqrt(v) + eps), then
+    W -= lr weight_decay W. Moments have the parameter's dtype. Updates are computed in fp32 (fp64 for fp64) and rounded
+    once, as in the fused kernels. A parameter without a gradient does not change. Counters are tensors on the CPU.
     """
 
-    advancing = staticmethod(iter)  # goes through the parameters of an update; a run's own tells its watch of each
-    index: int | None = None  # of the update in the run, from 0, where it is known
+    advancing = staticmethod(iter)  # iterates over an update's parameters; a run's version reports each to its watch
+    index: int | None = None  # the update's index in the run, from 0; None if unknown
 
     def __init__(self, groups: list[dict], knobs: dict):
         betas = knobs["beta1"], knobs["beta2"]
@@ -43,7 +43,7 @@ class Adam(torch.optim.Optimizer):
         move(p, direction, step, group["lr"] * group["weight_decay"])
 
     def direction(self, p: Tensor, gradient: Tensor, group: dict) -> tuple[Tensor, float]:
-        """Count an update of ``p`` and move its moments by ``gradient``, of any shape.
+        """Count an update of ``p`` and update its moments with ``gradient``, which may have any shape.
 
         Returns m / (sqrt(v) + eps) in fp32 (fp64 for fp64), and the step size with its bias correction.
         """
@@ -70,5 +70,5 @@ def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
 
 
 def state_bytes(p: Tensor) -> int:
-    """Two moments in the dtype of ``p``, and a counter."""
+    """Bytes of two moments in the dtype of ``p``, and of a counter."""
     return 2 * p.numel() * p.element_size() + COUNTER_BYTES

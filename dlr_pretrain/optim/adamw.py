@@ -1,6 +1,6 @@
-"""AdamW (Loshchilov and Hutter, 2019), all parameters at one rate as in the DLR paper.
+"""AdamW (Loshchilov and Hutter, 2019), with one learning rate for all parameters as in the DLR paper.
 
-Knob ``b_lr`` gives every up-projection a rate of its own, as LoRA+ does (Hayou et al., 2024).
+Knob ``b_lr`` multiplies the learning rate of every up-projection, as in LoRA+ (Hayou et al., 2024).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ def build(
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """torch's AdamW; moments have the parameters' dtype. The fused kernel computes in fp32 and rounds once, to the
-    nearest; with ``rounding_seed`` ``WideAdamW`` rounds stochastically.
+    """Build torch's AdamW, or with ``rounding_seed`` a ``WideAdamW`` that rounds stochastically.
+
+    Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
     """
     groups = decay_groups(parameters, knobs["weight_decay"], undecayed, knobs.get("b_lr", 1.0))
     if rounding_seed is not None:

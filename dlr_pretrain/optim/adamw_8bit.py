@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits (Dettmers et al., 2022), by torchao's codes."""
+"""AdamW with 8-bit moments (Dettmers et al., 2022), quantised by torchao."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dlr_pretrain.optim.parameters import decay_groups
 from dlr_pretrain.optim.quantized import torchao_optim, whole_blocks
 from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 
-SMALLEST = 4096  # values; the moments of smaller parameters, and of those that are no whole blocks, are not quantised
+SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
 
 
 def build(
@@ -24,7 +24,7 @@ def build(
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """AdamW whose moments have 8 bits where a parameter is large enough; all ranks decide that alike."""
+    """Build AdamW with 8-bit moments for parameters that are large enough; all ranks decide this alike."""
     torchao_optim()
     from torchao.optim.subclass_8bit import OptimState8bit
 
@@ -41,7 +41,7 @@ def build(
 
 
 def _quantised(p: Tensor, block_size: int) -> bool:
-    """Whether the moments of ``p`` are: where it is sharded, whether every rank can quantise its rows."""
+    """Whether the moments of ``p`` are quantised. If ``p`` is sharded, every rank must be able to quantise its rows."""
     fewest = p.numel()
     if shards.is_sharded(p):
         ranks, (rows, *row) = p.device_mesh.size(), p.shape
@@ -54,7 +54,7 @@ def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
 
 
 def _state_bytes(p: Tensor, block_size: int) -> int:
-    """Two moments and a counter; a quantised moment is its codes, fp32 scales, and an fp32 map of 256 values."""
+    """Bytes of two moments and a counter. A quantised moment has codes, fp32 scales and an fp32 map of 256 values."""
     moment = p.numel() * p.element_size()
     if _quantised(p, block_size):
         moment = p.numel() + p.numel() // block_size * 4 + 256 * 4

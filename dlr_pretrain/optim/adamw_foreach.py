@@ -1,7 +1,7 @@
 """AdamW on torch's foreach kernels, which round after every operation, as in the published runs of this family.
 
-In pure bf16 decay leaves a weight as it is where lr * weight_decay < 2^-9, and so does a second moment's own decay by
-1 - beta2 = 0.001: another training than with the fused kernel.
+In pure bf16, weight decay does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment by
+1 - beta2 = 0.001 does not change it either. Training therefore differs from training with the fused kernel.
 """
 
 from __future__ import annotations

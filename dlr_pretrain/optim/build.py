@@ -1,4 +1,4 @@
-"""Optimizers by name, their masked update, and their state as named tensors. One file an optimizer."""
+"""Optimizers by name, with masked updates and with their state as named tensors. Each has a file of its own."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ def build(
     apart: bool = False,
     advancing: Callable[[Iterable], Iterable] = iter,
 ) -> Optimizer:
-    """The optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
+    """Build the optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
-    Those named in ``undecayed`` have no weight decay. The learning rate is given to every update. Where parameters are
-    sharded by rows, each rank updates its own; optimizers of matrices do not take such.
+    Parameters named in ``undecayed`` have no weight decay. Every update receives its learning rate. If parameters are
+    sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-    rounded stochastically, which adamw and adamw_8bit can. ``apart`` gives each parameter a part of its own, for
-    ``Optimizer.update_one``. ``advancing`` goes through the parameters of an update that takes seconds.
+    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``apart`` builds a separate
+    part for each parameter, for ``Optimizer.update_one``. ``advancing`` iterates over the parameters of updates that
+    can take seconds (galore, fira, loro).
     """
     module, options = _module(choice), {}
     if choice.name in ROUND_AT_WILL:
@@ -77,13 +78,14 @@ class Optimizer:
         self.masked_on_device = all(map(_reads_found_inf, parts))
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int | None = None) -> None:
-        """One update at rate ``lr`` by the gradients times ``factor``, which it may spoil; where ``skip`` is 1,
-        parameters and state stay as they are. Both are fp32 scalars on the device. ``index`` is the update's in the
-        run, from 0; of the optimizers only loro asks for it.
+        """Update all parameters at rate ``lr`` by the gradients times ``factor``, unless ``skip`` is 1.
 
-        Fused kernels read both on the device through the hooks that gradient scalers use: the host does not wait, and
-        gradients are scaled in fp32 as they are read. Where a part has no such hooks (any but adamw and adamw_8bit),
-        the host waits for both once, and calls nothing if ``skip`` is 1.
+        If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
+        An update may overwrite the gradients. ``index`` is the update's index in the run, from 0; only loro needs it.
+
+        adamw and adamw_8bit read both scalars on the device, through the hooks of torch's gradient scaler: the host
+        does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
+        once for both, and steps no part if ``skip`` is 1.
         """
         skipped, exact = (False, None) if self.masked_on_device else _on_host(skip, factor)
         if skipped:
@@ -98,13 +100,13 @@ class Optimizer:
             shards.here(p).grad = None
 
     def update_one(self, name: str, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
-        """``update`` of one parameter, which is whole; the optimizer was built ``apart`` and masks on the device."""
+        """Update one unsharded parameter as ``update`` does; the optimizer is built ``apart`` and masks on device."""
         _step(self.part_of[name], lr, skip, factor)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as ``<parameter>/<entry>`` tensors; a quantised one is several (see ``quantized``).
+        """The state as ``<parameter>/<entry>`` tensors; a quantised entry is several tensors (see ``quantized``).
 
-        What has the shape of a parameter that is sharded is sharded like it.
+        The state of a sharded parameter is sharded like it, except scalars and the maps of quantised entries.
         """
         return {
             f"{name}/{entry}{suffix}": tensor
@@ -113,7 +115,7 @@ class Optimizer:
         }
 
     def state_layout(self) -> dict[str, dict]:
-        """What the tensors of quantised entries ``<parameter>/<entry>`` do not say themselves, as JSON."""
+        """The metadata of quantised entries ``<parameter>/<entry>`` that their tensors do not hold, as JSON values."""
         return {
             f"{name}/{entry}": quantized.layout(value)
             for name, entry, value in self._entries()
@@ -121,11 +123,11 @@ class Optimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored], layout: Mapping[str, dict]) -> None:
-        """The inverse of ``state_tensors`` and ``state_layout``: bit for bit, in each parameter's own memory layout.
+        """Restore ``state_tensors`` and ``state_layout``, bit for bit, in each parameter's own memory layout.
 
-        ``tensors`` are whole; of sharded parameters' each rank takes its rows. Where these cut a block of quantised
-        state, the state is taken by value and is not quantised from then on. Raises UserError for state of a parameter
-        that is not this optimizer's.
+        ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. If these rows cut a block of
+        quantised state, the state is restored by value and is not quantised from then on. Raises UserError for state of
+        a parameter that this optimizer does not have.
         """
         by_entry: dict[str, dict[str, Tensor | Stored]] = {}
         for full, value in tensors.items():
@@ -147,11 +149,11 @@ class Optimizer:
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
-        """Zero the moments of ``names`` in place, but for a share ``keep`` of their entries; nothing else changes.
+        """Zero the moments of ``names`` in place, except a share ``keep`` of their entries; nothing else changes.
 
-        ``by="random"`` keeps each entry with that probability, ``by="magnitude"`` those of the largest absolute value.
-        What is kept is a function of the state and (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023),
-        whose partial resets keep 0.001 at random, or 0.1 to 0.2 by magnitude.
+        ``by="random"`` keeps each entry with probability ``keep``; ``by="magnitude"`` keeps the entries of largest
+        absolute value. The choice depends on the state and (seed, name, entry) alone. Source: ReLoRA (Lialin et al.,
+        2023), whose partial resets keep 0.001 at random, or 0.1 to 0.2 by magnitude.
         """
         for name, entry, value in self._entries():
             if name in names and entry in MOMENTS:
@@ -167,7 +169,10 @@ class Optimizer:
 
 
 def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float | None]:
-    """Both after one wait; the factor as no kernel rounds it to bf16 first: a number on GPUs, a tensor on CPUs."""
+    """Read ``skip`` and ``factor`` on the host, with one wait for the device.
+
+    The factor is returned in a form that no kernel rounds to bf16 first: a number on GPUs, a tensor on CPUs.
+    """
     if factor is None or not factor.is_cuda:
         return bool(skip), factor
     skipped, number = torch.stack((skip, factor)).tolist()
@@ -181,7 +186,7 @@ def _step(
     factor: Tensor | None,
     exact: Tensor | float | None = None,
 ) -> None:
-    """A step of ``part``, which reads ``skip`` and ``factor`` on the device, or else has ``exact`` for the latter."""
+    """Step ``part``. With scaler hooks it reads ``skip`` and ``factor`` on the device; else ``exact`` is the factor."""
     for group in part.param_groups:
         own = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
@@ -197,11 +202,11 @@ def _step(
 
 
 def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
-    return getattr(part, "_step_supports_amp_scaling", False)  # what torch's gradient scaler asks
+    return getattr(part, "_step_supports_amp_scaling", False)  # the attribute that torch's gradient scaler checks
 
 
 def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:
-    """A copy of what is ``stored`` as ``part`` would have made it for the rows of ``p`` that are here."""
+    """A copy of ``stored``, laid out as ``part`` itself would make the state of this rank's rows of ``p``."""
     value = shards.whole(stored) if entry == "step" else shards.own_part(p, stored)
     if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
@@ -209,13 +214,13 @@ def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | St
 
 
 def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:
-    """Which entries of ``value`` are to be zeroed, as a mask of its shape."""
+    """A mask of the shape of ``value``: true for the entries to zero."""
     if by == "random":
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         return (torch.rand(value.shape, generator=generator) >= keep).to(value.device)
     if by == "magnitude":
         size = value.abs().to(at_least_fp32(value.dtype))
-        rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # so many lie below the quantile
+        rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # number of entries below the quantile
         return size < size.flatten().kthvalue(rank + 1).values
     raise ValueError(f"prune by {by!r}: random or magnitude")

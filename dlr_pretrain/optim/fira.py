@@ -1,4 +1,4 @@
-"""Fira (Chen et al., 2024): GaLore, and the rest of the gradient scaled like what was projected."""
+"""Fira (Chen et al., 2024): GaLore plus the rest of the gradient, scaled as Adam scales the projected part."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
 
 
 def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    """The state of GaLore, and a norm for each matrix."""
+    """Bytes of GaLore's state, and of a norm for each matrix."""
     norms = sum(at_least_fp32(p.dtype).itemsize for p in block_matrices(parameters).values())
     return galore.state_bytes(parameters, knobs) + norms
 
 
 class Fira(galore.GaLore):
-    """Moves a matrix by a back(N) + S, S = (G - a back(R)) phi, where a is ``update_scale`` and phi = |N| / |R| along
-    the reduced dimension. That a stands in S as well follows the authors' code.
+    """Moves a matrix by a back(N) + S, where S = (G - a back(R)) phi and a is ``update_scale``.
 
-    The Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
+    phi = |N| / |R|, with norms along the reduced dimension. S contains a because the authors' code does so. The
+    Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
     """
 
     def __init__(self, groups: list[dict], knobs: dict):

@@ -1,4 +1,4 @@
-"""GaLore (Zhao et al., 2024): Adam on gradients projected to a low rank, in the place of low-rank weights."""
+"""GaLore (Zhao et al., 2024): Adam on gradients that are projected to a low rank, instead of low-rank weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def groups(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str
 
 
 def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    """A projected matrix has a projector [r, min(m, n)], and moments r x max(m, n)."""
+    """Bytes of the state. A projected matrix has a projector [r, min(m, n)] and two moments of r x max(m, n)."""
     matrices, rank = block_matrices(parameters), knobs["rank"]
     entries = sum(rank * (min(p.shape) + 2 * max(p.shape)) * p.element_size() for p in matrices.values())
     return entries + len(matrices) * COUNTER_BYTES + sum(map(adam_bytes, without(parameters, matrices).values()))
 
 
 class GaLore(Adam):
-    """With the gradient G [m, n] of a matrix and its projection R = G P^T (m >= n) or P^T G (m < n), Adam runs on R,
-    and its direction N moves the weight by N P or P N, times ``update_scale``.
+    """Runs Adam on a projection of each matrix's gradient G [m, n]: R = G P^T if m >= n, else R = P^T G.
 
-    P is orthonormal, from the leading singular vectors of G; it is renewed at the first of every ``refresh_every``
-    updates. The moments are kept as they are then, although they belong to the old P, as in the authors' code.
+    Adam's direction N for R moves the weight by N P or P N, times ``update_scale``. P is orthonormal and consists of
+    leading singular vectors of G. The first of every ``refresh_every`` updates renews P; as in the authors' code, it
+    keeps the moments, although they belong to the old P.
     """
 
     def __init__(self, parameter_groups: list[dict], knobs: dict):
@@ -55,13 +55,13 @@ class GaLore(Adam):
         move(p, self.full(p, reduced, direction), step, group["lr"] * group["weight_decay"])
 
     def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
-        """The direction of the whole matrix, in fp32 (fp64 for fp64), from Adam's on the reduced gradient."""
+        """The direction for the whole matrix, in fp32 (fp64 for fp64), from Adam's ``direction`` for ``reduced``."""
         return self.scale * back(direction, self.state[p]["projector"], p)
 
 
 def projector(gradient: Tensor, rank: int) -> Tensor:
-    """Orthonormal P in the dtype of ``gradient`` [m, n]: [rank, n] for a product from the right where m >= n, otherwise
-    [m, rank] for one from the left. The decomposition is computed in fp32 (fp64 for fp64).
+    """Orthonormal P in the dtype of ``gradient`` [m, n]: [rank, n] if m >= n, for a product from the right, else
+    [m, rank], for a product from the left. The decomposition is computed in fp32 (fp64 for fp64).
     """
     u, _, vh = torch.linalg.svd(gradient.to(at_least_fp32(gradient.dtype)), full_matrices=False)
     leading = vh[:rank] if gradient.shape[0] >= gradient.shape[1] else u[:, :rank]
@@ -74,7 +74,7 @@ def project(gradient: Tensor, p: Tensor) -> Tensor:
 
 
 def back(reduced: Tensor, p: Tensor, like: Tensor) -> Tensor:
-    """R [m, r] or [r, n] -> R P or P R, of the shape of ``like``; multiplied in P's dtype, then at least fp32."""
+    """R [m, r] or [r, n] -> R P or P R, shaped as ``like``; multiplied in P's dtype, returned in fp32 or wider."""
     reduced = reduced.to(p.dtype)
     full = reduced @ p if like.shape[0] >= like.shape[1] else p @ reduced
     return full.to(at_least_fp32(p.dtype))

@@ -1,4 +1,4 @@
-"""LORO (Mo et al., 2025): Adam on low-rank factors, with exact steps on the manifold of their products in between."""
+"""LORO (Mo et al., 2025): Adam on low-rank factors, with periodic exact steps on the manifold of their products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A, B = ".a.weight", ".b.weight"
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
     """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others.
 
-    Whether a pair is decayed is what ``undecayed`` says of its B.
+    A pair is decayed unless ``undecayed`` names its B.
     """
     factors = {name: p for name, p in parameters.items() if name.removesuffix(B) + A in parameters and name.endswith(B)}
     partners = {id(p): parameters[name.removesuffix(B) + A] for name, p in factors.items()}
@@ -34,12 +34,14 @@ def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
 
 
 class Loro(Adam):
-    """Every ``exact_every``-th update of the run is exact: it moves a pair on the manifold of matrices of rank r, along
-    the directions of Adam. The others move the factors themselves, by r / ``hidden_size`` of Adam's step.
+    """Adam on pairs of factors; every ``exact_every``-th update of the run is an exact step.
 
-    Which update it is, ``index`` says, as it does to the rate's restarts: an update that was left out, or a fork that
-    starts without state, shifts neither. After an exact step all state starts anew, that of the other parameters too,
-    so k counts from there.
+    An exact step moves each pair on the manifold of matrices of rank r, along Adam's directions. The other updates
+    move the factors themselves, by r / ``hidden_size`` times Adam's step.
+
+    ``index`` determines which updates are exact, as it determines the restarts of the rate, so that a skipped update,
+    or a fork that starts without state, shifts neither. An exact step resets the state of all parameters, and k
+    counts from there.
     """
 
     def __init__(self, groups: list[dict], knobs: dict, hidden_size: int):
@@ -80,8 +82,10 @@ class Loro(Adam):
 
 
 def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[Tensor, Tensor]:
-    """B [d_out, r], A [d_in, r] and the directions of both -> the balanced factors (B^T B = A^T A) of the matrix of
-    rank r nearest to W - step Z, where W = B A^T and Z is the tangent vector at W that the directions stand for.
+    """The balanced factors (B^T B = A^T A) of the matrix of rank r that is nearest to W - step Z.
+
+    W = B A^T with B [d_out, r] and A [d_in, r]. Z is the tangent vector at W that the directions ``db`` and ``da``
+    represent.
     """
     r = b.shape[1]
     (u, rb), (v, ra) = torch.linalg.qr(b), torch.linalg.qr(a)

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024) in the scaling of Liu et al. (2025), beside AdamW."""
+"""Muon (Jordan et al., 2024) with the scaling of Liu et al. (2025), combined with AdamW."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from dlr_pretrain.optim.parameters import block_matrices, decay_groups, without
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
-    """torch's Muon on the matrices of the blocks (its momentum has their dtype, Newton and Schulz's iteration is in
-    bf16), fused AdamW on all others. Muon's update has the root mean square of AdamW's: one rate serves both.
+    """torch's Muon on the matrices of the blocks, fused AdamW on all others.
+
+    Muon's momentum has the dtype of the matrices; its Newton-Schulz iteration runs in bf16. Muon's updates have the
+    root mean square of AdamW's, so that one rate serves both.
     """
     matrices = block_matrices(parameters)
     muon = torch.optim.Muon(

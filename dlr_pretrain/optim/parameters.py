@@ -1,4 +1,4 @@
-"""What optimizers ask of named parameters: which are matrices of a block, which are decayed, how state is laid out."""
+"""Which named parameters are matrices of a block, which are decayed, and how an optimizer's state is laid out."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
 def decay_groups(
     parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str], b_lr: float = 1.0
 ) -> list[dict]:
-    """The parameter groups, decayed and not, in the form of ``torch.optim``; none is empty.
+    """The parameter groups, by weight decay and rate, in the form of ``torch.optim``; no group is empty.
 
-    ``rate`` is a group's learning rate over that of the update: ``b_lr`` of the up-projections, 1 of all others. Of
-    parameters that are sharded, groups hold the rows that are here.
+    ``rate`` is a group's learning rate divided by that of the update: ``b_lr`` for up-projections, 1 for all others.
+    Groups hold this rank's rows of sharded parameters.
     """
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, p in parameters.items():
@@ -35,9 +35,9 @@ def decay_groups(
 
 
 def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """An uninitialised state tensor on the device of ``p``, in its memory layout where the shapes are equal.
+    """An uninitialised state tensor on the device of ``p``, with its memory layout if the shapes are equal.
 
-    State is made and restored by this rule alone, so that a product sees the same strides before and after a resume.
+    State is made and restored by this one rule, so that products see the same strides before and after a resume.
     """
     if shape == p.shape:
         return torch.empty_like(p, dtype=dtype, requires_grad=False)

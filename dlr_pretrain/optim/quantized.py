@@ -1,8 +1,8 @@
-"""Block-quantised state of torchao's optimizers as the plain tensors that it is made of, and back.
+"""Converts the block-quantised state of torchao's optimizers to plain tensors, and back.
 
-An entry of 8-bit state is codes (uint8, of the parameter's shape), one fp32 scale a block of consecutive entries in
-row-major order, and the fp32 map from codes to values: value = map[code] * scale. Of a parameter that is sharded by
-rows, the blocks are those of the whole, as long as no rank's rows cut one.
+An entry of 8-bit state consists of codes (uint8, of the parameter's shape), one fp32 scale for each block of
+consecutive entries in row-major order, and the fp32 map from codes to values: value = map[code] * scale. If a parameter
+is sharded by rows and no rank's rows cut a block, its blocks are those of the whole parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def torchao_optim():
-    """torchao's optimizers, without what the package says of its other parts while it is imported."""
+    """The module of torchao's optimizers, imported without the package's warnings about its other parts."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -37,7 +37,7 @@ def is_quantized(value: Tensor) -> bool:
 
 
 def whole_blocks(p: Tensor, block_size: int) -> bool:
-    """Whether the rows of ``p`` that any rank holds are whole blocks of the whole."""
+    """Whether every rank's rows of ``p`` consist of whole blocks of the whole tensor."""
     if not shards.is_sharded(p):
         return p.numel() % block_size == 0
     row, ranks = p.shape[1:].numel(), p.device_mesh.size()
@@ -45,9 +45,10 @@ def whole_blocks(p: Tensor, block_size: int) -> bool:
 
 
 def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
-    """The tensors that hold ``value``, an entry of the state of ``p``, by the suffix of each one's name.
+    """The tensors that hold ``value``, an entry of the state of ``p``, by the suffix of each tensor's name.
 
-    A plain tensor is held by itself. Where ``p`` is sharded and its rows are whole blocks, scales have a row for each.
+    A plain tensor has the empty suffix. If ``p`` is sharded and each of its rows consists of whole blocks, the scales
+    have one row for each row of ``p``.
     """
     if not is_quantized(value):
         return {"": shards.like(p, value) if value.dim() else value}
@@ -58,15 +59,15 @@ def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
 
 
 def layout(value: Tensor) -> dict:
-    """What ``stored`` does not say, as JSON: the rule, whether values have signs, the block, and the nominal dtype."""
+    """The metadata that ``stored`` omits, as JSON: rule, whether values are signed, block size and nominal dtype."""
     dtype = str(value.dtype).removeprefix("torch.")
     return {"rule": "blockwise_8bit", "signed": value.signed, "block_size": value.block_size, "dtype": dtype}
 
 
 def restored(tensors: Mapping[str, Tensor | Stored], described: Mapping, p: Tensor) -> Tensor:
-    """The inverse of ``stored`` and ``layout`` for ``p``, on its device; nothing is shared with ``tensors``.
+    """The inverse of ``stored`` and ``layout`` for ``p``, on its device; the result shares no memory with ``tensors``.
 
-    A plain tensor of the same values where the rows of ``p`` that a rank holds cut a block.
+    If some rank's rows of ``p`` cut a block, the result is a plain tensor of the same values.
     """
     torchao_optim()
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -94,7 +95,7 @@ def decoded(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
 
 
 def encoded(value: Tensor, values: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Codes, of the shape of ``value``, and scales, the largest magnitudes of its ``blocks``."""
+    """Codes of the shape of ``value``, and the scale of each of its ``blocks``: the block's largest magnitude."""
     from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
     unit, scale = scale_tensor(value.contiguous(), value.numel() // blocks)

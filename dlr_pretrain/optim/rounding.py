@@ -1,8 +1,8 @@
 """Stochastic rounding from fp32 to bf16, by bits that are a function of (seed, name, step, entry) alone.
 
-A value goes to one of its two neighbours in bf16, to the nearer one the likelier, so that its mean over many draws is
-itself: what is smaller than half a unit in the last place still acts (Gupta et al., 2015). Nothing is drawn from a
-generator: every rank, every device and every restart gets the same bits.
+A value is rounded to one of its two bf16 neighbours, to the nearer one with the higher probability, so that the mean
+over many draws is the value itself. Changes smaller than half a unit in the last place therefore still have an effect
+(Gupta et al., 2015). No generator is involved: every rank, every device and every restart gets the same bits.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ WORD = 0xFFFFFFFF
 
 
 def keys(seed: int, name: str, first: int, device: torch.device) -> Tensor:
-    """Two words of the seed and the parameter's name, and the index of the first of its entries that are here."""
+    """Two 32-bit words hashed from seed and name, then the index of this rank's first entry, as int64 [3]."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     words = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4)]
     return torch.tensor([*words, first], dtype=torch.int64, device=device)
 
 
 def random_words(shape: torch.Size, keys: Tensor, step: Tensor) -> Tensor:
-    """32 uniform bits an entry, as int64. Entries are numbered in row-major order, whatever their memory layout."""
+    """32 uniform bits per entry, as int64. Entries are numbered in row-major order, whatever their memory layout."""
     of_step = _mixed(keys[1] ^ step.to(torch.int64))
     index = torch.arange(shape.numel(), device=keys.device).view(shape) + keys[2]
     return _mixed(_mixed(index ^ keys[0]) ^ of_step)
@@ -39,9 +39,9 @@ def _mixed(word: Tensor) -> Tensor:
 
 
 def rounded(value: Tensor, bits: Tensor) -> Tensor:
-    """fp32 ``value`` to bf16 by 16 random ``bits`` an entry: added to the pattern, of which the upper half is kept.
+    """Round fp32 ``value`` to bf16: add 16 random ``bits`` to each entry's bit pattern and keep its upper half.
 
-    Exactly unbiased where a value's neighbours are finite; what bf16 holds already, infinities and NaN are themselves.
+    This is exactly unbiased if a value's neighbours are finite. Exact bf16 values, infinities and NaN do not change.
     """
     pattern = (value.view(torch.int32) + bits.to(torch.int32)) & -0x10000
     return torch.where(value.isfinite(), pattern.view(torch.float32), value).to(torch.bfloat16)

@@ -13,7 +13,7 @@ def rate(cfg: Config, update: int) -> float:
     span = {"steps": t.steps, "warmup": cfg.warmup_steps, "peak": t.lr, "min_ratio": t.min_lr_ratio}
     if knobs.get("schedule") == "loro":
         every, shift = knobs["exact_every"], knobs["shift"]
-        shift = span["warmup"] // every * every if shift is None else shift  # restarts then follow the exact steps
+        shift = span["warmup"] // every * every if shift is None else shift  # restarts follow exact steps
         return loro(update, **span, every=every, restart=knobs["restart_warmup"], shift=shift)
     if merge_every is not None:
         return cosine(update, **span) * restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
@@ -21,7 +21,7 @@ def rate(cfg: Config, update: int) -> float:
 
 
 def restarts(cfg: Config) -> tuple[int, int] | None:
-    """Every how many updates the rate of the run ``cfg`` starts anew, and over how many it then rises; None: never."""
+    """(updates between restarts of the rate of ``cfg``, updates over which it then rises); None without restarts."""
     knobs, backbone = cfg.optimizer.knobs, cfg.backbone.knobs
     if knobs.get("schedule") == "loro":
         return knobs["exact_every"], knobs["restart_warmup"]
@@ -30,8 +30,8 @@ def restarts(cfg: Config) -> tuple[int, int] | None:
 
 def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:
     """The rate of update ``update`` (counted from 0): linear from 0 to ``peak`` over ``warmup`` updates, then a cosine
-    to ``min_ratio * peak`` at ``steps``. As in the GaLore family of scripts, the first update has rate 0 where there is
-    a warm-up.
+    to ``min_ratio * peak`` at ``steps``. As in the GaLore family of scripts, the first update has rate 0 if there is a
+    warm-up.
     """
     if update < warmup:
         return peak * update / warmup
@@ -40,9 +40,9 @@ def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) 
 
 
 def restarted(update: int, every: int, restart: int) -> float:
-    """ReLoRA's share of the rate (Lialin et al., 2023): from 0 to 1 over the ``restart`` updates after each merge.
+    """ReLoRA's factor of the rate (Lialin et al., 2023): it rises from 0 to 1 in ``restart`` updates after a merge.
 
-    Merges follow every ``every`` updates, so the first update after a merge has an index that ``every`` divides.
+    A merge follows every ``every`` updates, so the index of the first update after a merge is a multiple of ``every``.
     """
     since = update % every
     return since / restart if update >= every and since < restart else 1.0
@@ -51,11 +51,12 @@ def restarted(update: int, every: int, restart: int) -> float:
 def loro(
     update: int, steps: int, warmup: int, peak: float, min_ratio: float, every: int, restart: int, shift: int
 ) -> float:
-    """LORO's rate, in the constants of its authors' code: a warm-up that starts at ``min_ratio * peak`` rather than 0,
-    then a cosine that runs ``shift`` updates late, so that it rises a little further and ends above the minimum.
+    """LORO's rate, with the constants of its authors' code.
 
-    After every exact step (each ``every`` updates) the moments are zero, and the rate rises from almost 0 to where the
-    curve stood at the restart, over ``restart`` updates.
+    The warm-up starts at ``min_ratio * peak`` rather than 0. The cosine after it runs ``shift`` updates late, so that
+    it rises a little further first and ends above the minimum. An exact step, every ``every`` updates, zeroes the
+    moments; the rate then rises, over ``restart`` updates, from almost 0 to the value of the curve at the restart.
+    There is no restart from the end of the warm-up until update ``shift + every``.
     """
 
     def share(progress: float) -> float:

@@ -1,6 +1,6 @@
-"""AdamW one parameter at a time, in one pass over it: computed in fp32, masked on the device, written in any form.
+"""AdamW that updates each parameter in one pass: it computes in fp32, masks on the device, and can store 8-bit moments.
 
-W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps) at a parameter's k-th update
+The k-th update of a parameter is W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps)
 (Loshchilov and Hutter, 2019). Moments are tensors of the parameter's dtype, or blocks of 8-bit codes.
 """
 
@@ -18,17 +18,17 @@ from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.tensors import at_least_fp32
 
 LARGEST = 1 << 24  # values that are updated at once
-Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # or codes, scales and map
+Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
 
 
 class WideAdamW(torch.optim.Optimizer):
     """AdamW over ``groups``, which may hold the rows of sharded parameters.
 
-    With ``rounding_keys``, by parameter (see ``rounding``), bf16 weights and second moments are rounded stochastically:
-    both move by less than half a unit in the last place, an update of beta2 = 0.999 by at most a thousandth of itself.
-    First moments move by a tenth, and are rounded to the nearest.
+    ``rounding_keys`` has keys by parameter (see ``rounding``); bf16 weights and second moments with keys are rounded
+    stochastically, because most of their changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks
+    a second moment by a thousandth. First moments change by a tenth, and are rounded to the nearest.
 
-    ``new_moment(p, signed)`` makes a moment of zeros; the default is a tensor like p.
+    ``new_moment(p, signed)`` makes a moment of zeros; the default is a tensor like ``p``.
     """
 
     _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
@@ -42,7 +42,7 @@ class WideAdamW(torch.optim.Optimizer):
         new_moment: Callable[[Tensor, bool], Tensor] | None = None,
     ):
         betas = knobs["beta1"], knobs["beta2"]
-        # a rate of each group's own, 0-dimensional: it widens no product
+        # each group has its own rate; a 0-dimensional tensor does not widen the dtype of a product
         groups = [group | {"lr": torch.zeros((), dtype=torch.float64)} for group in groups]
         super().__init__(groups, {"betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
         self.rounding_keys, self.new_moment = rounding_keys, new_moment or _zeros
@@ -73,7 +73,7 @@ class WideAdamW(torch.optim.Optimizer):
         state["step"].add_(skip == 0)
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
-        """What one pass takes: the whole, or so many rows that its temporaries stay small and no block is cut."""
+        """What each pass takes: all of ``w``, or a number of rows that keeps temporaries small and cuts no block."""
         if w.numel() <= LARGEST:
             yield w, g, m, v, keys
             return
@@ -87,7 +87,7 @@ class WideAdamW(torch.optim.Optimizer):
 
 
 def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor] | None:
-    """The keys of the rows of each bf16 parameter that are here, by themselves."""
+    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; None without a seed."""
     if seed is None:
         return None
     found = {}
@@ -137,7 +137,7 @@ def _advance(
     beta2: float,
     eps: float,
 ) -> None:
-    """One update in place, where ``skip`` is 0; ``step`` counts those before it."""
+    """Update in place if ``skip`` is 0; ``step`` is the number of updates before this one."""
     kept, dtype = skip != 0, at_least_fp32(p.dtype)
     k = step + 1
     w, g = p.to(dtype), gradient.to(dtype)
@@ -163,7 +163,7 @@ def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
 
 
 def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
-    """Make ``target`` the ``value`` unless ``kept``."""
+    """Write ``value`` to ``target`` unless ``kept`` is true."""
     if isinstance(target, Tensor):
         target.copy_(torch.where(kept, target, value.to(target.dtype)))
     else:

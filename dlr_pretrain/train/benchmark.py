@@ -1,4 +1,4 @@
-"""How long a save holds the training: what ``python scripts/benchmark.py checkpoint`` measures, on any ranks."""
+"""Measures how long a save delays the training, for ``python scripts/benchmark.py checkpoint``, on any ranks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.trial import noise, trial
 
-WARM_UP, BEFORE, AFTER = 5, 4, 4  # steps: before all, and around each save
+WARM_UP, BEFORE, AFTER = 5, 4, 4  # steps: to warm up, before each save, and after the first step behind each save
 LR = 1e-3
 
 
 class NoSaver:
-    """In the place of ``Saver``, for a trainer without a run directory."""
+    """Stands in for ``Saver`` in a trainer without a run directory."""
 
     saved, error = 0, None
 
@@ -41,13 +41,13 @@ def bare_trainer(
     write: Callable[[dict], None],
     saver: Saver | None = None,
 ) -> Trainer:
-    """A trainer of a new model without data room and run directory, which does not evaluate."""
+    """A trainer of a new model, without data and run directory; its evaluations only return a loss of 0."""
     updates, unmeasured = trial(cfg, runtime, vocab_size), {"eval/loss": 0.0}
     return Trainer(cfg, runtime, updates, lambda *_: unmeasured, Console(cfg, False), write, saver or NoSaver(), None)
 
 
 def saving(cfg: Config, rounds: int) -> Iterator[Measure]:
-    """Steps before, during and after asynchronous saves; call on all ranks."""
+    """Time the steps around asynchronous saves, and the saves themselves. All ranks must call."""
     with Runtime(cfg) as runtime, tempfile.TemporaryDirectory() as scratch:
         runtime.use_device()
         batch = noise(cfg, runtime, cfg.planned_vocab_size)
@@ -71,7 +71,11 @@ def saving(cfg: Config, rounds: int) -> Iterator[Measure]:
 
 
 def one_round(trainer: Trainer, batch: Batch) -> tuple[list[float], float, float, float, float]:
-    """Seconds: of each step before a save, in it, of the step after it, of some steps after it; of one waited for."""
+    """The seconds of one round, with an asynchronous and a synchronous save.
+
+    Returns those of each step before the asynchronous save, of the call that starts it, of the first step after it, the
+    median of the ``AFTER`` + 1 steps after it, and those of the synchronous save.
+    """
     plain = [step(trainer, batch) for _ in range(BEFORE)]
     blocked = timed(trainer, lambda: trainer.checkpoint(None, wait=False))
     first = step(trainer, batch)

@@ -1,14 +1,15 @@
-"""Checkpoints: safetensors and JSON in a directory that exists whole or does not count.
+"""Checkpoints: directories of safetensors and JSON files, which count only when they are complete.
 
 checkpoints/step_00001000/
-    part_00000_of_00002.safetensors   what rank 0 wrote: model/<parameter>, optimizer/<parameter>/<entry>, random/<rank>
+    part_00000_of_00002.safetensors   written by rank 0: model/<parameter>, optimizer/<parameter>/<entry>, random/<rank>
     state.json                        step, data position, tokens, evaluation
-    manifest.json                     sizes and checksums of the other files, the rows that they hold of tensors that
-                                      ranks share, the layout of quantised optimizer state; written last, it makes the
-                                      directory valid
+    manifest.json                     sizes and checksums of the other files, the rows of sharded tensors that each
+                                      file holds, the layout of quantised optimizer state. It is written last and
+                                      makes the directory valid
 
-Parameters are the state's (fp32 masters where there are any), B without its residual. A tensor that every rank holds
-is written by one of them; of one that is sharded by rows, each rank writes its own. Any number of ranks reads both.
+The parameters are those of the training state: fp32 masters if there are any, and B without its residual. If every
+rank holds a tensor, one rank writes it. If a tensor is sharded by rows, each rank writes its own rows. Any number of
+ranks can read both kinds.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ CHECK_THREADS = 8
 
 @dataclass
 class Snapshot:
-    """Everything that a run needs to go on as if it had never stopped, as it is in memory."""
+    """Everything in memory that a run needs in order to go on as if it had never stopped."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
@@ -54,20 +55,20 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay when a new one is durable: the newest ``last``, every ``every`` steps one, the best."""
+    """Which checkpoints stay when a new one is durable: the newest ``last``, one every ``every`` steps, the best."""
 
     last: int
     every: int | None = None
     best: bool = False
-    best_after: int = 0  # earlier evaluations are of other text
+    best_after: int = 0  # evaluations up to this step used other text
 
 
 class Piece(NamedTuple):
     """Some rows of a tensor, or all of it."""
 
     tensor: Tensor
-    first: int = 0  # row of the whole at which it begins
-    rows: int | None = None  # of the whole; None: it is the whole
+    first: int = 0  # row of the whole tensor at which the piece begins
+    rows: int | None = None  # of the whole tensor; None if the piece is all of it
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class Piece(NamedTuple):
 
 
 def own_rows(tensor: Tensor) -> Piece:
-    """What this rank holds of ``tensor``: all of it, or its rows of a DTensor that is sharded by them."""
+    """The part of ``tensor`` on this rank: all of it, or this rank's rows if it is a DTensor sharded by rows."""
     if not shards.is_sharded(tensor):
         return Piece(tensor)
     first, _ = shards.span(tensor)
@@ -83,7 +84,7 @@ def own_rows(tensor: Tensor) -> Piece:
 
 
 def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
-    """What ``rank`` writes: its rows of sharded tensors, and about as many bytes as the others of the whole ones."""
+    """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes."""
     groups = {"model": snapshot.model, "optimizer": snapshot.optimizer}
     everything = {f"{group}/{name}": own_rows(t.detach()) for group, own in groups.items() for name, t in own.items()}
     everything |= {f"random/{i}": Piece(state) for i, state in enumerate(snapshot.random)}
@@ -99,24 +100,27 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
 
 
 def begin(root: Path, step: int) -> Path | None:
-    """An empty folder for the parts of ``step``; None where a valid checkpoint of it exists. Clears what kills left."""
+    """Make an empty folder for the parts of ``step``; returns None if ``step`` has a valid checkpoint already.
+
+    Otherwise first deletes an invalid checkpoint of ``step``, and the folders that killed runs left unfinished.
+    """
     final = root / _name(step)
     if fault(final) is None:
         return None
-    if is_there(final):  # damaged, or left by a kill
+    if is_there(final):  # damaged, or left unfinished by a killed run
         _delete(final)
     for left in root.glob(".writing_*"):
         _delete(left, ignore_errors=True)
     for left in directories(root):
-        with suppress(OSError):  # of a disk that does not answer: perhaps its marker is there
+        with suppress(OSError):  # the disk does not answer: the manifest may be there, so the folder stays
             if not is_there(left / MANIFEST):
                 _delete(left, ignore_errors=True)
     return aside(root, final.name)
 
 
 def aside(root: Path, name: str) -> Path:
-    """An empty folder beside the checkpoints of ``root``; what is left of it counts for nothing."""
-    made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # no other start's, should it still write
+    """Make an empty folder beside the checkpoints of ``root``. It never counts as a checkpoint, even if it is left."""
+    made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
     made.mkdir(parents=True)
     return made
 
@@ -128,7 +132,10 @@ def write_part(
     pieces: Mapping[str, Piece],
     rest: Rest = at_once,
 ) -> dict[str, dict]:
-    """Write ``pieces`` (CPU tensors) durably; returns the file's entry in the manifest. ``rest`` as below."""
+    """Write ``pieces`` (CPU tensors) durably; returns the manifest entry of the file.
+
+    ``rest`` is an argument of ``write_safetensors``.
+    """
     path = aside / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     by_alignment = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
     entry = write_safetensors(path, {name: pieces[name].tensor for name in by_alignment}, rest)
@@ -145,10 +152,10 @@ def commit(
     keep: Keep,
     passed_over: Collection[Path] = (),
 ) -> Path:
-    """Make the parts in ``aside`` the checkpoint of ``step``, durably; then delete what ``keep`` does not keep.
+    """Make the parts in ``aside`` the checkpoint of ``step``, durably; then delete those that ``keep`` does not keep.
 
-    What was ``passed_over`` as damaged when the run resumed counts for nothing and goes too. Not what is of a later
-    step: another start of the run has written it, which took over while this one was away.
+    The checkpoints in ``passed_over``, which were found damaged when the run resumed, are deleted too. Any other
+    checkpoint of a later step stays: another start of the run, which took over from this one, has written it.
     """
     root = aside.parent
     final = root / _name(step)
@@ -160,14 +167,14 @@ def commit(
     os.rename(aside, final)
     sync(root)
     write_durably(final / MANIFEST, json.dumps(manifest, indent=1))
-    with suppress(OSError):  # a disk that does not answer is asked again after the next save; until then all stay
+    with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
         for directory in _superfluous(final, keep, set(passed_over) - {final}):
             _delete(directory, ignore_errors=True)
     return final
 
 
 def _superfluous(newest: Path, keep: Keep, stale: set[Path]) -> list[Path]:
-    """The directories that may go now that ``newest`` is durable. Raises OSError where the disk does not answer."""
+    """The directories to delete now that ``newest`` is durable. Raises OSError if the disk does not answer."""
     ours = [d for d in directories(newest.parent) if d in stale or step_of(d) <= step_of(newest)]
     valid = [d for d in ours if is_there(d / MANIFEST) and d not in stale]
     kept = {newest} | _kept(valid, keep)
@@ -175,7 +182,7 @@ def _superfluous(newest: Path, keep: Keep, stale: set[Path]) -> list[Path]:
 
 
 def _kept(valid: list[Path], keep: Keep) -> set[Path]:
-    """What ``keep`` keeps of ``valid`` checkpoints, newest first."""
+    """Those of the ``valid`` checkpoints (newest first) that ``keep`` keeps."""
     kept = set(valid[: keep.last])
     if keep.every is not None:
         kept |= {d for d in valid if step_of(d) % keep.every == 0}
@@ -187,7 +194,7 @@ def _kept(valid: list[Path], keep: Keep) -> set[Path]:
 
 
 def _evaluation(directory: Path) -> float | None:
-    """The evaluation of a checkpoint's step, if there was one; what is damaged is not the best."""
+    """The evaluation loss at a checkpoint's step; None if there was none, or if the file is missing or damaged."""
     try:
         return json.loads((directory / STATE).read_text()).get("eval_loss")
     except (FileNotFoundError, ValueError):
@@ -199,14 +206,14 @@ def _evaluation(directory: Path) -> float | None:
 
 
 class Stored:
-    """A tensor in a checkpoint, read as it is asked for."""
+    """A tensor in a checkpoint, read from the disk on demand."""
 
     def __init__(self):
-        self.pieces: list[tuple[int, int, object, str]] = []  # first row, rows of the whole, open file, name
+        self.pieces: list[tuple[int, int, object, str]] = []  # first row, rows of the whole tensor, open file, name
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         _, rows, file, name = self.pieces[0]
         shape = file.get_slice(name).get_shape()
         return tuple(shape) if rows is None else (rows, *shape[1:])
@@ -218,7 +225,7 @@ class Stored:
         return self.rows(0, rows)
 
     def rows(self, first: int, end: int) -> Tensor:
-        """The rows first..end, wherever they were written."""
+        """The rows from ``first`` up to, but not including, ``end``, from all pieces that hold some of them."""
         found = []
         for begins, _, file, name in sorted(self.pieces, key=lambda piece: piece[0]):
             piece = file.get_slice(name)
@@ -237,7 +244,7 @@ class Checkpoint:
     path: Path
     model: dict[str, Stored]
     optimizer: dict[str, Stored]
-    random: list[Tensor]  # of every rank that wrote it
+    random: list[Tensor]  # one state for each rank that wrote it
     state: dict
     optimizer_layout: dict[str, dict]
 
@@ -246,7 +253,7 @@ class Checkpoint:
         return self.state["step"]
 
     def close(self) -> None:
-        """Let go of the files, which are mapped while anything refers to them."""
+        """Release the files, which stay memory-mapped while anything refers to them."""
         self.model.clear(), self.optimizer.clear()
 
 
@@ -273,14 +280,14 @@ def load(directory: Path) -> Checkpoint:
 
 
 def fill_(tensor: Tensor, stored: Stored) -> None:
-    """Take over this rank's rows of what was stored."""
+    """Copy this rank's rows of ``stored`` into ``tensor``."""
     shards.here(tensor).copy_(shards.own_part(tensor, stored))
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:
     """The newest valid checkpoint, and why newer ones were passed over.
 
-    Raises UserError where there are checkpoints and none is valid: starting over would bury them.
+    Raises UserError if there are finished checkpoints but none is valid, because a new run would replace them.
     """
     skipped = []
     for directory in directories(root):
@@ -303,21 +310,21 @@ def directories(root: Path) -> list[Path]:
 
 
 def finished(root: Path) -> list[Path]:
-    """Checkpoint directories that have their marker, newest first, damaged or not."""
+    """Checkpoint directories that have a manifest, newest first, damaged or not."""
     return [directory for directory in directories(root) if is_there(directory / MANIFEST)]
 
 
 def fault(directory: Path) -> str | None:
-    """What is wrong with a checkpoint, or None.
+    """Says what is wrong with a checkpoint; None if it is valid.
 
-    Raises UserError where it may be sound: written in another format, or on a disk that does not answer.
+    Raises UserError if it may be valid but cannot be read: it has another format, or its disk does not answer.
     """
     try:
         manifest = json.loads((directory / MANIFEST).read_text())
         sealed = manifest.pop("sha256") == _digest(manifest)
     except FileNotFoundError:
         return "was not finished"
-    except (ValueError, KeyError, TypeError, AttributeError):  # no JSON, no text at all, or another one
+    except (ValueError, KeyError, TypeError, AttributeError):  # not JSON, not even text, or JSON of another kind
         sealed = False
     except OSError as error:
         raise _unreadable(directory / MANIFEST, error) from error
@@ -360,12 +367,15 @@ def step_of(directory: Path) -> int:
 
 
 def _digest(manifest: dict) -> str:
-    """A checksum of what the manifest says."""
+    """A checksum of the manifest's content."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _delete(directory: Path, ignore_errors: bool = False) -> None:
-    """Delete a checkpoint, its validity first; of one that was moved away, the link alone."""
+    """Delete a checkpoint. Its manifest goes first, so that a partial deletion leaves no valid checkpoint.
+
+    If the checkpoint was moved elsewhere and a symbolic link stands in its place, delete only the link.
+    """
     if directory.is_symlink():
         return directory.unlink()
     try:

@@ -1,4 +1,4 @@
-"""What a person sees: a summary, progress, evaluations, and where the result is. Rank 0 alone writes."""
+"""The console output: a summary, progress, evaluations, and where the result is. Only rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config
 from dlr_pretrain.errors import say
 
-LABEL = 12  # columns of the summary's first column
+LABEL = 12  # characters in the summary's first column
 WARNING = "warning:"
 
 
 class Console:
-    """A live line on a terminal; a line every ``log.every`` steps otherwise."""
+    """Shows progress: in one live line on a terminal, otherwise in a line every ``log.every`` steps."""
 
     def __init__(self, cfg: Config, enabled: bool, stream=None):
         self.cfg, self.enabled = cfg, enabled
@@ -27,7 +27,7 @@ class Console:
         self._line_open = False
 
     def say(self, text: str = "") -> None:
-        """A line of its own; a warning stands out on a terminal."""
+        """Write ``text`` on a line of its own; a warning is highlighted on a terminal."""
         if self.enabled:
             self.close_line()
             if self.live and text.startswith(WARNING) and not os.environ.get("NO_COLOR"):
@@ -35,7 +35,7 @@ class Console:
             say(text, self.stream)
 
     def summary(self, rows: dict[str, str]) -> None:
-        """Label and text, wrapped to the terminal."""
+        """Write each label and its text, wrapped to the terminal's width."""
         for label, text in rows.items():
             body = textwrap.fill(
                 text,
@@ -48,7 +48,7 @@ class Console:
             self.say(body)
 
     def step(self, record: dict, seconds_per_step: float | None) -> None:
-        """Progress after one update, and the evaluation if there was one."""
+        """Show the progress after one update, and the evaluation if there was one."""
         if not self.enabled:
             return
         step, steps = record["step"], self.cfg.train.steps
@@ -66,7 +66,7 @@ class Console:
         if seconds_per_step and step < steps:
             parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
         while len(line := "  ".join(parts)) >= self.width and len(parts) > 2:
-            del parts[2]  # the learning rate first, the remaining time last
+            del parts[2]  # the learning rate goes first, the remaining time last
         evaluated = "eval/loss" in record
         if self.live and not evaluated:
             say("\r\x1b[K" + line, self.stream, end="")
@@ -79,14 +79,14 @@ class Console:
             self.say(f"  eval  loss {loss}  perplexity {perplexity}{galore}")
 
     def close_line(self) -> None:
-        """Take the live line away: what comes next is written by others."""
+        """Remove the live line, so that other output can follow."""
         if self._line_open:
             say("\r\x1b[K", self.stream, end="")
             self._line_open = False
 
 
 def duration(seconds: float) -> str:
-    """12:05, 3:04:05, or 2d 3h."""
+    """A duration as text: 12:05, 3:04:05, or 2d 3h."""
     whole = round(seconds)
     if whole >= 48 * 3600:
         return f"{whole // 86400}d {whole % 86400 // 3600}h"
@@ -94,13 +94,8 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def plural(n: int, noun: str) -> str:
-    """1 rank, 2 ranks, 3 micro-batches."""
-    return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
 def decimal(number: float | None, places: int) -> str:
-    """3.1416, 1.2e+30 where that many digits would fill the line, or "-"."""
+    """A number as text: 3.1416, or 1.2e+30 for a large one, which would fill the line; "-" for None."""
     if number is None:
         return "-"
     return f"{number:.{places}f}" if abs(number) < 1e5 else f"{number:.1e}"

@@ -1,4 +1,7 @@
-"""One update, from a batch to changed weights; where loss or gradient is not finite, to unchanged ones."""
+"""One update of the weights from a batch.
+
+If the loss or the gradient is not finite, the weights do not change; ``PassingDescent`` has one exception.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 
-Micro = Sequence[tuple[Tensor, ...]]  # the model's inputs, a micro-batch each
+Micro = Sequence[tuple[Tensor, ...]]  # the model's inputs, one tuple for each micro-batch
 
 
 class Descent:
-    """All gradients of an update, then the optimizer's step."""
+    """Computes all gradients of an update, then takes the optimizer's step."""
 
     def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
         require_tied(weights.model)
@@ -38,21 +41,24 @@ class Descent:
             apart=cfg.train.memory == "low",
             advancing=runtime.advancing,
         )
-        self.halted = torch.zeros((), device=runtime.device)  # 1 from the first update on that ends the run
-        self.norm_before = torch.zeros((), device=runtime.device)  # of the last update that was applied
+        self.halted = torch.zeros((), device=runtime.device)  # becomes 1 with the update that ends the run
+        self.norm_before = torch.zeros((), device=runtime.device)  # gradient norm of the last update that was applied
         self.prepare()
 
     def prepare(self) -> None:
         self.gradients = self.weights.gradients(self.runtime.world_size)
 
     def update(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
-        """One optimizer update from one global batch, of which ``batch`` has this rank's rows. With adamw and
-        adamw_8bit the host never waits for the device; with others once, for whether to mask.
+        """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
 
-        ``index`` is the update's in the run, from 0. An update whose loss or gradient is not finite changes nothing;
-        for train.memory=low see ``PassingDescent``. Where ``train.on_nonfinite`` is "stop", or this or another rank has
-        ``failed``, neither does any after it. Returns device metrics: mean loss, gradient norm before clipping, whether
-        the update was masked, whether all from here on are, real tokens, and how many ranks were asked to stop.
+        With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read the
+        mask and the clip factor. ``index`` counts the updates of the run from 0.
+
+        An update whose loss or gradient is not finite changes nothing; for train.memory=low see ``PassingDescent``. If
+        ``train.on_nonfinite`` is "stop", no later update changes anything either. If this or another rank has
+        ``failed``, this update and all later ones change nothing. Returns metrics on the device, in fp64: mean loss,
+        gradient norm before clipping, whether this update was masked, whether all later ones will be, real tokens, and
+        how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
@@ -63,11 +69,14 @@ class Descent:
         micro = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
         loss, norm, masked = self.take(micro, count, index, lr, failures)
         metrics = loss, norm, masked, self.halted, real_tokens, stop
-        return torch.stack([metric.double() for metric in metrics])  # which holds any number of tokens
+        return torch.stack([metric.double() for metric in metrics])  # fp64 holds any token count
 
     def rehearse(self) -> None:
-        """A pass without a target, before the first step of a start. DDP sorts its buckets anew after a process's first
-        backward pass, and from three ranks on a sum rounds by its place in them: the step after a resume would differ.
+        """Run one backward pass without targets, before the first step of a process.
+
+        DDP rebuilds its buckets after the first backward pass of a process, and with three or more ranks the rounding
+        of a sum depends on its place in a bucket. Without this pass, the first step after a resume would differ from
+        that of an uninterrupted run.
         """
         if isinstance(self.gradients, Gradients) and self.gradients.bucketed:
             device, train = self.runtime.device, self.cfg.train
@@ -78,9 +87,9 @@ class Descent:
             self.gradients.clear()
 
     def take(self, micro: Micro, count: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The update of ``micro``, whose targets on all ranks are ``count``; none where a rank has ``failed``.
+        """The update from ``micro``, which has ``count`` targets over all ranks; masked if a rank has ``failed``.
 
-        ``index`` is the update's in the run, from 0. Returns on the device the loss, the gradient's norm before
+        ``index`` counts the updates of the run from 0. Returns, on the device, the loss, the gradient norm before
         clipping, and whether the update was masked.
         """
         numbered = enumerate(self.runtime.advancing(micro), 1)
@@ -91,7 +100,7 @@ class Descent:
 
     @part("optimizer")
     def apply(self, loss: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
-        """Take the step by the summed gradients, clipped; returns their norm before, and whether it was masked."""
+        """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was masked."""
         norm = self.gradients.norm(self.gradients.collect())
         factor = self.clip_factor(self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm)
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
@@ -105,12 +114,15 @@ class Descent:
         return norm, masked
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
-        """What brings a gradient of ``norm`` down to the bound; 1 where it is below, None where there is no bound."""
+        """The factor that scales a gradient of ``norm`` down to the bound, at most 1; None if there is no bound."""
         bound = self.cfg.train.clip
         return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
 
     def mask(self, finite: Tensor, failed: Tensor) -> Tensor:
-        """1 where this update is left out. It halts the run where ``train.on_nonfinite`` says so, or a rank failed."""
+        """Returns 1 if this update is to be left out, else 0. After a halt every update is left out.
+
+        Halts the run if a rank failed, or if the update is not ``finite`` and ``train.on_nonfinite`` is "stop".
+        """
         halt = failed > 0
         if self.cfg.train.on_nonfinite == "stop":
             halt = halt | ~finite
@@ -122,10 +134,11 @@ class Descent:
 
 
 class PassingDescent(Descent):
-    """``train.memory=low``: the optimizer's step in the backward pass, a gradient at a time.
+    """``train.memory=low``: the optimizer steps during the backward pass, one gradient at a time.
 
-    A loss that is not finite is known before anything is updated, and nothing is. Where a gradient is not finite
-    though the loss is, it and all that the backward pass makes after it update nothing; those before it have.
+    If the loss is not finite, nothing is updated, because the loss is known before the backward pass. If the loss is
+    finite and a gradient is not, this gradient and all later ones of the pass update nothing. The earlier ones of the
+    pass have already been applied.
     """
 
     def prepare(self) -> None:
@@ -144,5 +157,5 @@ class PassingDescent(Descent):
 
 
 def descent(cfg: Config, runtime: Runtime, weights: Weights) -> Descent:
-    """The updates of ``weights`` as ``cfg`` has them."""
+    """The kind of ``Descent`` that ``cfg`` asks for, on ``weights``."""
     return (PassingDescent if cfg.train.memory == "low" else Descent)(cfg, runtime, weights)

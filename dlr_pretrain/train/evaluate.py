@@ -1,4 +1,4 @@
-"""Perplexity on a fixed set of validation sequences: the same number on any ranks and for any micro-batch."""
+"""Perplexity on a fixed set of validation sequences: the same for any number of ranks and any micro-batch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dlr_pretrain.train.runtime import Runtime
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
-BETWEEN_LOOKS = 16  # batches, between looks at whether to go on
-STRIPES = 16  # of the validation set, which its halves take by turns
+BETWEEN_LOOKS = 16  # batches between two checks whether to stop
+STRIPES = 16  # of the validation set; they belong to its two halves in turn
 
 
 class Evaluator:
@@ -28,10 +28,11 @@ class Evaluator:
 
     @torch.no_grad()
     def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float] | None:
-        """``eval/loss`` (nats a target, weighted by target), those of both halves as ``eval/loss_a`` and ``_b`` (NaN of
-        one without a sequence), ``eval/perplexity``, and the GaLore convention's value.
+        """Evaluate ``model``; returns None if ``interruptible`` and a rank was asked to stop meanwhile.
 
-        None where it is ``interruptible`` and a rank was asked to stop meanwhile.
+        ``eval/loss`` is the mean over all targets, in nats; ``eval/loss_a`` and ``eval/loss_b`` are those of the two
+        halves (NaN if a half has no sequence). ``eval/perplexity`` follows from ``eval/loss``, and so does
+        ``eval/perplexity_galore``, by the GaLore convention.
         """
         totals = []
         for rows in halves(len(self.validation.tokens)):
@@ -50,12 +51,12 @@ class Evaluator:
         }
 
     def _summed(self, model: Llama, rows: np.ndarray, interruptible: bool) -> torch.Tensor | None:
-        """The loss summed over this rank's share of some rows, and the number of its targets: fp64 [2]."""
+        """The loss summed over this rank's share of ``rows``, and its number of targets: fp64 [2]; None if stopped."""
         device, n, world_size = self.runtime.device, self.micro_batch, self.runtime.world_size
         own = rows[self.runtime.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        share = -(-len(rows) // world_size)  # of all ranks alike: under fsdp each forward is a collective
+        share = -(-len(rows) // world_size)  # the same on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
             if interruptible and start // n % BETWEEN_LOOKS == BETWEEN_LOOKS - 1 and self._stopping():
                 return None
@@ -65,14 +66,16 @@ class Evaluator:
         return total
 
     def _stopping(self) -> bool:
-        """Whether any rank was asked to stop; all ranks call."""
+        """Whether any rank was asked to stop; all ranks must call."""
         asked = torch.tensor(float(self.runtime.stop_requested), device=self.runtime.device)
         return bool(self.runtime.sum(asked) > 0)
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """The sequences of the halves of a validation set: its even and its odd stripes, so that a drift along its files is
-    in both, and of packed documents at most ``STRIPES`` - 1 are."""
+    """The indices of the sequences in each half of a validation set: its even and its odd stripes.
+
+    So a drift along the files affects both halves, and at most ``STRIPES`` - 1 packed documents lie in both.
+    """
     odd = np.arange(sequences) * min(STRIPES, sequences) // sequences % 2 == 1
     return np.flatnonzero(~odd), np.flatnonzero(odd)
 
@@ -84,6 +87,6 @@ def galore_loss(loss: float, real_tokens: int) -> float:
 
 
 def _full(rows: torch.Tensor, n: int) -> torch.Tensor:
-    """``rows`` brought to ``n`` rows by empty ones, so that compiled shapes stay the same."""
+    """``rows`` filled up to ``n`` with empty rows, so that compiled shapes stay the same."""
     missing = rows.new_zeros((n - len(rows), *rows.shape[1:]))
     return torch.cat((rows, missing)) if len(missing) else rows

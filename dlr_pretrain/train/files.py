@@ -1,4 +1,4 @@
-"""A safetensors file, hashed as it is written through to the disk."""
+"""Writes a safetensors file durably and hashes it in the same pass."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
-WRITE_BYTES = 1 << 22  # hashed and written at once
+WRITE_BYTES = 1 << 22  # hashed and written at a time
 Rest = Callable[[float], object]
 
 
 def at_once(seconds: float) -> None:
-    """No pause between blocks: what ``write_safetensors`` does unless told otherwise."""
+    """Makes no pause between blocks: the default of ``write_safetensors``."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at_once) -> dict:
-    """Write ``tensors`` durably in one pass, hashed on the way; {"bytes", "sha256"} of the file.
+    """Write ``tensors`` durably and hash them, in one pass; returns {"bytes", "sha256"} of the file.
 
-    ``rest(seconds)`` is called after each block, with the time that it took.
-    The library's writer first makes a copy of everything, and would have to be read again for the checksum.
+    ``rest(seconds)`` is called after each block, with the time that the block took. The safetensors library would first
+    copy everything, and its file would have to be read again for the checksum.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -41,7 +41,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at
             for at in range(0, len(content), WRITE_BYTES):
                 block, began = content[at : at + WRITE_BYTES], time.perf_counter()
                 digest.update(block)
-                if file.write(block) != len(block):  # what an unbuffered file does before it says that it is full
+                if file.write(block) != len(block):  # on a full disk, an unbuffered file first writes less
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 size += len(block)
                 rest(time.perf_counter() - began)

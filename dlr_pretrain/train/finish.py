@@ -1,4 +1,4 @@
-"""The end of a run: fold, export, hold the export against what was trained, report."""
+"""The end of a run: fold, export, compare the export with the trained model, report."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def finish(
     folded: dict[str, Tensor],
     validation: ValidationSet,
 ) -> str:
-    """Write ``<run>/folded`` from ``weights.folded()``, and the report; says what was folded and how it was checked.
+    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``, and write the report.
 
-    Raises UserError where the export is not what was trained; the folder then stays aside, the checkpoints as they are.
-    Raises Diverged, and writes neither, where the last evaluation is not finite.
+    Returns a line that says what was folded and how it was checked. Raises UserError if the export is not what was
+    trained; it then stays in ``<run>/.folded.partial``, and the checkpoints stay as they are. Raises Diverged, and
+    writes nothing, if the last evaluation is not finite.
     """
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     if record.get("eval/perplexity", 0.0) is None:
@@ -58,7 +59,7 @@ def finish(
 
 
 def farewell(cfg: Config, run_dir: Path) -> str:
-    """Where the result is, and how to load it."""
+    """The lines that say where the result is and how to load it."""
     folded = run_dir / "folded"
     code = indent(loading(str(folded), trust=not deployed_dense(cfg)), "    ")
     return f"report      {run_dir / 'report.md'}\ncheckpoint  {folded}\n\n{code}"

@@ -17,16 +17,17 @@ from dlr_pretrain.models import dlr
 if TYPE_CHECKING:
     from dlr_pretrain.train.weights import Weights
 
-# Values of a piece of a norm on a CPU. Of a whole tensor torch casts all to fp32, more than any cache holds, and adds
-# the squares up one after the other: of 16 million it is off by 2.5e-4.
+# Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
+# and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
 CACHED = 1 << 15
 
 
 class Gradients:
     """Runs backward passes and hands the optimizer their sum over micro-batches and ranks.
 
-    ``native`` sums micro-batches in the gradients' own dtype and overlaps the reduction over ranks with the last
-    backward pass; ``fp32`` sums both in one fp32 buffer (32 bf16 micro-batches cost about 0.6% of the gradient).
+    ``native`` sums micro-batches in the gradients' own dtype (an error of about 0.6% with 32 micro-batches in bf16) and
+    overlaps the reduction over ranks with the last backward pass. ``fp32`` sums over micro-batches and ranks in one
+    fp32 buffer.
     """
 
     def __init__(self, weights: Weights, accumulate: str, world_size: int):
@@ -38,7 +39,7 @@ class Gradients:
             self.buffer = torch.zeros(sum(p.numel() for p in working), device=working[0].device)
             self.sums = _views(self.buffer, working)
         elif world_size > 1:
-            left_out = [*weights.strengths, *(name for name, _ in weights.model.named_buffers())]  # nothing moves them
+            left_out = [*weights.strengths, *(name for name, _ in weights.model.named_buffers())]  # without gradients
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(weights.model, left_out)
             self.module = DistributedDataParallel(weights.model, gradient_as_bucket_view=True)
             self.module.register_comm_hook(None, _summed)
@@ -49,11 +50,11 @@ class Gradients:
         return isinstance(self.module, DistributedDataParallel)
 
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss.
+        """Run one micro-batch forward and backward; returns its summed loss divided by ``count``.
 
-        ``inputs`` are those of the model: ids and targets [b, T], and where rows are separated the documents.
+        ``inputs`` are the model's: ids and targets [b, T], and the document numbers if documents are masked.
 
-        With the ``last`` micro-batch the sums are reduced over ranks.
+        With the ``last`` micro-batch the gradients are summed over ranks.
         """
         with nullcontext() if last or not self.bucketed else self.module.no_sync():
             with record_function("forward"):
@@ -69,7 +70,7 @@ class Gradients:
         return loss.detach()
 
     def collect(self) -> list[Tensor]:
-        """Give each tensor that is optimized its gradient, in its own dtype, and return them all."""
+        """Set the gradient of each optimized tensor, in the tensor's dtype, and return all gradients."""
         working = self.weights.differentiated
         sources = self.sums if self.sums is not None else [p.grad for p in working.values()]
         gradients = dict(zip(working, sources, strict=True))
@@ -81,11 +82,11 @@ class Gradients:
         return [value.grad for value in optimized.values()]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The l2 norm over all that ``collect`` returned, on all ranks."""
+        """The l2 norm over all gradients that ``collect`` returned; the same on all ranks."""
         return global_norm(gradients)
 
     def clear(self) -> None:
-        if self.bucketed:  # the gradients are views of the buckets: keep them so
+        if self.bucketed:  # the gradients are views of the buckets and must stay so
             torch._foreach_zero_([p.grad for p in self.weights.differentiated.values()])
         else:
             self.module.zero_grad()
@@ -102,7 +103,7 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The l2 norm of each, in fp32, on the device."""
+    """The l2 norm of each tensor, in fp32, on the device."""
     if tensors[0].device.type != "cpu":
         return torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
     pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
@@ -110,12 +111,12 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Its values in the order of the memory: no copy, also where it is a transposed one."""
+    """The values of ``tensor`` in memory order, without a copy even if it is transposed."""
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings
-    """DDP's reduction as a sum: the loss is already divided by the global count of targets."""
+    """Has DDP sum gradients, not average them: the loss is already divided by the global count of targets."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 

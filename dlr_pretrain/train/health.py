@@ -1,4 +1,4 @@
-"""What is watched while a run trains: how unusual a loss is, and what a step that is not finite was made of."""
+"""Watches a run: scores how unusual a loss is, and keeps the batches of steps that were not finite."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dlr_pretrain.data import Batch, DocumentStream, Place, Source, Tokenizer
 from dlr_pretrain.durable import write_durably
 
 WINDOW = 128  # losses that a loss is compared with
-SETTLED = 32  # losses before any is scored
+SETTLED = 32  # losses before the first one that is scored
 
 
 class SpikeScore:
     """How many standard deviations a loss lies above the mean of the ``WINDOW`` losses before it.
 
-    What it remembers travels with the checkpoints, so that a resumed run logs the same scores.
+    Checkpoints hold these losses, so that a resumed run logs the same scores.
     """
 
     def __init__(self, losses: Iterable[float] = ()):
         self.losses = deque(losses, WINDOW)
 
     def score(self, loss: float) -> float | None:
-        """The score of the next loss; None before there is enough to compare with, and for one that is not finite."""
+        """The score of the next loss; None if it is not finite, or if the losses before it are too few or all equal."""
         if not math.isfinite(loss):
             return None
         found = None
@@ -38,14 +38,14 @@ class SpikeScore:
 
 
 class Suspects:
-    """Keeps the batches of steps that were not finite, below ``<run>/nonfinite``, for a look."""
+    """Keeps the batches of steps that were not finite in ``<run>/nonfinite``, for inspection."""
 
     def __init__(self, cfg: Config, run_dir: Path, source: Source, tokenizer: Tokenizer, rank: int):
         self.cfg, self.source, self.tokenizer, self.rank = cfg, source, tokenizer, rank
         self.folder = run_dir / "nonfinite"
 
     def keep(self, step: int, loss: float, norm: float, batch: Batch, before: dict[str, list[int]]) -> Path:
-        """Write this rank's part of the batch: where its documents lie, their tokens and their text."""
+        """Write this rank's part of the batch: the places of its documents in the data, their tokens and their text."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"step_{step:08d}_rank_{self.rank}.json"
         each = self.cfg.train.global_batch // self.cfg.num_streams

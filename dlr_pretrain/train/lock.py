@@ -1,4 +1,4 @@
-"""One writer a run directory: a kernel lock for this machine, a lease with a heartbeat for the others."""
+"""One writer per run directory: a kernel lock on this machine, and a lease with a heartbeat for other machines."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from dlr_pretrain.errors import UserError, leave
 from dlr_pretrain.heartbeat import EXPIRY
 
 HEARTBEAT = 10.0  # seconds between beats
-LISTEN = 2.5 * HEARTBEAT  # seconds in which a holder that lives is sure to beat: clocks of machines differ
+LISTEN = 2.5 * HEARTBEAT  # seconds within which a live holder surely beats: clocks differ, so a beat's age says little
 POLL = 1.0  # seconds between two looks at a lease
-SETTLE = 2.0  # seconds in which two that write the same lease at once see who was the last
+SETTLE = 2.0  # seconds after which two processes that wrote the lease at once see which wrote last
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
 
 
 @functools.cache
 def kernel() -> str:
-    """This machine since its last start; containers on it have the same, and share its locks."""
+    """An id of this machine since its last boot. All containers on a machine share it, and share its locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -35,11 +35,12 @@ def kernel() -> str:
 
 
 class RunLock:
-    """Held by rank 0 from before the first write to after the last; released by the end of the process, too.
+    """The lock on a run directory. Rank 0 holds it from before its first write until after its last.
 
-    The kernel's lock says at once whether a holder on this machine lives. Network file systems may not carry it to
-    other machines, so the holder also renews a lease in ``<run>/.lock``. A lease that is not renewed for ``EXPIRY``
-    seconds is taken over; its holder, if it was only away, finds another's token in it, and ``lost`` ends it there.
+    The kernel's lock tells at once whether a holder on this machine is alive: the end of a process releases it. Network
+    file systems may not carry it to other machines, so the holder also renews a lease in ``<run>/.lock``. Another
+    process may take over a lease that is not renewed for ``EXPIRY`` seconds. If its holder was only suspended, it then
+    finds the other's token in the lease and calls ``lost``, which ends it.
     """
 
     def __init__(self, run_dir: Path, lost: Callable[[UserError], object] = leave):
@@ -47,14 +48,14 @@ class RunLock:
         self.path = run_dir / ".lock"
         self.token = uuid.uuid4().hex
         self.descriptor: int | None = None
-        self._beaten = 0.0  # when the lease was last seen to be held, and renewed
+        self._beaten = 0.0  # when the lease was last renewed, by ``CLOCK``
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run-lock", daemon=True)
 
     def acquire(self) -> str:
         """Take the run directory; returns the token of this start, or raises a UserError that names the holder.
 
-        Where the holder may be dead, it waits for up to ``EXPIRY`` seconds to be sure.
+        If the holder may be dead, first waits for up to 2 * ``EXPIRY`` seconds to be sure.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -71,10 +72,10 @@ class RunLock:
         return self.token
 
     def require_held(self, at_most: float = 0.0) -> None:
-        """Raise UserError where another start has taken the run over: nothing more may be written then.
+        """Raise UserError if another start has taken the run over, or the lease was deleted.
 
-        Asks the file system unless the lease was renewed ``at_most`` seconds ago. To be called before what is
-        written counts, such as the manifest of a checkpoint.
+        This process may write nothing more then. Reads the lease, unless it was renewed less than ``at_most`` seconds
+        ago. Call this before a write that counts, such as that of a checkpoint's manifest.
         """
         if self._now() - self._beaten < at_most:
             return
@@ -90,14 +91,14 @@ class RunLock:
             )
 
     def release(self) -> None:
-        """Let the next one in; without effect on a process that does not hold the lock."""
+        """Release the lock for the next process; does nothing if this process does not hold it."""
         if not self._thread.is_alive():
             return
         self._stopped.set()
         self._thread.join()
         with suppress(OSError, UserError):
             self.require_held()
-            self._write(0.0)  # the token stays: one that was away for all this time must find it
+            self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
         os.close(self.descriptor)
 
     def __enter__(self) -> RunLock:
@@ -109,11 +110,11 @@ class RunLock:
     # ------------------------------------------------------------------------------------------------
 
     def _wait(self) -> bool:
-        """Return when nobody holds the directory any more: True where the kernel keeps others out from now on."""
+        """Wait until nobody else holds the directory; returns True if the kernel's lock keeps others out from now."""
         first, deadline = None, 0.0
         while True:
             locked, lease = self._lock(), self._read()
-            here = not lease.get("beat") or lease["kernel"] == kernel()  # no holder, or the kernel's lock knows of it
+            here = not lease.get("beat") or lease["kernel"] == kernel()  # no holder, or one on this machine
             if locked and here:
                 return True
             if locked is None and not lease.get("beat"):
@@ -132,7 +133,7 @@ class RunLock:
             time.sleep(POLL)
 
     def _lock(self) -> bool | None:
-        """Whether this process has the kernel's lock; None on a file system without locks (Lustre may be one)."""
+        """Try to take the kernel's lock: whether it worked; None on a file system without locks (Lustre may be one)."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -142,7 +143,7 @@ class RunLock:
         return True
 
     def _settled(self) -> bool:
-        """Whether the lease is still this process's after others that wrote it at the same time must have done so."""
+        """Whether the lease is still this process's after ``SETTLE`` seconds, when simultaneous writers are done."""
         time.sleep(SETTLE)
         return self._read().get("token") == self.token
 
@@ -154,7 +155,7 @@ class RunLock:
             except UserError as error:
                 self.lost(error)
                 return
-            except OSError:  # a full disk or a file server that is away: the next beat may come through
+            except OSError:  # a full disk or an unreachable file server: the next beat may succeed
                 continue
 
     def _beat(self) -> None:
@@ -167,7 +168,7 @@ class RunLock:
         os.fsync(self.descriptor)
 
     def _read(self) -> dict:
-        """The lease; nothing where there is none, or where it is damaged."""
+        """The lease; {} if the file holds none, or a damaged one. Raises FileNotFoundError if there is no file."""
         lease = heartbeat.read(self.path)
         try:
             known = {"host": str(lease["host"]), "pid": int(lease["pid"]), "beat": float(lease["beat"])}
@@ -188,8 +189,8 @@ def holder(lease: dict) -> str:
 
 
 def _waiting_time(lease: dict, blocked: bool, here: bool) -> float:
-    """Seconds in which the holder of ``lease`` would show that it lives, or a dead one's kernel lock be let go of."""
+    """Seconds after which a live holder of ``lease`` has beaten, or a dead holder's kernel lock has been released."""
     if blocked:
         return LISTEN if here else 2 * EXPIRY
     age = time.time() - lease["beat"]
-    return min(EXPIRY, max(EXPIRY - age, LISTEN))  # however old: the clocks of machines differ
+    return min(EXPIRY, max(EXPIRY - age, LISTEN))  # at least LISTEN, whatever the age: the clocks of machines differ

@@ -1,4 +1,7 @@
-"""ReLoRA's merges (Lialin et al., 2023): between two updates, the factors go into the frozen weights and start anew."""
+"""ReLoRA's merges (Lialin et al., 2023), which happen between two updates.
+
+A merge adds the product of the factors to the frozen weights, and the factors start anew.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def is_due(cfg: Config, step: int) -> bool:
 def merge(cfg: Config, weights: Weights, optimizer: Optimizer, step: int) -> None:
     """Merge after update ``step``, and drop most of the factors' optimizer state.
 
-    A function of the state, ``cfg`` and ``step`` alone: the same on every rank and after a resume.
+    The result depends on the state, ``cfg`` and ``step`` alone: it is the same on every rank and after a resume.
     """
     knobs, draw, state = cfg.backbone.knobs, Draw(cfg.seed), weights.state
     number = step // knobs["merge_every"]

@@ -1,4 +1,4 @@
-"""Metrics: off the device without waiting, throughput, and ``metrics.jsonl``, one line a completed update."""
+"""Metrics: copied to the host without waiting; throughput; ``metrics.jsonl``, with one line per completed update."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from dlr_pretrain.analysis.history import sound_records
 from dlr_pretrain.durable import write_durably
 from dlr_pretrain.errors import UserError
 
-SETTLING_STEPS = 10  # steps after a start that no throughput counts
+SETTLING_STEPS = 10  # first steps of a start, which do not count towards throughput
 WINDOW = 20  # steps over which throughput is averaged
 
 
 class MetricsFile:
     """``metrics.jsonl``: appended line by line, cut back to the checkpoint when a run resumes.
 
-    ``missing`` names the steps from ``first_step`` to ``resumed_step`` whose lines were lost; the weights have them.
+    ``missing`` names the steps from ``first_step`` to ``resumed_step`` whose lines were lost, though they were trained.
     """
 
     def __init__(self, path: Path, resumed_step: int, first_step: int = 1):
         self.path, self.unwritten, self.refusal = path, b"", ""
-        self._lock = threading.Lock()  # a thread saves while the training goes on
+        self._lock = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [line for line in sound_records(path) if line["step"] <= resumed_step]
         self.missing = missing_steps((line["step"] for line in kept), first_step, resumed_step)
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
-        """Append a line. What the disk does not take now is offered to it again with the next one."""
+        """Append a line. If the disk does not take it now, the next call tries again."""
         self._offer(_line(record).encode())
 
     def _offer(self, more: bytes = b"") -> None:
@@ -51,7 +51,7 @@ class MetricsFile:
                 self.refusal = f"{self.path} could not be written: {error}"
 
     def sync(self) -> None:
-        """Have the disk hold every line that a checkpoint is about to rely on; raises where it does not take one."""
+        """Make every line durable before a checkpoint relies on it. Raises UserError if a line cannot be written."""
         self._offer()
         if self.unwritten:
             raise UserError(self.refusal)
@@ -71,7 +71,7 @@ def _line(record: dict) -> str:
 
 
 def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """The steps from ``first`` to ``last`` that are not among ``steps``, such as "1-4, 9"; "" where all are."""
+    """The steps from ``first`` to ``last`` that are not among ``steps``, such as "1-4, 9"; "" if none is missing."""
     gaps, expected = [], first
     for step in [*sorted({step for step in steps if step >= first}), last + 1]:
         if step > expected:
@@ -81,7 +81,7 @@ def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
 
 
 class Pending:
-    """Device metrics on their way to the host: at most ``lag`` steps late, and the same number on every rank."""
+    """Device metrics on their way to the host: at most ``lag`` steps late, and equally late on every rank."""
 
     def __init__(self, device: torch.device):
         self.lag = 1 if device.type == "cuda" else 0
@@ -97,7 +97,10 @@ class Pending:
         self.queue.append((step, host, event))
 
     def ready(self, everything: bool = False) -> Iterator[tuple[int, list[float]]]:
-        """The steps that are due, oldest first, each when it has ended: all but the last ``lag``, or everything."""
+        """The steps that are due and their values, oldest first: all but the last ``lag``, or everything.
+
+        Waits until the GPU has finished each step.
+        """
         while len(self.queue) > (0 if everything else self.lag):
             step, values, event = self.queue.popleft()
             if event is not None:
@@ -106,7 +109,7 @@ class Pending:
 
 
 class Throughput:
-    """Positions a second over the last steps, without the first ones, compilation, evaluation and saving."""
+    """Positions per second over the last steps. Evaluation, saving and the first steps (compilation) do not count."""
 
     def __init__(self):
         self.times: deque[float] = deque(maxlen=WINDOW)
@@ -114,7 +117,7 @@ class Throughput:
         self.clock = time.perf_counter()
 
     def step(self, positions: int) -> float | None:
-        """Count one step of ``positions`` that has just ended; None until enough of them have."""
+        """Count a step of ``positions`` that has just ended; returns positions per second, None in the first steps."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > SETTLING_STEPS:
@@ -127,7 +130,7 @@ class Throughput:
 
     @contextmanager
     def paused(self):
-        """Time spent within does not count."""
+        """Time spent in this context does not count."""
         start = time.perf_counter()
         try:
             yield

@@ -1,7 +1,8 @@
-"""``train.micro_batch=auto``: the largest micro-batch that fits, found once and kept by the run's record.
+"""``train.micro_batch=auto``: the largest micro-batch that fits, found once and kept in the run's record.
 
-On a GPU real updates are tried, from the plan's estimate on; with ``parallel=fsdp``, where ranks could not try without
-waiting for one that is out of memory, and on a CPU, the estimate decides. All ranks take the smallest of their answers.
+On a GPU each rank tries real updates, starting from the plan's estimate. On a CPU the estimate decides, and also with
+``parallel=fsdp``, where the ranks could only try together and would wait for one that is out of memory. All ranks take
+the smallest of their answers.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial
 
 RECORDED = "micro_batch"  # in manifest.json: {ranks: sequences}
-CPU_SHARE = 0.5  # of the memory that is free: the estimate is of tensors, and the machine has other uses
-GPU_SHARE = 0.94  # of a GPU's memory that the allocator may hold after a trial: NCCL and the evaluation come on top
+CPU_SHARE = 0.5  # of the free memory: the estimate counts only tensors, and other processes use memory
+GPU_SHARE = 0.94  # of a GPU's memory that the allocator may hold in a trial: NCCL and the evaluation need the rest
 
 
 def settled(cfg: Config, runtime: Runtime, vocab_size: int, run_dir: Path, resumed: bool) -> Config:
-    """``cfg`` with a number for ``auto``: the recorded one where the run goes on among as many ranks; all ranks call.
+    """``cfg`` with a number in place of ``auto``; all ranks must call.
 
-    Losses depend on it by rounding alone, which is why a run that goes on must not choose anew.
+    A resumed run takes the number that was recorded for as many ranks, if there is one: another number would change the
+    rounding of its losses.
     """
     if cfg.train.micro_batch != "auto":
         return cfg
@@ -47,7 +49,7 @@ def settled(cfg: Config, runtime: Runtime, vocab_size: int, run_dir: Path, resum
 
 
 def choose(cfg: Config, runtime: Runtime, vocab_size: int) -> int:
-    """The largest divisor of a rank's rows that fits on every rank; UserError where not one sequence does."""
+    """The largest divisor of a rank's rows that fits on every rank; raises UserError if not even one sequence fits."""
     share = cfg.train.global_batch // runtime.world_size
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     room = free_memory(runtime)
@@ -63,8 +65,9 @@ def choose(cfg: Config, runtime: Runtime, vocab_size: int) -> int:
 
 
 def largest(sizes: Sequence[int], start: int, fit: Callable[[int], bool]) -> int:
-    """The largest of ascending ``sizes`` that ``fit``, tried from ``start`` on; 0 where none does. What is larger than
-    one that does not fit, fits neither.
+    """The largest of the ascending ``sizes`` for which ``fit`` is true, tried from ``start`` on; 0 if there is none.
+
+    If a size does not fit, no larger one fits either.
     """
     at = sizes.index(start)
     if fit(start):
@@ -73,16 +76,16 @@ def largest(sizes: Sequence[int], start: int, fit: Callable[[int], bool]) -> int
 
 
 def free_memory(runtime: Runtime) -> float:
-    """Bytes that this rank may count on."""
+    """Bytes of memory that this rank may use."""
     if runtime.device.type == "cuda":
         return GPU_SHARE * torch.cuda.mem_get_info(runtime.device)[0]
     return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
 
 
 def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
-    """Whether two real updates of ``rows`` sequences at once, with gradients that are summed, fit on this GPU.
+    """Whether two real updates with ``rows`` sequences at once fit on this GPU, summing gradients if the run does.
 
-    This rank tries by itself; nothing that the run draws or measures is moved.
+    Each rank tries alone. The random state and the peak memory of the run are as if there had been no trial.
     """
     alone = copy.copy(runtime)
     alone.rank, alone.world_size = 0, 1

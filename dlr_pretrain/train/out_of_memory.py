@@ -1,4 +1,4 @@
-"""Running out of GPU memory: what was asked for, what was held, where it went, and what would need less."""
+"""Explains out-of-memory errors of a GPU: what was requested, what was held and by what, and what would need less."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dlr_pretrain.train.runtime import Runtime
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether the allocator had too little, or left too little to what allocates for itself: cuBLAS, a new kernel."""
+    """Whether torch's allocator had too little memory, or left too little for cuBLAS or a new kernel to allocate."""
     lacks = ("out of memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in lacks)
 
 
 @contextmanager
 def explained(cfg: Config, runtime: Runtime, vocab_size: int) -> Iterator[None]:
-    """Running out of GPU memory as a UserError with overrides to try; a snapshot of the memory stays behind.
+    """Turns an out-of-memory error into a UserError with overrides to try, and writes a snapshot of the memory.
 
-    Ranks other than 0 say it themselves: they fail alone.
+    A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def explained(cfg: Config, runtime: Runtime, vocab_size: int) -> Iterator[None]:
 
 
 def dump(folder: Path, runtime: Runtime) -> str:
-    """Write a snapshot of what is allocated on the GPU; says where, or why not."""
+    """Write a snapshot of the GPU's allocations; returns a sentence: where it is, or why there is none; "" on a CPU."""
     if runtime.device.type != "cuda":
         return ""
     path = folder / f"out_of_memory_rank{runtime.rank}.pickle"
@@ -53,7 +53,7 @@ def dump(folder: Path, runtime: Runtime) -> str:
 
 
 def explain(error: str, cfg: Config, runtime: Runtime, planned: int, ways: list[Way], snapshot: str) -> str:
-    """The whole message; ``error`` is torch's."""
+    """The whole message; ``error`` is torch's message."""
     asked = re.search(r"Tried to allocate ([\d.]+ \w+)", error)
     request = f"{asked[1]} were asked for" if asked else first_line(error)
     lines = [f"out of GPU memory on rank {runtime.rank} with train.micro_batch={cfg.micro_batch(runtime.world_size)}"]

@@ -1,4 +1,4 @@
-"""The parts of a step by name, as a trace shows them (``torch.profiler`` ranges, which cost nothing without one)."""
+"""Names the parts of a step in traces, with ``torch.profiler`` ranges; without a profiler they cost next to nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 
 def part(name: str) -> Callable[[Callable], Callable]:
-    """Calls of a function are the part ``name``."""
+    """A decorator: traces show the calls of the function as the part ``name``."""
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
@@ -24,7 +24,7 @@ def part(name: str) -> Callable[[Callable], Callable]:
 
 
 class Entering(AbstractContextManager):
-    """Enters and leaves ``context`` as the part ``name``; what runs inside belongs to other parts."""
+    """Wraps ``context``: entering and leaving it count as the part ``name``, the code inside does not."""
 
     def __init__(self, name: str, context: AbstractContextManager):
         self.name, self.context = name, context

@@ -1,8 +1,8 @@
-"""``train.memory=low``: each gradient is applied as the backward pass makes it, and released.
+"""``train.memory=low``: each gradient is applied, and released, as soon as the backward pass has completed it.
 
-An update of a weight must not reach what the rest of the backward pass still multiplies by. It does not: a weight's
-gradient is complete only when every product with it has been differentiated. A residual is taken out of its weight
-first, so that the update acts on B; it is not needed there again in this step.
+An update must not change a weight that the rest of the backward pass still multiplies by. It cannot: the gradient of a
+weight is complete only when every product with that weight has been differentiated. If the weight carries a residual,
+the residual is taken out before the update, so that the update acts on B; the step does not need the residual again.
 
 Source: Lv et al. (LOMO, 2023), with any optimizer that updates one parameter at a time.
 """
@@ -25,9 +25,10 @@ from dlr_pretrain.train.weights import Weights
 
 
 class PassingGradients:
-    """Runs backward passes in which ``optimizer``, built ``apart``, updates every tensor that is optimized.
+    """Runs backward passes during which ``optimizer``, built with ``apart=True``, updates every optimized tensor.
 
-    Gradients are summed over ranks in the order in which they come, which the graph decides: the same on all ranks.
+    Gradients are summed over ranks in the order in which they are completed. The graph determines this order, so that
+    it is the same on all ranks.
     """
 
     def __init__(self, weights: Weights, optimizer: Optimizer, world_size: int):
@@ -35,16 +36,16 @@ class PassingGradients:
         self.optimized = weights.optimized
         self.carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(weights.model)}
         self.running = False
-        self.waiting: deque = deque()  # parameters whose gradients are being summed
-        arrived = WeakMethod(self._arrived)  # hooks live as long as the weights, which outlive the optimizer's state
+        self.waiting: deque = deque()  # parameters whose gradients are being summed over ranks
+        arrived = WeakMethod(self._arrived)  # hooks live as long as the weights, and must not keep the optimizer alive
         for name, p in weights.differentiated.items():
             p.register_post_accumulate_grad_hook(lambda p, name=name: arrived()(name, p))
 
     def backward(self, loss: Tensor, lr: float, masked: Tensor, factor: Tensor | None) -> Tensor:
-        """Update by the gradients of ``loss`` times ``factor``, unless ``masked`` (a device scalar) is 1.
+        """Update by the gradients of ``loss`` times ``factor``; update nothing if ``masked`` (a device scalar) is 1.
 
-        Nothing is updated by a gradient that is not finite, nor by one that comes after it. Returns the l2 norm of all,
-        before the factor.
+        A gradient that is not finite updates nothing, and neither does any gradient after it. Returns the l2 norm over
+        all gradients, before ``factor``.
         """
         self.lr, self.masked, self.factor, self.norms = lr, masked, factor, {}
         self.running = True
@@ -62,7 +63,8 @@ class PassingGradients:
             return
         if self.world_size == 1:
             return self._apply(name, p, None)
-        dense = p.grad if p.grad.is_contiguous() else p.grad.T  # in the parameter's layout: by rows or by columns
+        # all_reduce needs contiguous memory; the gradient has the layout of p, which is row-major or column-major.
+        dense = p.grad if p.grad.is_contiguous() else p.grad.T
         self.waiting.append((name, p, dist.all_reduce(dense, async_op=True)))
         if len(self.waiting) > AHEAD:
             self._apply(*self.waiting.popleft())

@@ -1,7 +1,7 @@
-"""``probe=on``: gradient paths at some steps, of the step's own first micro-batch, in a pass of its own.
+"""``probe=on``: measures gradient paths at some steps, in a separate pass over the step's first micro-batch.
 
-Nothing that trains is touched: weights are published for the pass and restored, the pass is eager and leaves no
-``.grad``, and no random number is drawn.
+The probe does not affect training: the state is the same after the pass as before it, the pass is eager and leaves no
+``.grad``, and it draws no random number.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 
-SEQUENCES = 4  # at once: eager code would otherwise need more memory than the compiled step
+SEQUENCES = 4  # in one pass: with more, eager code would need more memory than the compiled step
 
 
 class Probe:
-    """Looks at the projections that ``cfg.probe`` names."""
+    """Measures the gradient paths of the projections that ``cfg.probe`` names."""
 
     def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
         self.cfg, self.runtime, self.weights = cfg, runtime, weights
@@ -29,14 +29,14 @@ class Probe:
             self.path = PlainPath(cfg, weights.model.lm_head.out_features)
 
     def is_due(self, updates: int) -> bool:
-        """Whether to look at the weights after so many ``updates``."""
+        """Whether to probe the weights after this number of ``updates``."""
         every = self.cfg.probe.every
         early = updates < every and str(updates).rstrip("0") in ("", "1", "3")  # 0, 1, 3, 10, 30, ...
         return bool(self.layers) and (early or updates % every == 0)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> dict[str, float | None]:
-        """``probe/<projection>/...`` of ``means``, and ``isotropic`` of the weights; of all ranks together.
+        """The metrics ``probe/<projection>/...``: ``means`` over all ranks, and ``isotropic`` of the weights.
 
         The loss is the mean over the scored targets of the first micro-batches of all ranks.
         """
@@ -65,7 +65,7 @@ class Probe:
         return found
 
     def _matrices(self, name: str, state: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """B as the state has it, without the residual, and beta R^T; as copies."""
+        """B as the state holds it, without the residual, and beta R^T; both in new memory."""
         b = state[f"{name}.weight"].detach().clone()
         residual = self.weights.model.get_submodule(name).residual
         return b, residual_matrix(residual, b, state.get(f"{name}.dlr_alpha"))

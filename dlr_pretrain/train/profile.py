@@ -1,4 +1,4 @@
-"""``profile=on``: a trace of a few steps on every rank, and the tables of rank 0's, in ``<run>/profile``."""
+"""``profile=on``: each rank writes a trace of a few steps to ``<run>/profile``, and rank 0 the tables of its trace."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 
-HISTORY = 200_000  # allocations of GPU memory that are remembered with their place in the code
+HISTORY = 200_000  # allocations of GPU memory that torch records with their place in the code
 
 
 class Profiler:
-    """Counts the steps of this start and traces those that ``cfg.profile`` names; a full disk costs a warning."""
+    """Traces those steps of this start that ``cfg.profile`` names. A full disk causes a warning only."""
 
     def __init__(self, cfg: Config, runtime: Runtime, console: Console):
         self.cfg, self.runtime, self.console = cfg, runtime, console
@@ -37,7 +37,7 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """One step of the training is over."""
+        """Count a training step that has ended, and end the profile when its trace is written."""
         if self.profile is not None:
             self.profile.step()
             if self.written:
@@ -49,7 +49,7 @@ class Profiler:
             return
         ended, self.profile = self.profile, None
         ended.stop()
-        if self.runtime.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # which leaves a snapshot yet
+        if self.runtime.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # its snapshot needs the history
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self.written:
             self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
@@ -61,7 +61,7 @@ class Profiler:
             ended.export_chrome_trace(str(trace))
             try:
                 found = tables(read_trace(trace))
-            except ValueError:  # the run ends in the step before
+            except ValueError:  # the run ended before the first traced step was complete
                 return trace.unlink()
             if self.runtime.is_main:
                 text = render(found, Path(self.cfg.run.dir).resolve().name)

@@ -1,4 +1,4 @@
-"""The run directory's own files: what the run is (config.yaml, manifest.json), and that a resume is the same run."""
+"""Writes config.yaml and manifest.json, which say what a run is, and checks that a resume continues the same run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safe
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
-    """Write ``config.yaml``, and to ``manifest.json`` what the run is.
+    """Write ``config.yaml``, and the identity of the run to ``manifest.json``.
 
-    ``fingerprints`` are of the data, their order and the tokenizer. Raises UserError, with the difference, where the
-    directory holds a run of other mathematics.
+    The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
+    order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
     if "saved" not in read_record(run_dir):
         update_record(run_dir, {"identity": {}, "diverged": None, "forked": None})
@@ -39,7 +39,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
 
 
 def hold(run_dir: Path, entries: dict[str, object]) -> None:
-    """Add ``entries`` to what the run is, in ``manifest.json``; raises UserError where it is something else.
+    """Add ``entries`` to the identity in ``manifest.json``; raise UserError if they contradict what it holds.
 
     A directory in which nothing was saved yet may become another run.
     """
@@ -54,7 +54,7 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:
-    """Add this start, its machine, its software and where its ``text`` lies to ``manifest.json``."""
+    """Add this start to ``manifest.json``: its machine, its software, and ``text``, which describes its data source."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": [redact_word(word) for word in sys.argv],
@@ -77,13 +77,13 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of the packages that take part."""
+    """Installed versions of this package and of ``PACKAGES``."""
     found = {"dlr_pretrain": metadata.version("dlr-pretrain")} if _installed("dlr-pretrain") else {}
     return found | {name: metadata.version(name) for name in PACKAGES if _installed(name)}
 
 
 def git_state() -> str | None:
-    """Commit of the code that runs, with "+" where it has local changes; None outside a checkout, or without git."""
+    """Commit of the code that runs, with "+" if it has local changes; None outside a checkout, or without git."""
     root = Path(dlr_pretrain.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -105,7 +105,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def describe_code(start: dict) -> str:
-    """Commit and versions of a start of ``manifest.json``."""
+    """Commit and versions of ``start``, one of the starts in ``manifest.json``, as text."""
     git, packages = start["git"], start["packages"]
     changed = ", with local changes" if git and git.endswith("+") else ""
     commit = f"commit {git[:12]}{changed}" if git else f"dlr_pretrain {packages.get('dlr_pretrain', 'not installed')}"

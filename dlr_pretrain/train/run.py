@@ -1,4 +1,4 @@
-"""A whole run: from a configuration to a folded checkpoint and a report, resuming whatever is there."""
+"""A whole run, from a configuration to a folded checkpoint and a report; it resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.report import write_report
-from dlr_pretrain.analysis.show import amount
+from dlr_pretrain.analysis.show import amount, plural
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
@@ -39,7 +39,7 @@ from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
-from dlr_pretrain.train.console import Console, duration, plural
+from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.descent import descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import farewell, finish
@@ -64,13 +64,13 @@ from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import Weights, place
 
-LATE = 5.0  # seconds after which a network file system surely shows a checkpoint that another machine has made
+LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 
 
 def run(cfg: Config) -> None:
-    """Train ``cfg`` to its last step in ``cfg.run.dir``, from its newest checkpoint if it has one, and fold it.
+    """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    Raises UserError where something is in the way, and Stopped where the run was asked to stop and has saved.
+    Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
         runtime.require_equal(flatten(to_dict(cfg)) | {"the device that was found": runtime.device.type})
@@ -81,27 +81,29 @@ def run(cfg: Config) -> None:
             Run(cfg, runtime, lock).complete()
         except Diverged as error:
             if runtime.is_main:
-                with suppress(OSError, UserError):  # the error itself is what must be heard
+                with suppress(OSError, UserError):  # a failure to record the error must not hide it
                     update_record(Path(cfg.run.dir), {"diverged": str(error)})
             raise
 
 
 def recall(run_dir: Path) -> None:
-    """Have ``manifest.json`` say that something is saved, where a kill came between the first save and that word."""
+    """Note the newest finished checkpoint in ``manifest.json`` if a kill prevented that after the first save."""
     record, found = read_record(run_dir), checkpoint.finished(run_dir / "checkpoints")
     if record and found and "saved" not in record:
         update_record(run_dir, {"saved": checkpoint.step_of(found[0])})
 
 
 def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list[Path]]:
-    """The newest valid checkpoint of a run, and the damaged ones that it was preferred to; says which these are, and
-    where it is not the one saved last, which is waited for, for ``LATE`` seconds.
+    """The newest valid checkpoint of a run, and the damaged ones that are newer.
+
+    The checkpoint that was saved last may appear late on a network file system; it is waited for, up to ``LATE``
+    seconds. ``say`` gets a warning for each checkpoint that is passed over, and one if the last one is not usable.
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
     late = time.monotonic() + LATE
     while saved not in (0, *map(checkpoint.step_of, checkpoint.finished(root))) and time.monotonic() < late:
         time.sleep(0.1)
-    there = checkpoint.finished(root)  # one that shows later still is not known to be damaged
+    there = checkpoint.finished(root)  # listed first: one that appears only later is not known to be damaged
     found, skipped = checkpoint.newest(root)
     for reason in skipped:
         say(f"warning: passed over {reason}")
@@ -112,7 +114,7 @@ def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list
 
 
 class Run:
-    """One run directory from start to finish, on one of its ranks."""
+    """A run from start to finish, as one of its ranks executes it."""
 
     def __init__(self, cfg: Config, runtime: Runtime, lock: RunLock):
         self.cfg, self.runtime, self.lock, self.dir = cfg, runtime, lock, Path(cfg.run.dir)
@@ -122,17 +124,21 @@ class Run:
         self.tokenizer: Tokenizer
         self.validation: ValidationSet
         self.vocab_size: int
-        self.metrics: MetricsFile | None = None  # of rank 0
-        self.passed_over: list[Path] = []  # damaged checkpoints, found by rank 0
+        self.metrics: MetricsFile | None = None  # on rank 0 only
+        self.passed_over: list[Path] = []  # damaged checkpoints; filled on rank 0 only
 
     def complete(self) -> None:
-        """Data, then the newest checkpoint, then the model: what can fail without a GPU fails before one is used."""
+        """Open the data and the newest checkpoint, then build, train and fold the model.
+
+        What can fail without a GPU fails before one is used.
+        """
         self.open_data()
         self.runtime.stop_if_asked("before the first step")
         snapshot = self.open_run()
         trained = snapshot is not None and snapshot.step == self.cfg.train.steps
         if trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md")):
-            self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))  # killed between
+            # A kill between the export and the report leaves no report.
+            self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))
             asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
             late = f": no step is left for {' and '.join(asked)}" if asked else ""
             self.console.say(f"{self.dir} is complete{late}.")
@@ -156,12 +162,12 @@ class Run:
         self.console.say(farewell(self.cfg, self.dir))
 
     # ------------------------------------------------------------------------------------------------
-    # Before
+    # Before the training
 
     def open_data(self) -> None:
-        """Source, tokenizer and validation set; refuses a tokenizer that the model or the export cannot hold."""
+        """Open data, tokenizer and validation set. Raises UserError if model or export cannot hold the tokenizer."""
         cfg, main_first = self.cfg, self.runtime.main_first
-        resumes = self.runtime.on_main(lambda: "saved" in read_record(self.dir))  # perhaps at night, by itself
+        resumes = self.runtime.on_main(lambda: "saved" in read_record(self.dir))  # perhaps unattended: wait for the hub
         listing = self.runtime.on_main(lambda: ask_hub(cfg, self.console.say, patient=resumes))
         source = self.source = main_first(lambda: open_source(cfg, self.console.say, listing))
         tokenizer = self.tokenizer = main_first(lambda: open_tokenizer(cfg, source))
@@ -175,18 +181,18 @@ class Run:
         self.validation = self.runtime.on_main(lambda: validation_set(cfg, source, tokenizer))
 
     def open_run(self) -> Checkpoint | None:
-        """The state to go on from, after a look that the directory holds this very run."""
+        """The checkpoint to resume from, if any. Raises UserError if the directory holds another run."""
         fingerprints = {"data.shards": self.source.fingerprint, "tokenizer.pieces": self.tokenizer.fingerprint}
         fingerprints["data.order"] = ORDER_VERSION
         self.runtime.require_equal(fingerprints)
 
         def find() -> Path | None:
-            self.lock.require_held()  # two that began at once have both beaten by now
+            self.lock.require_held()  # of two starts at the same time, both have written their lease by now
             recall(self.dir)
             take_over_regrown(self.dir, self.cfg, self.source, self.console.say)
             open_record(self.dir, self.cfg, fingerprints)
             note_shards(self.dir, self.source)
-            pieces = self.tokenizer.path.read_bytes()  # perhaps of this very copy
+            pieces = self.tokenizer.path.read_bytes()  # first: the path may be that of the file written next
             write_durably(self.dir / "spiece.model", pieces)
             found, self.passed_over = newest(self.dir, self.console.say)
             record = read_record(self.dir)
@@ -207,12 +213,12 @@ class Run:
         return found
 
     def empty_state(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint of this run holds, on the meta device."""
+        """The parameters and buffers that a checkpoint of this run holds, on the meta device."""
         model = build(self.cfg, self.vocab_size, torch.device("meta"))
         return dict(model.named_parameters()) | dict(model.named_buffers())
 
     def open_start(self) -> DenseStart | None:
-        """The dense model that a new run starts from, if any; the record keeps which one it was."""
+        """The dense model that a new run starts from, if any; its fingerprint becomes part of the run's identity."""
         if (folder := self.cfg.train.init_from) is None:
             return None
         start = self.runtime.main_first(lambda: DenseStart(Path(folder), self.cfg, self.vocab_size))
@@ -220,7 +226,7 @@ class Run:
         return start
 
     def build_weights(self, snapshot: Checkpoint | None, start: DenseStart | None) -> Weights:
-        """The model on this rank's device, compiled if it is to be."""
+        """The weights on this rank's device, compiled if ``cfg.compile``; ``Trainer.resume`` loads ``snapshot``."""
         dtype = STATE_DTYPE[self.cfg.precision.name]
         model = build(self.cfg, self.vocab_size, self.runtime.device, dtype, initialize=snapshot is None)
         if start:
@@ -228,12 +234,12 @@ class Run:
         self.runtime.broadcast(model.state_dict().values())
         weights = place(self.cfg, model)
         if self.cfg.compile:
-            torch._dynamo.reset()  # the run before this one in a multirun has compiled other shapes
+            torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
             weights.compile_(self.cfg.train, self.runtime.world_size)
         return weights
 
     def summarize(self, weights: Weights, snapshot: Checkpoint | None) -> None:
-        """What will be trained, on the console."""
+        """Show on the console what will be trained."""
         if not self.runtime.is_main:
             return
         cfg, t, world = self.cfg, self.cfg.train, self.runtime.world_size
@@ -271,10 +277,10 @@ class Run:
         self.console.summary(table)
 
     # ------------------------------------------------------------------------------------------------
-    # During
+    # The training
 
     def train(self, weights: Weights, snapshot: Checkpoint | None) -> None:
-        """From ``snapshot``, or the start, to the last step."""
+        """Train from ``snapshot``, or from the start, to the last step."""
         cfg, runtime = self.cfg, self.runtime
         forked = read_record(self.dir).get("forked")
         others = best_after(forked) if forked else 0
@@ -286,7 +292,7 @@ class Run:
         def write(record: dict) -> None:
             if self.metrics is None:
                 return
-            with suppress(OSError):  # of a disk that does not answer; ``permit`` asks again
+            with suppress(OSError):  # the disk may not answer; ``permit`` checks again
                 self.lock.require_held(at_most=2 * HEARTBEAT)
             complete = not self.metrics.unwritten
             self.metrics.write(record)
@@ -294,7 +300,7 @@ class Run:
                 self.console.say(f"warning: {self.metrics.refusal}. It is tried again, until a checkpoint needs it")
 
         def permit() -> None:
-            """On rank 0, before a checkpoint counts."""
+            """On rank 0, before a checkpoint becomes valid: raise if the lock is lost or metrics are not on disk."""
             self.lock.require_held()
             self.metrics.sync()
 
@@ -338,7 +344,7 @@ class Run:
             self.console.say(f"warning: {root}: {sizes}. Make room before the first is due")
 
     def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
-        """``metrics.jsonl``, and what shows it elsewhere; ``opened`` closes them."""
+        """Open ``metrics.jsonl``, and the W&B view of it if there is one; ``opened`` closes both."""
         step = snapshot.step - (snapshot.state["owed"] is not None) if snapshot else 0
         origin = read_record(self.dir).get("forked", {"step": 0})["step"]
         file = MetricsFile(self.dir / "metrics.jsonl", step, first_step=origin + 1)
@@ -351,7 +357,7 @@ class Run:
 
 
 def describe_dlr(cfg: Config, projections: int) -> str:
-    """The residual, and by what an ablation departs from it."""
+    """The settings of DLR as text, with those of an ablation that are not the usual ones."""
     dlr = cfg.dlr
     if not dlr.enabled:
         return "no DLR"
@@ -363,6 +369,6 @@ def describe_dlr(cfg: Config, projections: int) -> str:
 
 
 def describe_memory(planned: int, there: int) -> str:
-    """The plan's bytes beside those of the GPU."""
+    """The ``planned`` bytes and those of the GPU (``there``) as text."""
     more = ". That is more than there is: see scripts/plan.py, and train.micro_batch=auto" if planned > there else ""
     return f"{planned / 1e9:.1f} GB planned (eager; compiled code takes less) of {there / 1e9:.1f} GB{more}"

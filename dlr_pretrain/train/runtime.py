@@ -1,4 +1,4 @@
-"""The process's place in the job: device, ranks and their agreement, signals, random state."""
+"""This process as a part of the job: its device, agreement between ranks, signals, random state."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 
 T = TypeVar("T")
-MEETING = timedelta(minutes=10)  # in which all ranks must have come
+MEETING = timedelta(minutes=10)  # within which all ranks must have joined
 FOR_EVER = timedelta(days=1000)
-GRACE = 20.0  # seconds for the folded checkpoint, where a job is about to be killed; that of a small model takes less
+GRACE = 20.0  # seconds left for the folded checkpoint after a request to stop; a small model needs less
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
 
 class Runtime:
-    """This process among ``world_size`` ranks, and what they agree on.
+    """This process as one of ``world_size`` ranks, and the means by which they agree.
 
     Collectives on ``control`` (gloo) serve decisions on the host; the default group serves tensors on ``device``.
     """
@@ -40,7 +40,7 @@ class Runtime:
         self.is_main = self.rank == 0
         self.device = _device(cfg)
         self.control: dist.ProcessGroup | None = None
-        self._agreed: Exception | None = None  # raised on every rank
+        self._agreed: Exception | None = None  # the error that every rank raises
         self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
         nccl = self.device.type == "cuda" and self.world_size > 1
         self.watch = Watch(self.rank, self.world_size, self.limit, nccl)
@@ -54,8 +54,8 @@ class Runtime:
         torch.manual_seed(cfg.seed)
 
     def _meet(self, cfg: Config) -> None:
-        """Make the process groups. Their collectives wait long until the first step, as ranks compile and load."""
-        if self.device.type == "cuda":  # where NCCL leaves its own record of a collective that failed
+        """Create the process groups. Until the first step collectives wait long, because ranks compile and load."""
+        if self.device.type == "cuda":  # where NCCL writes its record of a failed collective
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{Path(cfg.run.dir).absolute()}/stacks/nccl_rank_")
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
@@ -68,9 +68,9 @@ class Runtime:
         self.control = self.new_group()
 
     def _request_stop(self, number: int, _frame) -> None:
-        """Stop at the next step boundary, or at once where no step is complete: then there is nothing to save.
+        """Stop at the next step boundary; at once if this start has completed no step, because nothing is to be saved.
 
-        A second interrupt from the keyboard stops at once, too.
+        A second Ctrl-C stops at once, too. For a request after the last step see ``finishing``.
         """
         again, self.stop_requested = self.stop_requested, True
         if again and number == signal.SIGINT:
@@ -83,7 +83,10 @@ class Runtime:
             tell("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 
     def finishing(self) -> None:
-        """All steps are saved. What is left has ``GRACE`` seconds from a request to stop on, then Stopped ends it."""
+        """Note that all steps are saved: a request to stop now leaves ``GRACE`` seconds, then Stopped is raised.
+
+        If the request came earlier, these seconds begin now.
+        """
         self.trained = True
         self._hurry()
 
@@ -95,7 +98,10 @@ class Runtime:
         raise _stopped(AFTER)
 
     def stepped(self, step: int) -> None:
-        """Step ``step`` is complete as far as the host is concerned. From the first on, ranks wait less for others."""
+        """Note that the host is done with ``step``, which the GPU may still compute.
+
+        The first one sets the timeout of collectives: ``run.timeout_minutes`` plus ``SLACK``, or none if that is null.
+        """
         first = not self.watch.started
         self.watch.stepped(step)
         if first and self.world_size > 1:
@@ -103,24 +109,25 @@ class Runtime:
             dist.distributed_c10d._set_pg_timeout(wait)
 
     def advancing(self, items: Iterable[T]) -> Iterator[T]:
-        """``items``, each of which is a sign of progress: the micro-batches of a step."""
+        """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
         for item in items:
             self.watch.ticks += 1
             yield item
 
     @property
     def patience(self) -> float | None:
-        """Seconds that the training may wait for data, and save before the watch would end it; None for any."""
+        """Seconds that training may wait for data and still save before the watch ends it; None: no limit."""
         return 0.8 * self.limit if self.limit is not None and self.watch.started else None
 
     def patient(self) -> AbstractContextManager[None]:
-        """In here this rank may wait for longer than ``run.timeout_minutes``: for a disk, or for another rank's."""
+        """Within this context the rank may wait longer than ``run.timeout_minutes``, for its or another rank's disk."""
         return self.watch.patient()
 
     def on_main(self, decide: Callable[[], T]) -> T:
-        """The result of ``decide`` on rank 0, on every rank.
+        """Call ``decide`` on rank 0, and return its result on every rank.
 
-        Where it raises a ``UserError``, every rank does; after any other exception the others raise one that names it.
+        If it raises a ``UserError``, every rank raises it. If it raises another exception, rank 0 raises that, and the
+        other ranks raise a ``UserError`` that names it.
         """
         with self.patient():
             return self._on_main(decide)
@@ -144,18 +151,18 @@ class Runtime:
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
-        """``act`` on rank 0, then on the others: what rank 0 caches is there for them."""
+        """Call ``act`` on rank 0, then on the other ranks, so that they find what rank 0 has cached."""
         result: list[T] = []
         self.on_main(lambda: result.append(act()))
         return result[0] if self.is_main else act()
 
     def stop_if_asked(self, when: str) -> None:
-        """Between the stages of a run: raise ``Stopped`` on every rank where any was asked to stop."""
+        """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
         if any(self.gather(self.stop_requested)):
             raise _stopped(when)
 
     def require_equal(self, values: dict[str, object]) -> None:
-        """Refuse ranks that would train different things: other commands, devices, or files at the same path."""
+        """Raise UserError if ``values`` differ between ranks: other commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
             pairs = {name: (values.get(name, "not there"), other.get(name, "not there")) for name in values | other}
             lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
@@ -164,21 +171,21 @@ class Runtime:
                 raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def use_device(self) -> None:
-        """Touch the GPU for the first time, when nothing is left to refuse."""
+        """Use the GPU for the first time, after all checks that need none."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            gc.collect()  # of a multirun's earlier runs; a compiled model is a cycle of references
+            gc.collect()  # frees models of a multirun's earlier runs: a compiled model is a reference cycle
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def peak_memory(self) -> int:
-        """The most bytes that this rank has held: of the GPU's allocator, or of the process on a CPU."""
+        """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return process.peak_memory()
 
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """``value`` of every rank, in the order of ranks, on every rank; by ``group`` instead of ``control``."""
+        """``value`` of every rank, in the order of ranks, on every rank. ``group`` replaces ``control``."""
         if self.world_size == 1:
             return [value]
         values: list = [None] * self.world_size
@@ -186,7 +193,7 @@ class Runtime:
         return values
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A group for collectives on the host of another thread than the main one; all ranks ask for it together."""
+        """A new group for collectives on the host, such as those of another thread; all ranks must call together."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if self.world_size > 1 else None
 
     @part("communication")
@@ -197,7 +204,7 @@ class Runtime:
         return tensor
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every rank rank 0's values: what starts from an SVD may differ in rounding between machines."""
+        """Copy rank 0's ``tensors`` to every rank: an initial SVD may round differently on other machines."""
         if self.world_size > 1:
             for tensor in tensors:
                 value = tensor.contiguous()
@@ -205,8 +212,8 @@ class Runtime:
                 tensor.copy_(value)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on ``device``; through pinned memory, or the copy would wait for the GPU's queue."""
-        self.watch.ticks += 1  # a batch, of an evaluation too
+        """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
+        self.watch.ticks += 1  # a batch is a sign of progress, also in an evaluation
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -217,7 +224,7 @@ class Runtime:
             torch.cuda.synchronize(self.device)
 
     def random_state(self) -> list[Tensor]:
-        """The generators' states of every rank, [CPU, GPU if any] as one uint8 tensor each."""
+        """The generator states of every rank: one uint8 tensor each, the CPU's and then the GPU's if any."""
         states = [torch.get_rng_state()]
         if self.device.type == "cuda":
             states.append(torch.cuda.get_rng_state(self.device))
@@ -233,11 +240,11 @@ class Runtime:
         return self
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
-        """Give the signals back, and leave the process group where all ranks do.
+        """Restore the signal handlers, and destroy the process group if all ranks leave together.
 
-        A rank that fails alone, or is stopped before the first step, which each is by itself, just ends: leaving NCCL
-        in order would wait for the others, which wait for this rank.
-        What fails since another rank is gone, or since this one was asked to stop early, is raised as just that.
+        A rank that fails alone ends without that, and so does one that is stopped before the first step, because each
+        rank then stops by itself: NCCL would wait for the other ranks, and they for this one.
+        If ``error`` follows from the loss of another rank or from an early request to stop, that cause is raised.
         """
         instead = self._reason(error)
         self.watch.stop()
@@ -251,14 +258,14 @@ class Runtime:
             raise instead from error
 
     def _reason(self, error: BaseException | None) -> UserError | None:
-        """What lies behind ``error``, if it is but a consequence."""
+        """The cause of ``error`` if that is a lost rank or an early request to stop; otherwise None."""
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return None
-        if self.stop_requested and not self.watch.started:  # a compiler wraps what a signal raised
+        if self.stop_requested and not self.watch.started:  # a compiler wraps the exception of a signal handler
             return _stopped(BEFORE)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             lost, speaker = self.watch.report(error)
-            if self.rank == speaker and not self.is_main:  # which is mute: the front door lets rank 0 speak
+            if self.rank == speaker and not self.is_main:  # cli.py prints only rank 0's errors
                 tell(f"error: {lost}")
             return lost
         return None
@@ -269,7 +276,7 @@ def _stopped(when: str) -> Stopped:
 
 
 def decided(decide: Callable[[], T]) -> T:
-    """The result of ``decide``; what the file system refuses is for the user to fix."""
+    """The result of ``decide``. An OSError becomes a UserError, because the user can fix the file system."""
     try:
         return decide()
     except OSError as error:
@@ -279,7 +286,7 @@ def decided(decide: Callable[[], T]) -> T:
 
 
 def _device(cfg: Config) -> torch.device:
-    """The device of this rank; refuses what the machine does not have before anything is built."""
+    """The device of this rank. Raises UserError if the machine lacks it, ConfigError if it lacks a needed compiler."""
     if cfg.device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: torch finds no GPU here. Use device=cpu, or a CUDA build of torch")
     device = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Saving while training goes on: a copy of the state to the host, and a thread that makes a checkpoint of it."""
+"""Saves while training goes on: the state is copied to the host, and a thread writes the copy as a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from dlr_pretrain.train.checkpoint import Keep, Piece, Snapshot
 from dlr_pretrain.train.runtime import Runtime
 
 T = TypeVar("T")
-# The thread that writes is nice (on Linux a thread is by itself), and where that does not help, as between ranks that
-# are sessions of their own, it works for a fifth of the time, as long as nobody waits for it.
+# The writing thread lowers its own priority (on Linux every thread has one of its own). That does not help between
+# ranks in different sessions, so the thread also works for only a fifth of the time, as long as nobody waits for it.
 NICENESS = 19
 REST = 4
-SHOWN = 60.0  # seconds in which all machines see a new folder, as long as NFS keeps what it knows of the one above
+SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
 
 
 class NotSaved(UserError):
-    """A disk has not taken a checkpoint; it may yet."""
+    """A checkpoint could not be written; another attempt may succeed."""
 
 
 class Saver:
-    """Writes the checkpoints of all ranks under ``root``, one at a time: each rank its part, rank 0 the manifest.
+    """Writes checkpoints under ``root``, one at a time: each rank writes its part, and rank 0 the manifest.
 
-    On rank 0 ``permit()`` is called before a checkpoint counts; what it raises keeps it from counting. ``done(step)``
-    is called when it does. ``about`` goes into its state: what the run is. ``passed_over`` are the damaged checkpoints
-    that rank 0 has found at the start: the first save deletes them.
-    The ranks' threads agree in a process group of their own: collectives of two threads in one group would mix.
+    Rank 0 calls ``permit()`` before a checkpoint becomes valid, which it does not if ``permit`` raises, and
+    ``done(step)`` afterwards. ``about``, the identity of the run, is added to the checkpoint's state. ``passed_over``
+    are the damaged checkpoints that rank 0 found at the start; the first save deletes them.
+    The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Saver:
         self.root, self.runtime, self.keep, self.permit, self.done = root, runtime, keep, permit, done
         self.about = about or {}
         self.saved = saved_step  # the last step that a checkpoint holds; the same on all ranks after ``wait``
-        self.error: Exception | None = None  # why the last save failed; of all ranks, though not at the same instant
+        self.error: Exception | None = None  # why the last save failed; set on all ranks, but not at the same instant
         self._passed_over = passed_over
         self._group = runtime.new_group()
         self._buffers: dict[str, torch.Tensor] = {}
@@ -63,7 +63,7 @@ class Saver:
         self._awaited = threading.Event()
 
     def rehearse(self) -> None:
-        """Have every rank write a file where checkpoints will stand: what else would be found out hours later."""
+        """Have every rank write a file where checkpoints will be, so that a problem shows now and not hours later."""
         runtime = self.runtime
         aside = self._together(lambda: checkpoint.aside(self.root, "rehearsal") if runtime.is_main else None)[0]
         try:
@@ -73,9 +73,10 @@ class Saver:
                 shutil.rmtree(aside, ignore_errors=True)
 
     def save(self, step: int, snapshot: Snapshot) -> UserError | None:
-        """Start to save ``snapshot``; returns when it may be overwritten. Waits for the save before.
+        """Wait for the previous save, then start to save ``snapshot``, which may be overwritten when this returns.
 
-        Returns why that one failed, if it did and nobody has heard: this one takes its place.
+        If the previous save failed and ``wait`` has not raised its error, returns that error if it is a UserError (this
+        save takes its place), and raises it otherwise.
         """
         failed = self._ended()
         if failed is not None and not isinstance(failed, UserError):
@@ -88,15 +89,15 @@ class Saver:
         return failed
 
     def wait(self) -> None:
-        """Return when the last save is durable; raises UserError, on all ranks, where it failed on any.
+        """Wait until the last save is durable. Raises UserError, on all ranks, if it failed on any.
 
-        Where a rank was lost meanwhile, raises what the collective said.
+        If a rank was lost meanwhile, raises the error of the collective.
         """
         if (error := self._ended()) is not None:
             raise error
 
     def _ended(self) -> Exception | None:
-        """Wait for the last save; why it failed, once."""
+        """Wait for the last save to end. Returns why it failed, or None; the next call returns None."""
         if self._thread is not None:
             self._awaited.set()
             with self.runtime.patient():
@@ -106,26 +107,26 @@ class Saver:
         return error
 
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
-        """Copies of ``pieces``, and what says when they are there: the GPU goes on without waiting for the host."""
+        """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host."""
         on_gpu = self.runtime.device.type == "cuda"
         copies = {}
         for name, piece in pieces.items():
             buffer = self._buffers.get(name)
             if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
                 buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=on_gpu)
-                self._buffers[name] = buffer  # new memory costs more than copying
+                self._buffers[name] = buffer  # kept, because new memory costs more than copying
             copies[name] = piece._replace(tensor=buffer.copy_(piece.tensor, non_blocking=True))
         if not on_gpu:
             return copies, None
-        copied = torch.cuda.Event(blocking=True)  # the thread sleeps until then
+        copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits for it
         copied.record()
         return copies, copied
 
     def _work(self, step: int, pieces: dict[str, Piece], copied, state: dict, layout: dict[str, dict]) -> None:
         runtime = self.runtime
-        if copied is not None:  # a new thread is on GPU 0, and waiting there would take half a GB of it
+        if copied is not None:  # a new thread starts on GPU 0, and waiting there would allocate half a GB on it
             torch.cuda.set_device(runtime.device)
-        with suppress(OSError, AttributeError):  # the training's threads first, where cores are few
+        with suppress(OSError, AttributeError):  # if cores are few, the threads of the training go first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             aside = self._together(lambda: self._begin(step) if runtime.is_main else None)[0]
@@ -160,7 +161,7 @@ class Saver:
         self._passed_over = ()
 
     def _together(self, act: Callable[[], T]) -> list[T]:
-        """What ``act`` returned on every rank; where it raised on any, all raise."""
+        """Call ``act`` on every rank, and return all results. If it raises on any rank, all ranks raise UserError."""
         result = error = None
         try:
             result = act()
@@ -176,14 +177,17 @@ class Saver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Let a save that is under way come to its end, so that it is not lost with the process."""
+        """Wait for a running save, which the end of the process would otherwise cut off.
+
+        After an exception the wait is at most 60 s, and after KeyboardInterrupt there is none.
+        """
         if self._thread is not None and kind is not KeyboardInterrupt:
             self._awaited.set()
             self._thread.join(None if kind is None else 60.0)
 
 
 def _write_in(folder: Path, rank: int) -> None:
-    """Write a file in what rank 0 has made, as soon as this machine's view of a network's file system shows it."""
+    """Write a file in the ``folder`` that rank 0 has made, as soon as this machine sees it on a network file system."""
     deadline = time.monotonic() + SHOWN
     while True:
         try:

@@ -1,8 +1,9 @@
 """``parallel=fsdp``: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run.
 
-What is sharded is the state: fp32 masters under ``bf16_mixed``, which are rounded to the working weights as they are
-gathered; residuals are published into the rows of the state before that, so that they are rounded with it, once.
-Scalars (alpha, theta) are on every rank. Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
+The sharded tensors are the state: under ``bf16_mixed`` the fp32 masters, which are rounded to the working weights when
+they are gathered. Residuals are published into the rows of the state before that, so that state and residual are
+rounded together, once. Every rank holds the scalars (alpha, theta).
+Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from dlr_pretrain.train.weights import Weights
 
 
 class ShardedWeights(Weights):
-    """The parameters of ``model``, given whole on every rank in ``STATE_DTYPE[precision]``, as rows on each.
+    """The parameters of ``model``, of which each rank keeps its rows; given whole in ``STATE_DTYPE[precision]``.
 
-    Makes the process group of a single rank where there is none.
+    Creates a process group of a single rank if there is no process group.
     """
 
     sharded = True
@@ -44,14 +45,14 @@ class ShardedWeights(Weights):
     def published(self) -> Iterator[None]:
         with super().published():
             yield
-            self.model.reshard()  # the root keeps what it gathered in a forward pass without a backward pass
+            self.model.reshard()  # without a backward pass the root module would keep its gathered weights
 
 
 def shard_(model: Llama, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> None:
-    """Leave this rank's rows of the parameters of ``model``; blocks are gathered one by one, the rest for the step.
+    """Keep only this rank's rows of the parameters of ``model``; blocks are gathered one by one, the rest for the step.
 
-    The model multiplies by ``dtype``. Gradients are summed over ranks (the loss is divided by the global count) in
-    ``reduce_dtype``, or their own.
+    The model multiplies by weights in ``dtype``. Gradients are summed over ranks, not averaged, because the loss is
+    divided by the global count; in ``reduce_dtype``, or in their own dtype if it is None.
     """
     device = model.lm_head.weight.device
     if not dist.is_initialized():
@@ -67,10 +68,11 @@ def shard_(model: Llama, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -
 
 
 class ShardedGradients:
-    """Runs backward passes and hands the optimizer their sum over micro-batches and ranks, each rank its rows.
+    """Runs backward passes, and gives the optimizer of each rank its rows of the sum over micro-batches and ranks.
 
     Ranks sum after every micro-batch. ``native`` sums over ranks in the gradients' own dtype, and over micro-batches in
-    that of the state; ``fp32`` sums both in fp32. Either keeps 1/ranks of what a replicated model's buffers take.
+    the dtype of the state; ``fp32`` sums over both in fp32. The sums take 1/ranks of the memory that those of a
+    replicated model take.
     """
 
     def __init__(self, weights: ShardedWeights, accumulate: str):
@@ -87,7 +89,7 @@ class ShardedGradients:
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
         for p in self.weights.differentiated.values() if self.totals else ():
-            p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold it
+            p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold the sum
         with record_function("forward"):
             loss = self.module(*inputs) / count
         with record_function("backward"):
@@ -96,7 +98,7 @@ class ShardedGradients:
 
     @torch.no_grad()
     def collect(self) -> list[Tensor]:
-        """Give each tensor that is optimized its gradient, in its own dtype, and return the rows that are here."""
+        """Give each optimized tensor its gradient, in the tensor's dtype; return this rank's rows of all gradients."""
         weights = self.weights
         own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.differentiated.items()})
         partial = [*(p.grad for p in self.scalars), *own.values()]
@@ -124,10 +126,10 @@ class ShardedGradients:
 
 
 class _Total:
-    """The sum over micro-batches of what the ranks have summed of one block, before it is rounded to the state's dtype.
+    """The fp32 sum over micro-batches of one block's gradients, before these are rounded to the state's dtype.
 
-    Called by FSDP with its buffer, on a stream that is not the one the buffer was made on. FSDP drops the buffer when
-    the call returns: the allocator must not give it away before this stream has read it.
+    FSDP calls it with its buffer of gradients summed over ranks, on another stream than that of the buffer, and drops
+    the buffer when the call returns. The allocator must not reuse the buffer before this stream has read it.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The shards that a run reads, in ``shards.json``: one that was cut off may be fetched again in the middle of it."""
+"""Records in ``shards.json`` which shards a run reads, so that a truncated one may be fetched again during the run."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ SHARDS = "shards.json"
 
 
 def take_over_regrown(run_dir: Path, cfg: Config, source: Source, say: Callable[[str], None]) -> None:
-    """Make shards on disk that had been cut off, and are whole now, part of what the run is: see ``regrown``.
+    """Update the identity of the run if shards on disk that were truncated are whole now.
 
-    On the hub none is ever cut off: a longer file there is another text, of another commit.
+    ``LocalSource.regrown`` says which shards these are. Shards on the hub are never truncated: a longer file there is
+    another text, from another commit.
     """
     path, record = run_dir / SHARDS, read_record(run_dir)
     identity = record.get("identity", {})
@@ -40,6 +41,6 @@ def take_over_regrown(run_dir: Path, cfg: Config, source: Source, say: Callable[
 
 
 def note_shards(run_dir: Path, source: Source) -> None:
-    """Write down what ``source`` consists of."""
+    """Write the contents of ``source`` to ``shards.json``, if it is a source of texts."""
     if isinstance(source, TextSource):
         write_durably(run_dir / SHARDS, json.dumps(asdict(source.contents), indent=1))

@@ -33,11 +33,11 @@ from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import NotSaved, Saver
 
 CONTINUES = "The same command continues"
-TRIES, PAUSE = 11, 30.0  # of a last save, and the seconds between them
+TRIES, PAUSE = 11, 30.0  # attempts at a last save, and seconds between them
 
 
 class Trainer:
-    """Brings the weights of ``descent`` from step ``self.step`` to the end of the schedule.
+    """Trains the weights of ``descent`` from step ``self.step`` to the end of the schedule.
 
     ``write(record)`` receives each completed update's metrics, in order, on rank 0.
     """
@@ -57,20 +57,20 @@ class Trainer:
         self.weights, self.optimizer = descent.weights, descent.optimizer
         self.console, self.write, self.saver, self.suspects = console, write, saver, suspects
         self.probe = Probe(cfg, runtime, self.weights)
-        self.probed: dict[int, dict] = {}  # what it has found, by the step that followed
+        self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
         self.profiler = Profiler(cfg, runtime, console)
-        self.positions = cfg.train.global_batch * cfg.train.seq_len  # of an update
+        self.positions = cfg.train.global_batch * cfg.train.seq_len  # per update
         self.step = self.tokens = self.real_tokens = 0
-        self.batches: dict[int, Batch] = {}  # of the last steps, and so the data position after each of them
-        self.streams: dict[str, list[int]] = {}  # and the position before them
+        self.batches: dict[int, Batch] = {}  # by unsettled step; each has the data position after it
+        self.streams: dict[str, list[int]] = {}  # the data position before these steps
         self.stopping = False  # a rank was asked to stop
-        self.failure: UserError | None = None  # of this rank's data, files or checkpoints
-        self.broken: tuple[int, float, float] | None = None  # that update's step, loss and gradient norm
-        self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates that were not finite
-        self.last_save = 0  # step at which a checkpoint was begun
+        self.failure: UserError | None = None  # why this rank must end the run
+        self.broken: tuple[int, float, float] | None = None  # step, loss and norm of the update that ends the run
+        self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # skipped updates: two counts, the last one's step
+        self.last_save = 0  # step of the last checkpoint that was begun
         self.spikes = SpikeScore()
-        self.best = math.inf  # evaluation loss
-        self.owed: dict | None = None  # the record of the last step, where its evaluation had to wait
+        self.best = math.inf  # the lowest evaluation loss
+        self.owed: dict | None = None  # the record of the last step, if its evaluation was put off
         self.pending, self.throughput = Pending(runtime.device), Throughput()
         self.peak = peak_flops(runtime.device, cfg.precision.name)
         vocab_size = self.weights.model.lm_head.out_features
@@ -80,7 +80,7 @@ class Trainer:
     # The loop
 
     def train(self, loader: TrainLoader) -> None:
-        """Run to the last step; raises ``Stopped`` after saving where the run was asked to stop before it."""
+        """Train to the last step. If the run is asked to stop before it, save and raise ``Stopped``."""
         steps, stop_after = self.cfg.train.steps, self.cfg.train.stop_after
         if self.owed is not None:
             if (found := self.evaluate(interruptible=True)) is None:
@@ -90,7 +90,7 @@ class Trainer:
         if self.step < steps:
             self.descent.rehearse()
         while self.step < steps:
-            if stop_after is not None and self.step >= stop_after:  # also where the run resumes beyond it
+            if stop_after is not None and self.step >= stop_after:  # also if the run resumes beyond it
                 why = f"train.stop_after={stop_after}"
                 raise Stopped(f"stopped after step {self.step} of {steps} ({why}); saved. Without it, the run goes on")
             batch = self.next_batch(loader)
@@ -111,7 +111,7 @@ class Trainer:
             skipped = self.skipped
             records = self.settle(everything=evaluate or save or merge)
             if self.skipped > skipped and self.step - self.last_save > self.cfg.train.max_skipped:
-                save = True  # the weights, too, are to be looked at
+                save = True  # a save checks that the weights are finite
             save = save or self.stopping
             if save:
                 records += self.settle(everything=True)
@@ -133,13 +133,13 @@ class Trainer:
                 where = f"stopped after step {self.step} of {steps}"
                 raise Stopped(f"{where} (asked to stop); saved. {CONTINUES}")
         failures = list(filter(None, self.runtime.gather(self.failure)))
-        if failures:  # of the last step; the updates before it would have ended the run
+        if failures:  # of the last step; an earlier one would have ended the run
             raise failures[0]
 
     def add_evaluation(self, records: list[dict], at_once: bool) -> bool:
-        """Evaluate what the last of ``records`` is of; returns whether that is to be saved for it.
+        """Evaluate the step of the last of ``records``; returns whether this step is therefore to be saved.
 
-        Unless it must be ``at_once``, a request to stop goes before it: the record is then owed by the next start.
+        Unless ``at_once``, a request to stop puts the evaluation off: the next start then completes the record.
         """
         found = None
         if at_once or not self.stopping:
@@ -154,13 +154,13 @@ class Trainer:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done in here is no part of a step, to the throughput and to a profile."""
+        """Work within this context counts as no part of a step, neither for the throughput nor in a profile."""
         with self.throughput.paused(), record_function(ASIDE):
             yield
 
     @part("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
-        """The next batch; an empty one where this rank has failed, so that all ranks learn of it in the step."""
+        """The next batch; an empty one if this rank has failed, so that all ranks learn of the failure in the step."""
         try:
             if self.saver.error is not None:
                 self.saver.wait()
@@ -173,12 +173,12 @@ class Trainer:
         return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
 
     def take(self, loader: TrainLoader) -> Batch:
-        """A batch of the loader; a UserError whatever kept it away, for what is trained so far is sound."""
+        """The loader's next batch. Every error becomes a UserError, because the state is sound and can be saved."""
         try:
             return loader.take(lambda: self.runtime.stop_requested, self.runtime.patience)
         except UserError:
             raise
-        except Exception as error:  # of a library, or the system
+        except Exception as error:  # from a library or the system
             traceback.print_exc()
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
@@ -186,8 +186,10 @@ class Trainer:
         return rate(self.cfg, update)
 
     def settle(self, everything: bool) -> list[dict]:
-        """Take in the updates whose metrics have arrived, oldest first, up to one that ends the run: where the data
-        and the counters stand, whether to stop. Returns their records."""
+        """Take in the updates whose metrics have arrived, oldest first, up to one that ends the run.
+
+        Moves the data position and the counters, notes requests to stop, and returns the records of the updates.
+        """
         records: list[dict] = []
         for step, (loss, norm, masked, halted, real_tokens, stop) in self.pending.ready(everything):
             batch = self.batches.pop(step)
@@ -223,12 +225,12 @@ class Trainer:
 
     def look_at_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``."""
-        self.runtime.synchronize()  # the steps before this one count as theirs
+        self.runtime.synchronize()  # the throughput must count the GPU's time of earlier steps
         with self.aside():
             self.probed[self.step + 1] = self.probe(batch)
 
     def give_up(self, step: int, loss: float, norm: float) -> NoReturn:
-        """End the run, on every rank, at the update that nothing follows; the state before it, if there, is saved."""
+        """End the run on every rank at update ``step``; save the state before it, unless that was partly updated."""
         self.step = step - 1
         try:
             self.saver.wait()
@@ -258,7 +260,7 @@ class Trainer:
         )
 
     def save_or_wait(self, evaluation: float | None) -> None:
-        """Save what nothing else will; a disk that is full or away is given some minutes for it."""
+        """Save before the run ends. If the disk is full or does not answer, try again for some minutes."""
         for left in reversed(range(TRIES)):
             try:
                 return self.checkpoint(evaluation, wait=True)
@@ -270,12 +272,12 @@ class Trainer:
                     time.sleep(PAUSE)
 
     def was_partly_applied(self, loss: float, norm: float) -> bool:
-        """Whether an update was applied up to a gradient that is not finite."""
+        """Whether the update was applied in part, by the gradients before one that is not finite."""
         return self.cfg.train.memory == "low" and math.isfinite(loss) and not math.isfinite(norm)
 
     def look_into(self, step: int, loss: float, norm: float, batch: Batch) -> None:
-        """Count an update that was masked, and keep its batch where the numbers are to blame."""
-        if math.isfinite(loss) and math.isfinite(norm):  # another rank had none
+        """Keep the batch of a masked update whose numbers are not finite; count the update if such ones are skipped."""
+        if math.isfinite(loss) and math.isfinite(norm):  # masked because a rank has failed
             return
         try:
             kept = f"its batch is in {self.suspects.keep(step, loss, norm, batch, self.streams)}" if batch.state else ""
@@ -291,14 +293,14 @@ class Trainer:
             self.failure = self.failure or self.too_many_skipped()
 
     def too_many_skipped(self) -> Diverged | None:
-        """What ends the run, where the updates that were left out at its end are more than it may leave out."""
+        """The error that ends the run if more than ``train.max_skipped`` updates in a row were skipped, else None."""
         if self.skipped_in_a_row <= self.cfg.train.max_skipped:
             return None
         rule = f"the last {self.skipped_in_a_row} updates were not finite"
         return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
     def report(self, records: list[dict]) -> None:
-        """Hand records on; where they cannot be written, the next update is the one that ends the run."""
+        """Write and show ``records``. If they cannot be written, the next update ends the run."""
         for record in records:
             try:
                 self.write(record)
@@ -307,7 +309,7 @@ class Trainer:
             self.console.step(record, self.throughput.seconds_per_step())
 
     def mfu(self, tokens_per_second: float | None) -> float | None:
-        """Achieved over peak FLOP/s of all GPUs; None where the peak is not known."""
+        """Achieved over peak FLOP/s of all GPUs; None if the throughput or the peak is not known."""
         if tokens_per_second is None or self.peak is None:
             return None
         return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
@@ -322,8 +324,8 @@ class Trainer:
     def checkpoint(self, evaluation: float | None, wait: bool) -> None:
         """Save everything that the next step depends on, and ``evaluation``, this step's loss on validation text.
 
-        Returns when it is durable if ``wait``. Raises UserError where the ranks have drifted apart, the weights are not
-        finite, or this save fails and is waited for.
+        With ``wait``, returns when the checkpoint is durable. Raises UserError if the ranks hold different weights, if
+        weights are not finite, or, with ``wait``, if the save fails.
         """
         self.require_sound()
         streams = {}
@@ -355,7 +357,7 @@ class Trainer:
             self.saver.wait()
 
     def require_sound(self) -> None:
-        """Refuse to save weights that are not finite, or not every rank's: unequal GPUs may give unequal SVDs."""
+        """Raise UserError if weights are not finite or differ between ranks: unequal GPUs may compute unequal SVDs."""
         sums, finite = zip(*self.runtime.gather((self.weights.checksums(), self.weights.finite())), strict=True)
         differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
         if all(finite) and not differ:
@@ -375,7 +377,7 @@ class Trainer:
         )
 
     def resume(self, found: Checkpoint) -> None:
-        """Go on from ``found``, saved on any number of ranks; it is let go of."""
+        """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
         self.optimizer.load_state_tensors(found.optimizer, found.optimizer_layout)
         if len(found.random) == self.runtime.world_size:
@@ -386,7 +388,7 @@ class Trainer:
         self.step = self.last_save = state["step"]
         self.tokens, self.real_tokens, self.owed = state["tokens"], state["real_tokens"], state["owed"]
         self.skipped, self.skipped_in_a_row, self.last_skipped = state["skipped"]
-        if self.step == self.last_skipped == self.cfg.train.steps:  # no update is left that could be finite
+        if self.step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the row of skipped ones
             self.failure = self.too_many_skipped()
         self.spikes = SpikeScore(state["losses"])
         self.best = math.inf if state["best"] is None else state["best"]

@@ -1,4 +1,4 @@
-"""Updates of a new model on random tokens, away from any run directory: for trials, checks and measurements."""
+"""Updates a model on random tokens, without a run directory: for trials, checks and measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dlr_pretrain.train.weights import place
 def trial(
     cfg: Config, runtime: Runtime, vocab_size: int, model: Llama | None = None, compiled_for: int | None = None
 ) -> Descent:
-    """The updates of ``model``, by default a new one; its graphs are those of ``compiled_for`` ranks (default: all)."""
+    """The ``Descent`` of ``model`` (default: a new one), compiled as for ``compiled_for`` ranks (default: all)."""
     if model is None:
         model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
     weights = place(cfg, model)
@@ -27,7 +27,7 @@ def trial(
 
 
 def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:
-    """A rank's batch of random tokens."""
+    """This rank's batch of random tokens."""
     rows = cfg.train.global_batch // runtime.world_size
     generator = torch.Generator().manual_seed(runtime.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The whole history of a run directory as one run of W&B, from ``metrics.jsonl`` alone."""
+"""Sends the whole history of a run directory to W&B as one run, from ``metrics.jsonl`` alone."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from dlr_pretrain.train.wandb_view import draw_id, keep_id, wandb_id
 
 
 def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new_id: bool = False, **logger) -> None:
-    """Send what W&B lacks of a run, under the run's own W&B id or a ``new_id``; says where it is.
+    """Send the steps that W&B lacks of a run; ``say`` tells where they are.
 
-    ``logger`` replaces the project and the entity of the run's configuration. WANDB_MODE=offline writes a file for
-    ``wandb sync`` instead. Raises UserError where the run is in use, unfinished (unless ``partial``) or no run at all,
-    and where W&B does not take it: what it has taken by then is not sent again.
+    They are sent under the run's own W&B id or, with ``new_id``, under a new one. ``logger`` replaces the project and
+    the entity of the run's configuration. WANDB_MODE=offline writes a file for ``wandb sync`` instead.
+    Raises UserError if the run is in use, unfinished (unless ``partial``) or no run at all, and if W&B fails: the next
+    call does not send again what W&B has taken by then.
     """
     if not (run_dir / "config.yaml").exists():
         raise UserError(f"{run_dir} is no run: it has no config.yaml")
@@ -44,10 +45,10 @@ def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new
             say(f"warning: {run_dir}: metrics.jsonl lacks steps {missing}")
         again = "The same command"
         try:
-            settings = {"x_disable_stats": True, "x_disable_meta": True}  # they would be this machine's
+            settings = {"x_disable_stats": True, "x_disable_meta": True}  # they would describe this machine
             chosen = draw_id() if new_id else wandb_id(run_dir)
             run = open_run(run_dir, chosen, config, mode, **settings)
-            if new_id:  # only now: the old one names a history that is perhaps whole
+            if new_id:  # only now: the history under the old id may be whole
                 keep_id(run_dir, chosen)
                 again = "The same command without --new-id"
             after = last_step(run)

@@ -1,4 +1,4 @@
-"""The process beside the trainer that sends ``metrics.jsonl`` to W&B: whatever W&B does, it does to this one alone.
+"""The process beside the trainer that sends ``metrics.jsonl`` to W&B: a failure of W&B affects this process alone.
 
 ``WandbView`` starts it. It reads an ``Order`` as a line of JSON, and later ``finish <exit code>``, from standard input,
 and answers in lines of JSON: ``{"connected": where the curves are}`` or ``{"warning": what went wrong}``.
@@ -23,15 +23,15 @@ from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.errors import first_line
 
 POLL = 1.0  # seconds between looks at metrics.jsonl
-INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; it may double them
+INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; wandb may double them
 SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 3600.0  # seconds between attempts to reach W&B, each twice the last
 
 
 @dataclass
 class Order:
-    """What is to be sent: the metrics of ``run_dir``, as the W&B run ``run_id`` with ``config``.
+    """What to send: the metrics of ``run_dir``, as the W&B run ``run_id`` with ``config``.
 
-    ``offset``, in bytes, is where the lines of this start begin in ``metrics.jsonl``; ``trainer`` a process id.
+    ``offset``, in bytes, is where the lines of this start begin in ``metrics.jsonl``. ``trainer`` is a process id.
     """
 
     run_dir: str
@@ -43,32 +43,32 @@ class Order:
 
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they go to the whole job, and the trainer says when it is over
+        signal.signal(number, signal.SIG_IGN)  # the whole job gets them, and the trainer says when to finish
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what wandb prints is no answer
+    os.dup2(2, 1)  # what wandb prints must not mix with the answers
     order = Order(**json.loads(sys.stdin.buffer.raw.readline()))
     threading.Thread(target=_end_with, args=(order.trainer,), daemon=True).start()
     return Sender(order, lambda **answer: print(json.dumps(answer), file=answers, flush=True)).send()
 
 
 def _end_with(trainer: int) -> None:
-    """A trainer that was killed leaves nobody behind: the next start of the run sends what is missing."""
+    """End this process when the trainer has died; the next start of the run sends what is missing."""
     while os.getppid() == trainer:
         time.sleep(POLL)
     os._exit(1)
 
 
 class Sender:
-    """Sends until it is told to finish; ``say`` answers the trainer."""
+    """Sends metrics until the trainer's command to finish; ``say`` answers the trainer."""
 
     def __init__(self, order: Order, say: Callable[..., None]):
         self.order, self.say = order, say
         self.mode, self.why = choose_mode(), "WANDB_MODE"
-        self.command: str | None = None  # the trainer's, once there is one
+        self.command: str | None = None  # the trainer's, once it has come
         self.said: set[type] = set()
 
     def send(self) -> int:
-        """The exit code: 1 where W&B did not take everything. Attempts go on for as long as the run does."""
+        """Try to send everything for as long as the run lasts. Returns the exit code: 1 if W&B did not take it all."""
         pause = SHORTEST_PAUSE
         while True:
             try:
@@ -85,14 +85,14 @@ class Sender:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def attempt(self) -> None:
-        """Send all there is, and what comes until the command; again from the start if W&B failed on the way."""
+        """Send the records so far, and those that come until the command. Each attempt opens the W&B run anew."""
         if self.mode == "disabled":
             return self.say(connected=f"disabled ({self.why})")
         order, path = self.order, Path(self.order.run_dir)
         run = open_run(path, order.run_id, order.config, self.mode, x_stats_pid=order.trainer)
         online = self.mode == "online"
         self.say(connected=f"online, {run.url}" if online else f"{self.mode} ({self.why}), under {run.dir}")
-        # A server knows what it has, and is sent the rest of the whole file. A segment on disk holds one start.
+        # A server knows its last step, and gets the rest of the whole file. An offline run on disk holds one start.
         lines, last = Lines(path / "metrics.jsonl", 0 if online else order.offset), last_step(run)
         while self.command is None:
             last = log(run, lines.new(), last)
@@ -101,7 +101,7 @@ class Sender:
         run.finish(exit_code=int(self.command.split()[1]))
 
     def warn(self, error: Exception) -> None:
-        """Say what went wrong, once of each kind, and let go of what is left of wandb."""
+        """Say what went wrong, once for each type of error, and shut down what is left of wandb."""
         if type(error) not in self.said:
             self.said.add(type(error))
             self.say(warning=f"W&B: {redacted(error)}. metrics.jsonl goes on, and W&B is tried again")
@@ -124,14 +124,14 @@ class Lines:
         self.file.seek(offset)
 
     def new(self) -> Iterator[dict]:
-        """The lines that have become whole since the last call."""
+        """The records whose lines were completed since the last call."""
         while (line := self.file.readline()).endswith(b"\n"):
             yield json.loads(line)
         self.file.seek(-len(line), os.SEEK_CUR)
 
 
 # ----------------------------------------------------------------------------------------------------
-# W&B; scripts/replay_wandb.py uses these as well
+# Calls of W&B; wandb_replay.py uses them as well
 
 
 def choose_mode() -> str:
@@ -141,14 +141,14 @@ def choose_mode() -> str:
 
 
 def lacks_key(error: Exception) -> bool:
-    """Whether wandb wanted to ask for a key, and had nobody to ask."""
+    """Whether wandb failed because it has no API key and nobody to ask for one."""
     return type(error).__name__ == "UsageError" and re.search("api.key", str(error), re.IGNORECASE) is not None
 
 
 def open_run(run_dir: Path, run_id: str, config: dict, mode: str, **settings):
-    """The W&B run ``run_id`` of a run directory, new or resumed; its curves are drawn over the records' own "step".
+    """Open the W&B run ``run_id`` of a run directory, new or resumed; its curves are drawn over the records' "step".
 
-    Nothing of the command line, the code, git or the installed packages goes with it.
+    The command line, the code, git's state and the installed packages are not sent.
     """
     import wandb
 
@@ -165,27 +165,27 @@ def open_run(run_dir: Path, run_id: str, config: dict, mode: str, **settings):
         config=config,
         settings=wandb.Settings(**quiet, **private, **settings),
     )
-    run.define_metric("*", step_metric="step")  # log(step=...) would lose what is not beyond W&B's own count
+    run.define_metric("*", step_metric="step")  # log(step=...) would drop steps that are not beyond W&B's count
     return run
 
 
 def last_step(run) -> int:
-    """The last step that the server holds of a resumed run; 0 of a new one."""
+    """The last step of a resumed run that the server holds; 0 for a new run."""
     return run.summary.get("step") or 0
 
 
 def log(run, records: Iterable[dict], after: int) -> int:
-    """Log the records of steps beyond ``after``; returns the last step that is logged now."""
+    """Log the records of steps beyond ``after``; returns the last step that is now logged."""
     for record in records:
         if record["step"] > after:
             row = {name: value for name, value in record.items() if value is not None and name != "time"}
-            run.log(row | {"_timestamp": record["time"]})  # when it was trained; W&B's own would be now
+            run.log(row | {"_timestamp": record["time"]})  # the time of the step; W&B would take the current time
             after = record["step"]
     return after
 
 
 def redacted(error: Exception) -> str:
-    """What an error says, in a line and without a key."""
+    """The first line of an error, without secrets."""
     return redact(first_line(error))
 
 

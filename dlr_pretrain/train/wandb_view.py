@@ -20,12 +20,12 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.wandb_sender import Order
 
 WANDB_ID = "wandb_id"
-FINISH_SECONDS = 60.0  # for the last metrics, at the end of a run whose server answers
-LEAVE_SECONDS = 10.0  # where it does not, or where the run was stopped: the next start sends the rest
+FINISH_SECONDS = 60.0  # for the last metrics, if the run has finished and the server answers
+LEAVE_SECONDS = 10.0  # if it does not answer, or the run was stopped: the next start sends the rest
 
 
 class WandbView:
-    """Sends the lines that come to ``metrics.jsonl`` while it is open; it never stops the run, and never asks."""
+    """Sends the lines added to ``metrics.jsonl`` while it is open. It never stops the run or prompts the user."""
 
     def __init__(self, cfg: Config, run_dir: Path, console: Console):
         self.run_dir, self.console = run_dir, console
@@ -41,7 +41,7 @@ class WandbView:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # an interrupt from the keyboard asks the run to stop, not its view
+            start_new_session=True,  # Ctrl-C asks the run to stop, not this process
         )
         self._tell(json.dumps(asdict(order)))
         self._listener = threading.Thread(target=self._listen, name="wandb-view", daemon=True)
@@ -51,7 +51,7 @@ class WandbView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        """Wait for the last metrics, but not long."""
+        """Let the process send the last metrics, but not for long."""
         self._tell(f"finish {0 if kind in (None, Stopped) else 1}")
         seconds = FINISH_SECONDS if self.connected and kind is None else LEAVE_SECONDS
         try:
@@ -67,7 +67,7 @@ class WandbView:
             self.console.say(f"warning: W&B lacks the last metrics. {sends}")
 
     def _tell(self, line: str) -> None:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process may have ended
             self.process.stdin.write(line.encode() + b"\n")
 
     def _listen(self) -> None:
@@ -82,7 +82,7 @@ class WandbView:
 
 
 def wandb_id(run_dir: Path) -> str:
-    """The W&B id of a run directory, drawn where there is none."""
+    """The W&B id of a run directory; a new one is drawn if there is none."""
     if not is_there(run_dir / WANDB_ID):
         keep_id(run_dir, draw_id())
     return (run_dir / WANDB_ID).read_text().strip()

@@ -1,4 +1,4 @@
-"""Notices that training stands still, says which rank the others wait for, and leaves every rank's stack behind.
+"""Detects that training stands still, says which rank the others wait for, and writes down every rank's stacks.
 
 <run>/.beats/3              rank 3's last step, and where its code is; renewed every few seconds
 <run>/stacks/rank_3.txt     its threads' stacks, when it stood still or a collective failed
@@ -26,23 +26,23 @@ from dlr_pretrain import heartbeat
 from dlr_pretrain.errors import RankLost, first_line, leave
 
 BEAT = 5.0  # seconds between two looks, at most
-PATIENCE = 3600.0  # seconds that may pass before the first step, and while the ranks wait for rank 0
-SLACK = 120.0  # seconds after which a collective fails by itself, should the watch have failed
+PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0
+SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the watch has not ended it
 NAMED = 4  # ranks that a message names
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 @dataclass
 class Beat:
-    """What a rank last said of itself, and whether it still says anything."""
+    """The last heartbeat of a rank, and whether heartbeats still come."""
 
     rank: int
     step: int
     still: float  # seconds since it last advanced
     host: str
     where: str  # its innermost line of this package
-    waits: bool  # in a collective
-    silent: bool  # wrote no beat while we listened
+    waits: bool  # whether it is in a collective
+    silent: bool  # whether it wrote no heartbeat while this rank listened
 
     def __str__(self) -> str:
         place = "" if self.silent else f", in {self.where}"
@@ -52,17 +52,18 @@ class Beat:
 
 
 class Watch:
-    """A thread of each rank. ``limit``: seconds in which training must advance, after the first step; None for ever.
+    """A thread of each rank that watches the training, which must advance every ``limit`` seconds (None: no limit).
 
-    It counts the time that it has itself seen pass: a job that was suspended as a whole has not stood still.
+    The limit holds after the first step. The thread counts only time in which it ran itself: a job that was suspended
+    as a whole has not stood still.
     """
 
     def __init__(self, rank: int, world_size: int, limit: float | None, nccl: bool = False):
         self.rank, self.world_size, self.limit, self.nccl = rank, world_size, limit, nccl
         self.interval = BEAT if limit is None else min(BEAT, limit / 8)
-        self.ticks = 0  # moves with every sign of progress
+        self.ticks = 0  # increases with every sign of progress
         self.step = 0
-        self.started = False  # a step of this process is complete
+        self.started = False  # whether this process has completed a step
         self._patient = 0
         self._still = 0.0
         self._left = False
@@ -73,17 +74,17 @@ class Watch:
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
 
     def start(self, run_dir: Path, token: str) -> None:
-        """Begin; ``token`` tells this start of the run from others, whose ranks may still be dying."""
+        """Start the thread. ``token`` distinguishes this start of the run from earlier ones, which may still run."""
         self._folder, self._token = run_dir, token
-        for folder in (".beats", "stacks"):  # of a run directory that this node's file system may not show yet
+        for folder in (".beats", "stacks"):  # with its parents: this node's file system may not show them yet
             (run_dir / folder).mkdir(parents=True, exist_ok=True)
         self._stacks = open(run_dir / "stacks" / f"rank_{self.rank}.txt", "a")  # noqa: SIM115 - open while it watches
         with suppress(OSError):
-            self._beat()  # a rank that dies at once is missed by name, too
+            self._beat()  # so that messages can name a rank that dies at once, too
         self._thread.start()
 
     def stop(self) -> None:
-        """End; a folder of stacks that stayed empty goes."""
+        """End the thread, and delete this rank's file of stacks and their folder if they are empty."""
         self._stopped.set()
         if self._stacks is None:
             return
@@ -103,7 +104,7 @@ class Watch:
 
     @contextmanager
     def patient(self) -> Iterator[None]:
-        """In here the ranks may wait long, for rank 0 or for a disk."""
+        """Within this context the rank may wait long, for rank 0 or for a disk."""
         self.ticks += 1
         self._patient += 1
         try:
@@ -127,7 +128,7 @@ class Watch:
                 self._beat()
             strict = self.started and not self._patient
             limit = self.limit if strict else PATIENCE
-            if self.limit is not None:  # for a thread that does not let go of the interpreter: this one is stuck, too
+            if self.limit is not None:  # in case another thread keeps the interpreter's lock: this thread hangs, too
                 faulthandler.dump_traceback_later(limit, file=self._stacks)
             if self.limit is None or dumped or self._still < limit:
                 continue
@@ -147,16 +148,16 @@ class Watch:
             os.close(descriptor)
 
     def _give_up(self) -> None:
-        """End this process, as every rank does by itself that stands still; the lowest one that can speaks."""
+        """End this process. Every rank that stands still ends itself; the lowest one that is not silent prints why."""
         beats = self._listen()
         lost = f"no step for {self._still:.0f} s: {self._suspicion(beats)}. {self._fix()}"
         leave(RankLost(lost), say=self.rank == self.speaker(beats))
 
     # ------------------------------------------------------------------------------------------------
-    # What is known of the others
+    # What is known of the other ranks
 
     def report(self, error: BaseException) -> tuple[RankLost, int]:
-        """What to say of a collective that failed, and the rank that says it; leaves this rank's stack behind."""
+        """The error to raise for a failed collective, and the rank that prints it; writes down this rank's stacks."""
         self.dump("".join(traceback.format_exception(error)))
         reason = first_line(error).partition(". This is typically")[0]
         beats = self._listen()
@@ -179,22 +180,22 @@ class Watch:
         return min((b.rank for b in beats if not b.silent), default=self.rank)
 
     def _listen(self) -> list[Beat]:
-        """What all ranks say; listens for long enough that one who lives is heard."""
+        """The heartbeats of all ranks; listens for long enough to hear every rank that lives."""
         if self._folder is None:
             return []
         before = self._read()
         self._stopped.wait(1.5 * self.interval)
         if threading.current_thread() is self._thread:
             with suppress(OSError):
-                self._beat()  # the others listen as well
+                self._beat()  # the other ranks listen as well
             self._stopped.wait(self.interval)
         heard = []
         for rank, record in self._read().items():
             silent = rank != self.rank and not record["left"] and record == before.get(rank)
             still = record["still"] + (time.time() - record["time"] if silent else 0.0)
-            step = self.step if rank == self.rank else record["step"]  # of itself it knows better
+            step = self.step if rank == self.rank else record["step"]  # its own record may be old
             heard.append(Beat(rank, step, still, record["host"], record["where"], record["waits"], silent))
-        self._left = True  # and is not the one that was lost
+        self._left = True  # tells the others that this rank was not lost
         with suppress(OSError):
             self._beat()
         return heard
@@ -209,7 +210,7 @@ class Watch:
         return records
 
     def _suspicion(self, beats: list[Beat]) -> str:
-        """The ranks that the others wait for: the silent ones, else the last ones, else those in no collective."""
+        """The ranks that the others wait for: the silent ones, else those behind, else those in no collective."""
         if not beats:
             return "a rank was lost"
         first = max(b.step for b in beats)

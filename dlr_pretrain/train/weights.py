@@ -1,4 +1,4 @@
-"""What the optimizer updates, and what the model multiplies by: the precisions, with DLR published on top.
+"""For each precision, the tensors that the optimizer updates and those, with residuals, that the model multiplies by.
 
 =============  =================  ============================  ======================
 precision      working weights    state (optimizer, checkpoint)  gradients and moments
@@ -31,11 +31,11 @@ from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.train.checkpoint import Stored, fill_
 from dlr_pretrain.train.gradients import Gradients
 
-ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609
+ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
 
 
 def place(cfg: Config, model: Llama) -> Weights:
-    """``model``, whole on this rank in the dtype of the state, as ``cfg.parallel`` has ranks hold it."""
+    """The ``Weights`` of ``model``, whole on this rank in the dtype of the state; sharded under ``parallel=fsdp``."""
     if cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN at lengths such as 192 (pytorch #196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
     if cfg.parallel.name == "fsdp":
@@ -48,7 +48,7 @@ def place(cfg: Config, model: Llama) -> Weights:
 class Weights:
     """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision.
 
-    ``accumulate`` is what sums gradients: see ``Gradients``.
+    ``accumulate`` says how gradients are summed: see ``Gradients``.
     """
 
     sharded = False  # whether a rank holds only some rows of the parameters
@@ -65,14 +65,14 @@ class Weights:
         self.differentiated = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
 
     def gradients(self, world_size: int) -> Gradients:
-        """What takes backward passes through the model."""
+        """The object that runs backward passes through the model and sums their gradients."""
         return Gradients(self, self.accumulate, world_size)
 
     def compile_(self, train: Train, world_size: int) -> None:
-        """Compile the model in place: up to 350m as one graph on one GPU, and block by block elsewhere.
+        """Compile the model in place: on one GPU as one graph, up to 350m, and otherwise block by block.
 
-        The backward pass of one graph gives all gradients at its end: ranks would have nothing to overlap their
-        reduction with, and ``memory=low`` would hold them all. Checkpointing computes again block by block.
+        The backward pass of one graph yields all gradients at its end: ranks could not overlap their reduction with
+        it, and ``memory=low`` would hold them all. Activation checkpointing recomputes block by block.
         """
         values = sum(p.numel() for p in self.model.parameters())
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
@@ -81,7 +81,7 @@ class Weights:
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, by name: parameters, B without its residual, frozen ones included, and buffers."""
+        """The tensors of a checkpoint, by name: parameters (also frozen ones; B without its residual) and buffers."""
         parameters = dict(self.model.named_parameters()) if self.masters is None else self.masters
         return parameters | dict(self.model.named_buffers())
 
@@ -93,12 +93,12 @@ class Weights:
 
     @property
     def undecayed(self) -> list[str]:
-        """What has no weight decay: learned scalars (alpha, theta), for which zero means that there is no branch."""
+        """Names without weight decay: learned scalars (alpha, theta), because zero would remove the branch."""
         return [name for name in self.trained if self.model.get_parameter(name).dim() == 0]
 
     @contextmanager
     def published(self) -> Iterator[None]:
-        """Within, the model multiplies by the rounded state plus the residual; the state itself never shows it."""
+        """Within this context the model multiplies by state plus residual, rounded once. Outside, the state holds B."""
         if self.masters is not None:
             self._publisher.publish(self.masters)
             yield
@@ -112,7 +112,7 @@ class Weights:
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
-        """A sum over the bits of each tensor of the state that every rank holds: equal states have equal sums."""
+        """A sum over the bits of each state tensor that every rank holds whole: equal states have equal sums."""
         state = {name: value for name, value in self.state.items() if not shards.is_sharded(value)}
         if not state:
             return {}
@@ -120,14 +120,14 @@ class Weights:
 
     @torch.no_grad()
     def finite(self) -> bool:
-        """Whether every value of the state that is here is a number."""
+        """Whether all values of the state that this rank holds are finite."""
         own = map(shards.here, self.state.values())
         floats = [t for t in own if t.is_floating_point() and t.numel()]
         return bool(torch.stack([end.float() for t in floats for end in t.aminmax()]).isfinite().all())
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Stored]) -> None:
-        """Take over a checkpoint's state."""
+        """Load the state of a checkpoint. Raises UserError if it is of another model."""
         for name, value in self.state.items():
             if name not in tensors or tensors[name].shape != tuple(value.shape):
                 there, here = tensors[name].shape if name in tensors else "missing", tuple(value.shape)
@@ -135,9 +135,10 @@ class Weights:
             fill_(value, tensors[name])
 
     def folded(self, keep: bool) -> dict[str, Tensor]:
-        """The state with every residual folded in, whole, on the host: what is deployed. Nothing where not ``keep``.
+        """The state to deploy, with every residual folded in, whole and on the host; empty unless ``keep``.
 
-        All ranks must call. Raises RuntimeError where it is not, bit for bit, what the training forward multiplies by.
+        All ranks must call. Raises RuntimeError if this state, rounded to the working dtype, differs by any bit from
+        the weights that the training forward multiplies by.
         """
         if not (keep or self.sharded):
             return {}
@@ -154,7 +155,7 @@ class Weights:
 
 @torch.no_grad()
 def _copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of dense ``parameters`` in their own memory layouts, all in one memory."""
+    """Copies of dense ``parameters`` in one storage, each in its own memory layout."""
     sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters.values()]
     first = next(iter(parameters.values()))
     parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
@@ -163,7 +164,7 @@ def _copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum, modulo 2**64, of a tensor's memory in words of 8 bytes; of single bytes where they do not fit."""
+    """The sum, modulo 2**64, of a tensor's memory in words of 8 bytes; in single bytes if such words do not fit."""
     flat = tensor.contiguous().flatten()
     fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
     return flat.view(torch.int64 if fits else torch.int8).sum(dtype=torch.int64)

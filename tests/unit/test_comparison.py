@@ -210,7 +210,7 @@ def test_a_method_that_diverges_is_the_last_of_the_order():
     found["chosen"]["cola+dlr"] |= {"lr": 0.01, "held_out": held_out(design, lost, "cola+dlr", 0.01)}
     order = next(table for table in comparison_tables([(Path("tune"), found)]) if table.name == "tune_order")
     assert [text(row[1]) for row in order.rows] == ["20.09 ± 0.00 (2) [1]", "1 of 2 diverged [2]"]
-    assert order.notes[-1].startswith("of 1 pairs of these methods, the paper has in the order of ours: 0 at 60m, 0 at")
+    assert order.notes[-1].startswith("Of the 1 pair of these methods, the paper orders like ours: 0 at 60m, 0 at")
 
 
 def test_a_difference_is_named_by_its_rate_where_its_method_is_compared_at_two(tmp_path):
@@ -290,7 +290,7 @@ def test_the_report_says_it_in_words_and_tables(written):
     spread = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert f"| cola | 0.003 | {spread} |" in text and f"| 0.003 | **{spread}** |" in text
     assert "2 of 3" not in text and "| 0.01 | 1 of 3 diverged |" in text
-    assert "a seed's luck is in both" in text
+    assert "the reported losses are slightly optimistic" in text
     assert all(len(line) <= 80 for line in console(found).splitlines())
 
 
@@ -345,17 +345,19 @@ def test_several_comparisons_say_how_likely_one_of_them_errs(tmp_path):
         placed(tmp_path / f"tune/{i}", "one", "two", gap=0.1 + i / 10)
     placed(tmp_path / "tune/again", "one", "two", gap=0.1)
     write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
-    said = "5 comparisons stand here, the interval of each by itself: if nothing differed, one or more of them would "
-    said += "leave out zero with a chance of 23 %"
+    said = (
+        "There are 5 comparisons, each with an interval of its own. If nothing differed, the chance that at least one "
+    )
+    said += "of them excludes zero would be 23 %."
     table, figure = (tmp_path / "report/report.md").read_text().split("## Figures")
-    assert f"* {said}\n" in table and f"grey leaves it open. {said}." in figure
+    assert f"* {said}\n" in table and f"grey is undecided. {said}" in figure
 
 
 def test_the_intervals_of_one_comparison_hold_together_and_need_no_such_word(tmp_path):
     placed(tmp_path / "tune/a", "one", "two", "three", gap=0.1)
     (path,) = tmp_path.glob("tune/a/tune.json")
     table = next(comparison_tables([(path.parent, json.loads(path.read_text()))]))
-    assert len(table.rows) == 3 and "stand here" not in " ".join(table.notes)
+    assert len(table.rows) == 3 and "There are" not in " ".join(table.notes)
 
 
 def test_a_comparison_is_read_by_the_rules_of_today(tmp_path):
@@ -412,4 +414,4 @@ def test_a_method_that_is_compared_twice_has_no_place_beside_the_papers(written,
 def test_the_report_says_what_a_seed_is_of(written):
     found, _ = written
     assert "all runs of a method see the data in one order" in report(found)
-    assert "of the initialisation and of the order of the data" in report(found | {"ordered_by_seed": True})
+    assert "A seed changes the initial weights and the order of the data" in report(found | {"ordered_by_seed": True})

@@ -212,7 +212,9 @@ def test_ranks_follow_from_the_words_for_sbatch(monkeypatch, words, nodes, per_n
     assert resources(words).ranks == 3 * nodes
 
 
-@pytest.mark.parametrize("words", [["--array=1-3"], ["-o", "x"], ["--chdir=/"], ["--nodes=2-4"], ["--gpus-per-node=0"]])
+@pytest.mark.parametrize(
+    "words", [["--array=1-3"], ["-o", "x"], ["--chdir=/"], ["--nodes=2-4"], ["--gpus-per-node=0"], ["-n3", "-N2"]]
+)
 def test_words_for_sbatch_that_cannot_be_are_refused(words):
     with pytest.raises(UserError):
         resources(words)

@@ -252,6 +252,13 @@ def test_machines_are_not_averaged(tmp_path, no_figures):
     assert rows[1]["Hours"][1] == pytest.approx(30 / 3600)
 
 
+def test_the_machine_of_a_run_is_the_last_that_trained_it(tmp_path):
+    run = read_run(a_run(tmp_path / "a", *COLA))
+    first = run.starts[0]
+    run.starts[:] = [first | {"time": moment(10 * i), "device": device} for i, device in enumerate(("A", "B", "A"))]
+    assert run.machines == ["1 x A", "1 x B"] and run.machine == "1 x A"
+
+
 def test_hours_leave_out_the_pause_between_starts(tmp_path):
     run = read_run(a_run(tmp_path / "a", *COLA))
     for record in run.metrics[30:]:

@@ -236,4 +236,4 @@ def test_assumptions_that_make_no_sense_are_named_at_once():
         assume("h100", ["gem=0.7", "overlap=1.5", "stream=fast"])
     said = str(caught.value)
     assert "--assume gem: no such assumption. Did you mean gemm?" in said
-    assert "--assume overlap=1.5: must be a number above 0 and at most 1" in said and "--assume stream=fast" in said
+    assert "--assume overlap=1.5: must be a number from 0 on and at most 1" in said and "--assume stream=fast" in said
