@@ -2,7 +2,7 @@
 .PHONY: test fast matrix kill-soak gpu style
 
 test:       # everything that this machine can run
-	python -m pytest -n 2
+	python -m pytest -n 3
 
 fast:       # a minute or two: no compilation, no torchrun
 	python -m pytest -m "not slow and not exhaustive"

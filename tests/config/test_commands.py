@@ -139,4 +139,4 @@ def test_what_is_fetched_is_what_the_configuration_names():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m ")])
 def test_a_module_that_is_run_is_there(command):
-    assert command == "python -m pytest -n 2"
+    assert command == "python -m pytest -n 3"

@@ -32,7 +32,7 @@ def test_a_run_resumes_bit_for_bit_and_is_another_than_one_without(train, tmp_pa
     assert whole[0][-1][0] < whole[0][0][0]
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *MASKED, "train.stop_after=3")
-    with pytest.raises(UserError, match=r"data\.mask_documents: True there, False here"):
+    with pytest.raises(UserError, match=r"data\.mask_documents: true there, false here"):
         train(tmp_path / "parts", *MASKED[1:])
     assert results(train(tmp_path / "parts", *MASKED)) == whole
     without, _ = results(train(tmp_path / "without", *MASKED[1:]))
