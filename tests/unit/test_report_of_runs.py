@@ -415,14 +415,18 @@ def test_accuracies(tmp_path, no_figures):
         write_reports([str(tmp_path / "z.json")], out, "")
 
 
-def test_a_mean_over_checkpoints_of_different_methods_says_so(tmp_path):
-    folders = [a_run(tmp_path / dlr, *words) / "folded" for dlr, words in (("off", COLA), ("on", COLA_DLR))]
-    report = {
+def accuracies_of(folders: list[Path]) -> dict:
+    """What evaluate.py writes of several checkpoints."""
+    return {
         "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "as_in_paper",
         "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
         "checkpoints": [{"folder": str(folder)} for folder in folders],
     }  # fmt: skip
-    table = zero_shot_table([(tmp_path / "z.json", report)])
+
+
+def test_a_mean_over_checkpoints_of_different_methods_says_so(tmp_path):
+    folders = [a_run(tmp_path / dlr, *words) / "folded" for dlr, words in (("off", COLA), ("on", COLA_DLR))]
+    table = zero_shot_table([(tmp_path / "z.json", accuracies_of(folders))])
     assert table.rows[-1][0] == "cola tiny and cola+dlr tiny, ours"
     assert "z.json: a mean over checkpoints that differ in more than the seed" in table.notes
 
@@ -433,12 +437,7 @@ def test_checkpoints_on_the_way_are_not_those_of_the_end(tmp_path):
     for folder, step in zip(folders, (20, 40), strict=True):
         folder.mkdir()
         (folder / "fold.json").write_text(json.dumps({"step": step}))
-    report = {
-        "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "as_in_paper",
-        "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
-        "checkpoints": [{"folder": str(folder)} for folder in folders],
-    }  # fmt: skip
-    table = zero_shot_table([(tmp_path / "z.json", report)])
+    table = zero_shot_table([(tmp_path / "z.json", accuracies_of(folders))])
     assert table.rows[-1][0] == "cola+dlr tiny at step 20 of 60, 40 of 60, ours"
     assert "z.json: a mean over checkpoints of one run, which are no seeds" in table.notes
 
