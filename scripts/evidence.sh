@@ -107,6 +107,7 @@ cost() { # a step without DLR and with it, by turns in one process; the machine 
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # from the kept results
+  rm -rf "$root/report" # also the tables of a piece that is no longer kept
   for piece in "${all[@]}"; do
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"

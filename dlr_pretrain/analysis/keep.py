@@ -87,7 +87,8 @@ def _require_agreement(kept: Path) -> set[str]:
 def _keep_run(run: Path, target: Path, every: int) -> None:
     target.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(run / "config.yaml", target / "config.yaml")
-    manifest = read_record(run)
+    if not (manifest := read_record(run)):
+        raise UserError(f"{run / MANIFEST}: no such file")
     for start in manifest["starts"]:
         start.pop("host", None)
         start["command"] = [Path(start["command"][0]).name, *start["command"][1:]]

@@ -203,8 +203,8 @@ def _methods(report: dict) -> str:
     """The methods and scales of the runs of the checkpoints; the first checkpoint's folder if no run is found."""
     found = list(_trained(report))
     names = dict.fromkeys(f"{group.method} {group.scale}" for group in grouped([run for run, _ in found])[0])
-    early = dict.fromkeys(f"{step:,} of {run.planned:,}" for run, step in found if step < run.planned)
-    at = f" at step {', '.join(early)}" if early else ""
+    steps = dict.fromkeys(f"{step:,} of {run.planned:,}" for run, step in found)
+    at = f" at step {', '.join(steps)}" if any(step < run.planned for run, step in found) else ""
     return " and ".join(names) + at if names else report["checkpoints"][0]["folder"]
 
 
@@ -216,6 +216,14 @@ def _trained(report: dict) -> Iterator[tuple[RunRecord, int]]:
     for folder in (Path(checkpoint["folder"]).resolve() for checkpoint in report["checkpoints"]):
         for above in (folder, *folder.parents[:2]):
             if (above / "config.yaml").exists():
-                run, record = read_run(above), folder / "fold.json"
-                yield run, json.loads(record.read_text())["step"] if record.exists() else run.planned
+                run = read_run(above)
+                yield run, _folded_step(folder, run.planned)
                 break
+
+
+def _folded_step(folder: Path, planned: int) -> int:
+    """The step whose weights ``folder`` holds; ``planned`` if its fold.json is missing or damaged."""
+    try:
+        return int(json.loads((folder / "fold.json").read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.paths_view import EXPLAINED, Probes, plot_paths, probes
 from dlr_pretrain.analysis.tables import Cell, Figure, Table
 
+LONGEST = 80  # name of a figure, before a hash takes the place of the rest
 COLUMNS = {"rho": "rho", "rho_mean": "Mean of ratios", "isotropic": "Isotropic", "cosine": "Cosine"}
 
 
@@ -29,9 +31,13 @@ def paths_table(groups: Sequence[Group]) -> Iterator[Table]:
 
 def draw_probed(groups: Sequence[Group], folder: Path) -> Iterator[Picture]:
     """Write the figure of one run of each probed group."""
+    taken: set[str] = set()
     for group, found in _probed(groups):
         title = f"{group.scale} {group.label}"
         name = re.sub(r"\W+", "_", f"gradient_paths_{title}").strip("_")
+        if len(name) > LONGEST or name in taken:
+            name = f"{name[:LONGEST]}_{hashlib.sha256(title.encode()).hexdigest()[:8]}"
+        taken.add(name)
         yield save(plot_paths(found, title), folder, name, f"{title}: {EXPLAINED}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,14 +20,15 @@ from dlr_pretrain.analysis.tuning_tables import comparison_tables, draw_comparis
 from dlr_pretrain.errors import UserError
 
 FORMATS = {"md": markdown, "csv": comma_separated, "tex": latex}
+OWN = re.compile(r"tables/\w+\.(md|csv|tex)|figures/[\w.+-]+\.(png|svg)")  # names that a report gives its files
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of everything in ``places`` into ``output``, and return the remarks.
 
     ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX;
-    ``figures/`` has each figure as PNG and SVG; ``files.txt`` lists the files of both folders, so that the next report
-    can remove those that it does not have. ``places`` are run directories, folders of them, globs, JSON of
+    ``figures/`` has each figure as PNG and SVG; ``.report_files`` lists the files of both folders, so that the next
+    report can remove those that it does not have. ``places`` are run directories, folders of them, globs, JSON of
     ``evaluate.py --output`` and folders of ``sft.py`` and ``tune.py``.
     """
     places, others = take_measured(places)
@@ -60,11 +62,12 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
 
 def _forget_earlier(output: Path, names: Sequence[str]) -> None:
     """Remove tables and figures that only an earlier report had: readers would take them for parts of this one."""
-    record = output / "files.txt"
+    record = output / ".report_files"
     before = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
     now = [f"{name}.{suffix}" for name in names for suffix in (FORMATS if name.startswith("tables/") else IMAGES)]
     for name in set(before) - set(now):
-        (output / name).unlink(missing_ok=True)
+        if OWN.fullmatch(name):
+            (output / name).unlink(missing_ok=True)
     record.write_text("".join(f"{name}\n" for name in now), encoding="utf-8")
 
 

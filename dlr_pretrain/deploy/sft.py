@@ -64,8 +64,6 @@ def tune(
         sizes = {name: sum(map(math.prod, check_folder(folder)[0].values())) for name, folder in folders.items()}
         settings = {name: common | {"model": _digest_of_weights(folder)} for name, folder in folders.items()}
         done = {key: _finished(folder, settings[key[0]]) for key, folder in plan.items()}
-        for record in tuned_in(output):  # from other commands: all records share a table
-            _require_setting(output / record["name"] / f"s{record['seed']}", record, common)
         _check_room(output, sum(4 * sizes[name] for (name, _), record in done.items() if record is None))
         return settings, done
 
@@ -113,29 +111,25 @@ def _finished(folder: Path, setting: dict) -> dict | None:
     """The record of an earlier call, None if there was none; UserError if that call had another ``setting``."""
     if not folder.exists():
         return None
-    record = _read(folder / RECORD)
-    _require_setting(folder, record, setting)
+    try:
+        record = json.loads((folder / RECORD).read_text())
+        other = [name for name, value in setting.items() if record["setting"].get(name) != value]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder} is in the way: it has no {RECORD} of this command. Name another --output") from error
+    if other:
+        raise UserError(f"{folder} was tuned with another {', '.join(other)}. Name another --output, or remove it")
     return record
 
 
 def tuned_in(output: Path) -> list[dict]:
-    """The records of all models and seeds in ``output``."""
-    return [_read(path) for path in sorted(output.glob(f"*/s*/{RECORD}"))]
-
-
-def _read(path: Path) -> dict:
-    try:
-        record = json.loads(path.read_text())
-        record["name"], record["seed"], record["setting"].items()
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        rule = f"is in the way: it has no {RECORD} of this command"
-        raise UserError(f"{path.parent} {rule}. Name another --output") from error
-    return record
-
-
-def _require_setting(folder: Path, record: dict, setting: dict) -> None:
-    if other := [name for name, value in setting.items() if record["setting"].get(name) != value]:
-        raise UserError(f"{folder} was tuned with another {', '.join(other)}. Name another --output, or remove it")
+    """The records of all models and seeds in ``output``, without copies under other names and unreadable files."""
+    found = []
+    for path in sorted(output.glob(f"*/s*/{RECORD}")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_text())
+            if path.parent == output / record["name"] / f"s{record['seed']}":
+                found.append(record)
+    return found
 
 
 def fine_tune(

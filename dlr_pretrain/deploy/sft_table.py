@@ -32,10 +32,11 @@ def measure(folder: Path, record: dict, evaluate: Callable[..., Measures], setti
 def write_table(output: Path, records: list[dict]) -> str:
     """Write ``table.json`` and ``table.md`` into ``output``; returns the latter's text. Accuracies are in percent.
 
-    After the models of ``records`` the table lists the others that earlier commands tuned there.
+    After the models of ``records`` the table lists those that earlier commands tuned there in the same way. A note
+    names the others.
     """
-    here = {(record["name"], record["seed"]) for record in records}
-    records = records + [other for other in tuned_in(output) if (other["name"], other["seed"]) not in here]
+    others, left_out = _beside(records, output)
+    records = records + others
     models: dict[str, list[dict]] = {}
     for record in records:
         models.setdefault(record["name"], []).append(record)
@@ -49,16 +50,42 @@ def write_table(output: Path, records: list[dict]) -> str:
     settings = {"setting": records[0]["setting"]}
     measured = [record["zero_shot"]["setting"] for record in records if "zero_shot" in record]
     if any(setting != measured[0] for setting in measured):
-        raise UserError(
-            f"{output}: zero-shot accuracies were measured in different ways. Give --tasks again, with all its models"
-        )
+        raise UserError(f"{output}: its zero-shot accuracies were measured in different ways. Give --tasks again")
     if measured:
         settings["zero_shot"] = measured[0]
         lines += ["", f"Zero-shot: {', '.join(f'{name}={value}' for name, value in measured[0].items())}."]
+    if left_out:
+        lines += ["", f"Left out, tuned or measured in another way: {', '.join(left_out)}."]
     output.mkdir(parents=True, exist_ok=True)
     (output / "table.json").write_text(json.dumps({"models": rows, **settings}, indent=1) + "\n")
     (output / "table.md").write_text("\n".join(lines) + "\n")
     return "\n".join(lines)
+
+
+def _beside(records: list[dict], output: Path) -> tuple[list[dict], list[str]]:
+    """The other records in ``output`` that may stand in one table with ``records``, and the folders of those that may
+    not: with another recipe, other weights under the same name, or zero-shot accuracies measured in another way."""
+    here = {(record["name"], record["seed"]) for record in records}
+    models = {record["name"]: record["setting"].get("model") for record in records}
+    recipe = _without_model(records[0])
+    ways = [record["zero_shot"]["setting"] for record in records if "zero_shot" in record]
+    others, left_out = [], []
+    for other in tuned_in(output):
+        if (other["name"], other["seed"]) in here:
+            continue
+        model = models.setdefault(other["name"], other["setting"].get("model"))
+        way = other.get("zero_shot", {}).get("setting")
+        ways += [way] if way and not ways else []
+        same_weights = other["setting"].get("model") == model
+        if same_weights and _without_model(other) == recipe and way in (None, *ways[:1]):
+            others.append(other)
+        else:
+            left_out.append(f"{other['name']}/s{other['seed']}")
+    return others, left_out
+
+
+def _without_model(record: dict) -> dict:
+    return {name: value for name, value in record["setting"].items() if name != "model"}
 
 
 def summary(records: list[dict]) -> dict:

@@ -84,20 +84,22 @@ def resources(words: Sequence[str]) -> Resources:
     nodes = _number(asked.nodes or "1", "--nodes")
     gres = [entry for entry in (asked.gres or "").split(",") if entry.partition(":")[0] == "gpu"]
     gpus = asked.gpus_per_node or (str(sum(map(_gpus, gres))) if gres else None)
-    in_all = _number(asked.ntasks or str(nodes), "--ntasks")
-    if asked.ntasks_per_node is None and in_all % nodes:
-        raise UserError(f"--ntasks={in_all}: nodes have unequal ranks then. Make it a multiple of --nodes={nodes}")
-    tasks = asked.ntasks_per_node or str(in_all // nodes)
+
+    def tasks() -> int:
+        if asked.ntasks_per_node is not None:
+            return _number(asked.ntasks_per_node, "--ntasks-per-node")
+        return _a_node(asked.ntasks or str(nodes), "--ntasks", nodes)
+
     if gpus is None and asked.gpus_per_task is not None:
         of_a_task = _number(asked.gpus_per_task.rpartition(":")[2], "--gpus-per-task")
-        gpus = str(of_a_task * _number(tasks, "the tasks of a node"))
+        gpus = str(of_a_task * tasks())
     per_node = os.environ.get("RANKS_PER_NODE")
     if per_node is None and gpus is not None:
         per_node = gpus.rpartition(":")[2]
     elif per_node is None and asked.gpus is not None:
-        per_node = str(_number(asked.gpus.rpartition(":")[2], "--gpus") // nodes)
+        per_node = str(_a_node(asked.gpus.rpartition(":")[2], "--gpus", nodes))
     elif per_node is None:
-        per_node = tasks
+        per_node = str(tasks())
     return Resources(nodes, _number(per_node, "the ranks of a node"), gpus is not None or asked.gpus is not None)
 
 
@@ -110,6 +112,14 @@ def _gpus(entry: str) -> int:
     """The GPUs of an entry of --gres: gpu, gpu:4, gpu:h100 or gpu:h100:4."""
     count = entry.rpartition(":")[2]
     return int(count) if count.isdecimal() else 1
+
+
+def _a_node(text: str, name: str, nodes: int) -> int:
+    """The share of a node; UserError if the nodes have unequal ones."""
+    in_all = _number(text, name)
+    if in_all % nodes:
+        raise UserError(f"{name}={in_all}: nodes would have unequal shares. Make it a multiple of --nodes={nodes}")
+    return in_all // nodes
 
 
 def _number(text: str, name: str) -> int:

@@ -83,7 +83,8 @@ def adapt(found: Checkpoint, record: dict, say: Callable[[str], None]) -> None:
         del changed["data.shards"]
     if changed and (forked is None or found.step != forked["step"]):
         name, (there, here) = next(iter(changed.items()))
-        what = f"it is of another run ({len(changed)} keys differ: {name} was {there} there, and is {here} here)"
+        what = f"{len(changed)} keys differ: {name} was {shown(there)} there, and is {shown(here)} here"
+        what = f"it is of another run ({what})"
         raise UserError(f"{found.path}: {what}. Move it away, or start from it with run.fork_from")
     if any(name.startswith(("optimizer.", "precision.")) and not name.startswith(RATES) for name in changed):
         found.optimizer.clear(), found.optimizer_layout.clear()

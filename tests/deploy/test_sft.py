@@ -324,8 +324,6 @@ def test_two_models_and_two_seeds_give_folders_and_a_table(command, folders, tex
     assert code == 0 and again.strip() == (tmp_path / "sft/table.md").read_text().strip()
     code, _, said = command(*given, "--lr", 1e-3)
     assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
-    code, _, said = command(f"more={folders['full']}", *given[2:], "--lr", 1e-3)  # it would share a table with them
-    assert code == 3 and "full/s1 was tuned with another lr. Name another --output" in said
 
 
 def test_weights_that_are_not_finite_are_not_written_whatever_the_logged_losses_are(
@@ -450,6 +448,11 @@ def test_zero_shot_accuracy_joins_the_table_and_is_measured_once(folders, tmp_pa
     write_table(tmp_path, records[2:])  # of a command with b alone: a stays in the table, behind it
     table = json.loads((tmp_path / "table.json").read_text())["models"]
     assert list(table) == ["b", "a"] and table["a"]["seeds"] == [1, 2]
+    other = tmp_path / "a/s2/sft.json"
+    other.write_text(json.dumps(records[1] | {"setting": {"lr": 1e-3}}))
+    shutil.copytree(tmp_path / "a/s1", tmp_path / "a/s1_old")  # a copy is no seed
+    assert "Left out, tuned or measured in another way: a/s2." in write_table(tmp_path, records[2:])
+    assert json.loads((tmp_path / "table.json").read_text())["models"]["a"]["seeds"] == [1]
 
 
 def test_the_command_measures_what_it_has_tuned(command, folders, texts, tmp_path):

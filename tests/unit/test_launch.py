@@ -197,6 +197,7 @@ def test_a_task_reads_the_words_of_its_number(tmp_path):
     (["--gpus-per-node=h100:4", "-N", "2"], 2, 4, True),
     (["--gres=gpu:a100:2,disk:1", "--nodes=3"], 3, 2, True),
     (["--gres=gpu:h100"], 1, 1, True),
+    (["-N3", "-n8", "--gpus-per-node=4"], 3, 4, True),
     (["--gres=gpu:a:4,gpu:b:4,gpus_of_another_kind:2"], 1, 8, True),
     (["-G", "8", "-N2"], 2, 4, True),
     (["--ntasks-per-node", "2", "--mem=4G", "--time=1:00:00"], 1, 2, False),

@@ -532,10 +532,13 @@ def test_what_an_earlier_report_had_does_not_stay(tmp_path, no_figures):
     out = tmp_path / "out"
     write_reports([str(tmp_path / "tune"), str(tmp_path / "cola")], out, "")
     (out / "tables" / "mine.md").touch()
+    with open(out / ".report_files", "a") as listed:  # names that no report gives are not touched
+        listed.write(f"{tmp_path}/cola/metrics.jsonl\n../cola/config.yaml\n\n")
     assert (out / "tables" / "tune.csv").exists()
     write_reports([str(tmp_path / "cola")], out, "")
     assert not list(out.glob("tables/tune*")) and (out / "tables" / "runs.csv").exists()
     assert (out / "tables" / "mine.md").exists()
+    assert (tmp_path / "cola/metrics.jsonl").exists() and (tmp_path / "cola/config.yaml").exists()
 
 
 @pytest.mark.filterwarnings("error")
