@@ -256,13 +256,15 @@ def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:
 
 
 def _draw_differences(points: Sequence[tuple[str, dict]], chance: Sequence[str], folder: Path) -> Picture:
-    drawn, (ax,) = subplots(1, width=7.0, height=1.0 + 0.32 * len(points))
+    names = [wrapped(name, 48) for name, _ in points]
+    row = max(0.32, 0.04 + 0.14 * max(name.count("\n") + 1 for name in names))  # inches: no name reaches the next
+    drawn, (ax,) = subplots(1, width=7.0, height=1.0 + row * len(points))
     for y, (_, d) in enumerate(points):
         colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
         error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
         ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
     ax.axvline(0, color=BLACK, linewidth=0.8)
-    ax.set_yticks(range(len(points)), [wrapped(name, 48) for name, _ in points], fontsize=8)
+    ax.set_yticks(range(len(points)), names, fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
     label_axes([ax], "difference of the loss, nats per token (left of 0 is better)", "", shown=None)
     caption = (
