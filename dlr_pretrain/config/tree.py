@@ -149,7 +149,7 @@ class Train:
     )
     accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
     activation_checkpointing: str = key(
-        "what is kept for the backward pass: everything, the latents (CoLA-M), or the blocks' inputs",
+        "what is kept for the backward pass: everything, each block's input and latents (CoLA-M), or its input alone",
         choices=("none", "latent", "block"),
         identity=False,
     )

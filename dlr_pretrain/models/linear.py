@@ -105,7 +105,10 @@ class Stack:
         return [linear.weight for linear in self.linears]
 
     def shared(self, x: Tensor) -> Tensor:
-        """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections with the same input."""
+        """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections with the same input.
+
+        ``train.activation_checkpointing=latent`` keeps such products, the only ones in a block that are not batched.
+        """
         rows = x.flatten(0, -2)
         if torch.is_grad_enabled():
             y = _SharedInput.apply(rows, self.storage, *self.leaves)

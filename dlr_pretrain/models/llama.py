@@ -7,14 +7,14 @@ Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 from __future__ import annotations
 
 import importlib
+import logging
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
@@ -78,13 +78,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def _call(stage: Callable, *arguments):
-    return stage(*arguments)
-
-
-def _recompute(stage: Callable, *arguments):
-    """Call ``stage``, keep only its arguments, and call it again in the backward pass."""
-    return checkpoint(stage, *arguments, use_reentrant=False, preserve_rng_state=False)
+def _keep_latents(grouped: bool, _, operation, *arguments, **__) -> CheckpointPolicy:
+    """Keep the products A x: grouped, all that are not batched; otherwise, those that are narrower than x."""
+    if operation is torch.ops.aten.mm.default and (grouped or arguments[1].shape[1] < arguments[1].shape[0]):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,7 +137,7 @@ class MLP(GroupHolder):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), in five stages, divided at the latents of the four groups.
+    """x + attention(norm(x)), then x + mlp(norm(x)).
 
     ``forward`` takes the tensors that the previous block's groups carry over, and returns those for the next block.
     """
@@ -150,41 +148,23 @@ class Block(nn.Module):
         self.self_attn = Attention(cfg, layer, block, grouped)
         self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
         self.mlp = MLP(cfg, layer, block, grouped)
+        latents = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep_latents, grouped))}
+        self.checkpointing = {"none": None, "latent": latents, "block": {}}[cfg.train.activation_checkpointing]
 
-    def to_qkv(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.self_attn.qkv.latent(self.input_layernorm(x), carried)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
+        arguments = (x, cos, sin, bias, carried)
+        if self.checkpointing is None:
+            return self.run(*arguments)
+        return checkpoint(self.run, *arguments, use_reentrant=False, preserve_rng_state=False, **self.checkpointing)
 
-    def to_o(
-        self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return self.self_attn.o.latent(self.self_attn.attend(z, cos, sin, bias), carried)
-
-    def to_gate_up(self, z: Tensor, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        (y,) = self.self_attn.o.expand(z)
-        x = x + y
-        return x, *self.mlp.gate_up.latent(self.post_attention_layernorm(x), carried)
-
-    def to_down(self, z: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.mlp.down.latent(self.mlp.combine(z), carried)
-
-    def to_next(self, z: Tensor, x: Tensor) -> Tensor:
-        (y,) = self.mlp.down.expand(z)
-        return x + y
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry, run: Callable = _call
-    ) -> tuple[Tensor, Carry]:
-        """Run all stages, the first four as ``run(stage, *arguments)``."""
-        z, qkv = run(self.to_qkv, x, carried[0])
-        z, o = run(self.to_o, z, cos, sin, bias, carried[1])
-        x, z, gate_up = run(self.to_gate_up, z, x, carried[2])
-        z, down = run(self.to_down, z, carried[3])
-        return self.to_next(z, x), (qkv, o, gate_up, down)
-
-    def compile_stages(self) -> None:
-        """Compile each stage by itself, so that the backward pass recomputes one graph at a time."""
-        for stage in ("to_qkv", "to_o", "to_gate_up", "to_down", "to_next"):
-            setattr(self, stage, torch.compile(getattr(self, stage), dynamic=False, fullgraph=True))
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
+        attention, mlp = self.self_attn, self.mlp
+        z, qkv = attention.qkv.latent(self.input_layernorm(x), carried[0])
+        z, o = attention.o.latent(attention.attend(z, cos, sin, bias), carried[1])
+        x = x + attention.o.expand(z)[0]
+        z, gate_up = mlp.gate_up.latent(self.post_attention_layernorm(x), carried[2])
+        z, down = mlp.down.latent(mlp.combine(z), carried[3])
+        return x + mlp.down.expand(z)[0], (qkv, o, gate_up, down)
 
 
 class Body(nn.Module):
@@ -205,14 +185,14 @@ class Llama(nn.Module):
     position's document, it sees only those in its own document.
 
     ``grouped=False`` calls each projection's own modules, without common storages or padding. With
-    ``train.activation_checkpointing`` "latent", each block keeps its input and the latents of its groups for the
-    backward pass, 7 r + d values per position, and recomputes the rest (CoLA-M; Liu et al., 2025, count 2 d instead of
-    d). With "block" only the blocks' inputs are kept, including the tensors that groups carry from block to block.
+    ``train.activation_checkpointing`` "latent", each block keeps its input and the products A x of its projections for
+    the backward pass, 7 r + d values per position, and recomputes the rest, without these products (CoLA-M; Liu et al.,
+    2025, count 2 d instead of d, and recompute them). With "block" only the blocks' inputs are kept. The inputs include
+    the tensors that groups carry from block to block.
     """
 
     def __init__(self, cfg: Config, vocab_size: int, grouped: bool = True):
         super().__init__()
-        self.checkpointing = cfg.train.activation_checkpointing
         self.head_width = cfg.scale.hidden_size // cfg.scale.num_heads
         self.model = Body(cfg, vocab_size, grouped)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
@@ -225,12 +205,7 @@ class Llama(nn.Module):
         bias = None if documents is None else attention_bias(documents, x.dtype)
         carried = NO_CARRY
         for block in self.model.layers:
-            if self.checkpointing == "block":
-                x, carried = _recompute(block, x, cos, sin, bias, carried)
-            elif self.checkpointing == "latent":
-                x, carried = block(x, cos, sin, bias, carried, _recompute)
-            else:
-                x, carried = block(x, cos, sin, bias, carried)
+            x, carried = block(x, cos, sin, bias, carried)
         return self.model.norm(x)
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -249,15 +224,14 @@ class Llama(nn.Module):
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True)
         torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
+        # its warning, of operations in place where latents are kept, does not apply: a block has none
+        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         self.score = compiled(score)
         if whole:
             self.hidden = compiled(self.hidden)
             return
         for block in self.model.layers:
-            if self.checkpointing == "latent":
-                block.compile_stages()
-            else:
-                block.forward = compiled(block.forward)  # not block itself: FSDP's hooks stay outside the graph
+            block.forward = compiled(block.forward)  # not block itself: FSDP's hooks stay outside the graph
         self.model.norm.forward = compiled(self.model.norm.forward)
 
     @torch.no_grad()

@@ -211,7 +211,7 @@ def test_the_count_is_what_the_allocator_hands_out():
 
 @pytest.mark.parametrize(("checkpointing", "values"), [("latent", 7 * 24 + 128), ("block", 128)])
 def test_checkpointing_keeps_the_latents_or_the_input_of_each_block(checkpointing, values):
-    """7 r + d and d values a position: the residual in the middle of a block is computed again with its stage."""
+    """7 r + d and d values a position: the residual in the middle of a block is computed again."""
     words = (*TINY, "scale.rank=24", "backbone=cola", f"train.activation_checkpointing={checkpointing}")
     cfgs = [config(*words, f"scale.num_layers={n}") for n in (3, 5)]
     kept = [step_bytes(build(cfg, 500, torch.device("meta"), torch.bfloat16), 2, 64, True).kept for cfg in cfgs]
