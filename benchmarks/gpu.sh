@@ -84,6 +84,9 @@ bench step-60m-others step $small --arm backbone=cola --arm backbone=lost --arm 
   --arm backbone=sltrain
 bench step-1b step $large train.global_batch=64
 bench step-1b-full step $large train.global_batch=64 --arm backbone=full --arm "backbone=cola dlr=on"
+kept="--arm train.activation_checkpointing=block --arm train.activation_checkpointing=latent"
+bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --arm train.activation_checkpointing=none
+bench step-7b-kept step scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 $kept --rounds 10
 bench compile-60m step $small --arm dlr=on --rounds 2 --warmup 0 --compile-times
 bench compile-1b step $large train.global_batch=64 --arm dlr=on --rounds 2 --warmup 0 --compile-times
 bench fold-60m fold $small train.global_batch=128 dlr=on
