@@ -125,7 +125,9 @@ def _corners(cfg: Config) -> list[int]:
     """The updates that show the schedule's shape. All but the last avoid the rise after a restart."""
     steps, warmup = cfg.train.steps, cfg.warmup_steps
     every, rise = restarts(cfg) or (steps, 0)
-    risen = (t + max(0, rise - t % every) if t >= every else t for t in (0, warmup // 2, warmup, (warmup + steps) // 2))
+    falls = steps if cfg.own_schedule else steps - cfg.lr_decay_steps
+    corners = (0, warmup // 2, warmup, (warmup + steps) // 2, falls)
+    risen = (t + max(0, rise - t % every) if t >= every else t for t in corners)
     return sorted({*(t for t in risen if t < steps), steps - 1})
 
 

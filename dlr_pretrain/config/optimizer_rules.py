@@ -51,7 +51,7 @@ def _loro(cfg: Config) -> Iterator[Problem]:
     if every > steps:
         rule = f"must not exceed train.steps={steps}: no step would be exact"
         yield Problem("optimizer.exact_every", every, rule)
-    if knobs["schedule"] != "loro":
+    if not cfg.own_schedule:
         return
     if restart >= every:
         yield Problem("optimizer.restart_warmup", restart, f"must be below optimizer.exact_every={every}")

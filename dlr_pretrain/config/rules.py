@@ -59,6 +59,10 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle["optimizer.b_lr"] = f"backbone={cfg.backbone.name} has no up-projection B"
     if cfg.run.fork_from is not None:
         idle["train.init_from"] = "the run starts from run.fork_from"
+    if cfg.own_schedule:
+        idle |= dict.fromkeys(["train.lr_decay", "train.lr_decay_steps"], "optimizer.schedule=loro is another schedule")
+    elif cfg.train.lr_decay_steps == 0:
+        idle |= dict.fromkeys(["train.lr_decay", "train.min_lr_ratio"], "train.lr_decay_steps=0")
     if cfg.train.clip is None:
         idle["train.clip_by"] = "train.clip=null"
     if cfg.train.on_nonfinite == "stop":
@@ -167,6 +171,9 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
     elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:
         yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
+    elif cfg.lr_decay_steps > t.steps - cfg.warmup_steps:
+        rule = f"must not exceed the {t.steps - cfg.warmup_steps} of train.steps={t.steps} after the warm-up"
+        yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must not exceed train.steps={t.steps}")
     merge_every, restart = (cfg.backbone.knobs.get(knob) for knob in ("merge_every", "restart_warmup"))

@@ -129,7 +129,9 @@ class Train:
     steps: int = key("optimizer updates, and the span of the schedule", at_least=1)
     lr: float = key("peak learning rate", above=0)
     warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
-    min_lr_ratio: float = key("end of the cosine, as a share of the peak", at_least=0, at_most=1)
+    min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", at_least=0, at_most=1)
+    lr_decay: str = key("shape of the learning rate's decay", choices=("cosine", "linear"))
+    lr_decay_steps: int | None = key("it takes the last so many steps; null: all after the warm-up", at_least=0)
     global_batch: int = key("sequences per update, over all ranks", at_least=1)
     micro_batch: int | str | None = key(
         "sequences a rank takes at once; null: the paper's, auto: the most that fit its memory",
@@ -249,6 +251,17 @@ class Config:
         if self.train.warmup_steps is not None:
             return self.train.warmup_steps
         return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
+
+    @property
+    def lr_decay_steps(self) -> int:
+        """The steps over which the learning rate decays: as given, or all after the warm-up."""
+        given = self.train.lr_decay_steps
+        return self.train.steps - self.warmup_steps if given is None else given
+
+    @property
+    def own_schedule(self) -> bool:
+        """Whether the optimizer brings a schedule of its own (LORO's)."""
+        return self.optimizer.knobs.get("schedule") == "loro"
 
     @property
     def planned_vocab_size(self) -> int:

@@ -146,7 +146,7 @@ def _ending(last: Start | None) -> tuple[str, str]:
 
 ASIDE = re.compile(  # keys that do not change the speed
     r"seed|run\..*|eval\..*|checkpoint\..*|log\..*|logger\..*|tokenizer\..*|data\.(?!packing).*|dlr\.alpha"
-    r"|train\.(steps|lr|warmup_steps|min_lr_ratio|stop_after|init_from|on_nonfinite|max_skipped)"
+    r"|train\.(steps|lr|warmup_steps|min_lr_ratio|lr_decay|lr_decay_steps|stop_after|init_from|on_nonfinite|max_skipped)"
     r"|backbone\.b_gain|optimizer\.(eps|weight_decay|betas?\d?|b_lr)"
     r"|scale\.(lr|steps|warmup_steps|adam_eps|global_batch|eval_every|eval_tokens|checkpoint_every)"
 )

@@ -11,32 +11,35 @@ def rate(cfg: Config, update: int) -> float:
     """The learning rate of update ``update`` (counted from 0) in the run ``cfg``."""
     t, knobs, merge_every = cfg.train, cfg.optimizer.knobs, cfg.backbone.knobs.get("merge_every")
     span = {"steps": t.steps, "warmup": cfg.warmup_steps, "peak": t.lr, "min_ratio": t.min_lr_ratio}
-    if knobs.get("schedule") == "loro":
+    if cfg.own_schedule:
         every, shift = knobs["exact_every"], knobs["shift"]
         shift = span["warmup"] // every * every if shift is None else shift  # restarts follow exact steps
         return loro(update, **span, every=every, restart=knobs["restart_warmup"], shift=shift)
-    if merge_every is not None:
-        return cosine(update, **span) * restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
-    return cosine(update, **span)
+    since_merge = 1.0 if merge_every is None else restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
+    return since_merge * decayed(update, **span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
 
 
 def restarts(cfg: Config) -> tuple[int, int] | None:
     """(updates between restarts of the rate of ``cfg``, updates over which it then rises); None without restarts."""
     knobs, backbone = cfg.optimizer.knobs, cfg.backbone.knobs
-    if knobs.get("schedule") == "loro":
+    if cfg.own_schedule:
         return knobs["exact_every"], knobs["restart_warmup"]
     return (backbone["merge_every"], backbone["restart_warmup"]) if "merge_every" in backbone else None
 
 
-def cosine(update: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:
-    """The rate of update ``update`` (counted from 0): linear from 0 to ``peak`` over ``warmup`` updates, then a cosine
-    to ``min_ratio * peak`` at ``steps``. As in the GaLore family of scripts, the first update has rate 0 if there is a
-    warm-up.
+SHAPES = {"cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), "linear": lambda progress: 1 - progress}
+
+
+def decayed(update: int, steps: int, warmup: int, peak: float, min_ratio: float, decay: int, shape: str) -> float:
+    """The rate of update ``update`` (counted from 0): linear from 0 to ``peak`` over ``warmup`` updates, then constant;
+    over the last ``decay`` updates it falls to ``min_ratio * peak`` at ``steps``, as a half cosine or linearly.
+
+    As in the GaLore family of scripts, the first update has rate 0 if there is a warm-up.
     """
     if update < warmup:
         return peak * update / warmup
-    progress = (update - warmup) / (steps - warmup)
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+    since = update - (steps - decay)
+    return peak * (min_ratio + (1 - min_ratio) * SHAPES[shape](since / decay)) if since >= 0 else peak
 
 
 def restarted(update: int, every: int, restart: int) -> float:

@@ -261,8 +261,7 @@ class Run:
             "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {amount(t.steps * positions)} tokens; lr {t.lr:g} after "
-            f"{plural(cfg.warmup_steps, 'step')}, then a cosine to {t.lr * t.min_lr_ratio:g}"
-            + (f", anew every {restarts(cfg)[0]:,} steps" if restarts(cfg) else ""),
+            f"{plural(cfg.warmup_steps, 'step')}{describe_decay(cfg)}",
             "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
             "code": describe_code(read_record(self.dir)["starts"][-1]),
@@ -366,6 +365,17 @@ def describe_dlr(cfg: Config, projections: int) -> str:
     departs = [f"{knob} {getattr(dlr, knob)}" for knob, value in usual.items() if getattr(dlr, knob) != value]
     where = f" on {projections} projections" if projections else ""
     return f"DLR {dlr.name} ({', '.join([dlr.impl, f'alpha {dlr.alpha:g}', *departs])}){where}"
+
+
+def describe_decay(cfg: Config) -> str:
+    """How the learning rate falls after its warm-up."""
+    t, steps = cfg.train, cfg.train.steps - cfg.warmup_steps if cfg.own_schedule else cfg.lr_decay_steps
+    if not steps:
+        return ", then constant"
+    when = "then" if steps == t.steps - cfg.warmup_steps else f"and in the last {steps:,} steps"
+    shape = "a line" if t.lr_decay == "linear" else "a cosine"
+    anew = f", anew every {restarts(cfg)[0]:,} steps" if restarts(cfg) else ""
+    return f", {when} {shape} to {t.lr * t.min_lr_ratio:g}{anew}"
 
 
 def describe_memory(planned: int, there: int) -> str:

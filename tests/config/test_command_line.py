@@ -247,6 +247,10 @@ def test_a_mistake_is_told_with_its_fix(word, problem):
      "scale.steps=5000: would be ignored: train.steps and train.warmup_steps are set without it"),
     (("data=sample", "tokenizer.hub=me/mine"),
      "tokenizer.hub=me/mine: would be ignored: data=sample comes with its tokenizer"),
+    (("optimizer=loro", "train.lr_decay=linear"),
+     "train.lr_decay=linear: would be ignored: optimizer.schedule=loro is another schedule"),
+    (("train.lr_decay_steps=0", "train.min_lr_ratio=0.2"),
+     "train.min_lr_ratio=0.2: would be ignored: train.lr_decay_steps=0"),
     (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
 ])  # fmt: skip
 def test_a_knob_that_nothing_would_read_is_refused(words, rule):

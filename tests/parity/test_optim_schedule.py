@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.optim.schedule import cosine, loro, rate, restarted
+from dlr_pretrain.optim.schedule import decayed, loro, rate, restarted
+
+
+def cosine(t: int, steps: int, warmup: int, peak: float, min_ratio: float) -> float:
+    return decayed(t, steps, warmup, peak, min_ratio, decay=steps - warmup, shape="cosine")
 
 
 def test_the_schedule_is_that_of_the_papers_scripts():
@@ -18,6 +23,27 @@ def test_the_schedule_is_that_of_the_papers_scripts():
     assert factor(55) == pytest.approx(0.55)
     assert factor(99) == pytest.approx(0.100274, abs=1e-6)
     assert cosine(0, steps=1, warmup=0, peak=0.3, min_ratio=0.1) == 0.3
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("linear", None)])
+def test_the_rate_stays_at_its_peak_until_the_decay(words, shape, middle):
+    """Warm-up, stable phase and decay (WSD); without a decay, the stable phase lasts to the end."""
+    decay = 0 if middle is None else 20
+    given = [f"train.lr_decay_steps={decay}", *([f"train.lr_decay={shape}"] if decay else [])]
+    cfg = load(words("train.steps=60", "train.warmup_steps=6", "train.lr=0.01", *given))
+    rates = [rate(cfg, t) for t in range(60)]
+    assert rates[:6] == pytest.approx([0.01 * t / 6 for t in range(6)])
+    assert set(rates[6 : 60 - decay]) == {0.01}
+    if decay:
+        assert rates[40] == pytest.approx(0.01) and rates[50] == pytest.approx(0.01 * middle)
+        falls = [a - b for a, b in pairwise(rates[40:])]
+        assert min(falls) > 0 and (max(falls) == pytest.approx(min(falls))) == (shape == "linear")
+
+
+def test_a_linear_decay_ends_one_step_above_its_minimum(words):
+    cfg = load(words("train.steps=60", "train.warmup_steps=10", "train.lr=0.01", "train.lr_decay=linear"))
+    assert rate(cfg, 59) == pytest.approx(0.01 * (0.1 + 0.9 / 50))
+    assert rate(cfg, 35) == pytest.approx(0.01 * 0.55)
 
 
 def formula(t: int, T: int, w: int, m: float, f: int, a: int, restart: int) -> float:

@@ -161,7 +161,9 @@ def test_derived_values(cfg):
     cfg.train.steps = 100
     assert cfg.warmup_steps == 10
     cfg.train.warmup_steps = 7
-    assert cfg.warmup_steps == 7
+    assert (cfg.warmup_steps, cfg.lr_decay_steps) == (7, 93)
+    cfg.train.lr_decay_steps = 0
+    assert cfg.lr_decay_steps == 0
     cfg.train.global_batch = 48
     assert cfg.num_streams == 16
     assert [cfg.micro_batch(ranks) for ranks in (1, 2, 4, 8, 16)] == [8, 8, 6, 6, 3]
