@@ -37,7 +37,7 @@ TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03
 TOKENIZER_FILE = "spiece.model"
 PIECES = 8192
-TOKENIZER_BYTES = 4_000_000  # of text to train the tokenizer on; more text takes longer and changes little
+TOKENIZER_TEXT = 4_000_000  # characters to train the tokenizer on; more text takes longer and changes little
 MAX_WORKERS = 8
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
@@ -181,7 +181,7 @@ def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
     sizes = accumulate(len(text) for text in sentences)
     with path.open("wb") as model:
         SentencePieceTrainer.train(
-            sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TOKENIZER_BYTES),
+            sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TOKENIZER_TEXT),
             model_writer=model,
             model_type="unigram",
             vocab_size=pieces,
