@@ -14,7 +14,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.arguments import key_of, spread, value_of
 from dlr_pretrain.data.prepare import Progress, prepare
-from dlr_pretrain.data.sample import TOKENIZER_BYTES, train_tokenizer
+from dlr_pretrain.data.sample import TOKENIZER_TEXT, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.errors import UserError, command
@@ -78,7 +78,7 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
         texts, size = [], 0
         for text in (text for shard in source.train_shards for text in source.read(shard)):
             texts.append(text)
-            if (size := size + len(text)) > TOKENIZER_BYTES:
+            if (size := size + len(text)) > TOKENIZER_TEXT:
                 break
         too_long = sum(len(line) for text in texts for line in text.split("\n") if len(line.encode()) > LONGEST_LINE)
         if too_long:
