@@ -3,8 +3,7 @@
 A *group* owns one or more *projections* of equal shape (q, k and v; gate and up; o; down), each an ordinary module with
 its own parameters and keys. A backbone is a subclass of ``Group``. It defines the parameters of a projection, their
 initial values, and the formula of the whole group in two halves: ``latent(x, carried) -> (z, carried)`` and
-``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. Code for all low-rank layers (DLR, keeping
-latents instead of activations) works on these halves. A dense layer computes everything in the second half.
+``expand(z) -> y``. In ``LowRank`` layers z is the vector that B multiplies. A dense layer is all in the second half.
 
 The parameters of a group are views of one storage (``Stack``). Projections with the same input thus run as one
 product, and the up-projections as one batch, while optimizers, checkpoints and folding see one matrix per projection.

@@ -78,8 +78,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
+def _keep_nothing(*_, **__) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
 def _keep_latents(grouped: bool, _, operation, *arguments, **__) -> CheckpointPolicy:
-    """Keep the products A x: grouped, all that are not batched; otherwise, those that are narrower than x."""
+    """Keep the products A x. Grouped, they are the only ones that are not batched; otherwise, those narrower than x."""
     if operation is torch.ops.aten.mm.default and (grouped or arguments[1].shape[1] < arguments[1].shape[0]):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE
@@ -148,14 +152,19 @@ class Block(nn.Module):
         self.self_attn = Attention(cfg, layer, block, grouped)
         self.post_attention_layernorm = RMSNorm(cfg.scale.hidden_size)
         self.mlp = MLP(cfg, layer, block, grouped)
-        latents = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_keep_latents, grouped))}
-        self.checkpointing = {"none": None, "latent": latents, "block": {}}[cfg.train.activation_checkpointing]
+        self.checkpointing = cfg.train.activation_checkpointing
+        self.policy = partial(_keep_latents, grouped) if self.checkpointing == "latent" else _keep_nothing
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         arguments = (x, cos, sin, bias, carried)
-        if self.checkpointing is None:
+        if self.checkpointing == "none":
             return self.run(*arguments)
-        return checkpoint(self.run, *arguments, use_reentrant=False, preserve_rng_state=False, **self.checkpointing)
+        selective = {}
+        # A policy costs an eager block time. Compiled, one that keeps nothing is needed in torch 2.11, which otherwise
+        # keeps the products of autograd functions.
+        if self.checkpointing == "latent" or torch.compiler.is_compiling():
+            selective["context_fn"] = partial(create_selective_checkpoint_contexts, self.policy)
+        return checkpoint(self.run, *arguments, use_reentrant=False, preserve_rng_state=False, **selective)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, carried: Carry) -> tuple[Tensor, Carry]:
         attention, mlp = self.self_attn, self.mlp
@@ -224,7 +233,7 @@ class Llama(nn.Module):
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True)
         torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
-        # its warning, of operations in place where latents are kept, does not apply: a block has none
+        # It warns of operations in place in a checkpointed block; there are none.
         logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         self.score = compiled(score)
         if whole:

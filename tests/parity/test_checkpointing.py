@@ -73,16 +73,13 @@ def kept(model: Llama, positions: int = 32) -> float:
     return values / positions
 
 
-@pytest.mark.parametrize(("variant", "latent", "block"), [
-    ("lowrank", 7 * 8 + 32, 32),
-    ("cola", 7 * 8 + 32, 32),
-    (LOST, 7 * 8 + 32, 32),
-    ("lax", 14 * 8 + 32, 7 * 8 + 32),  # what crosses is an input
-    ("cola_lax", 14 * 8 + 32, 7 * 8 + 32),
-    (TEXT, 14 * 8 + 32, 7 * 8 + 32),
-])  # fmt: skip
+ONE, TWO = (7 * 8 + 32, 32), (14 * 8 + 32, 7 * 8 + 32)  # r = 8, d = 32; with "lax" latents cross, and are inputs too
+KEPT = [("lowrank", *ONE), ("cola", *ONE), (LOST, *ONE), ("lax", *TWO), ("cola_lax", *TWO), (TEXT, *TWO)]
+
+
+@pytest.mark.parametrize(("variant", "latent", "block"), [*KEPT, ("cola dlr=on dlr.impl=branch", *ONE)])
 def test_a_block_keeps_its_latents_and_the_residual_stream(variant, latent, block):
-    """r = 8, d = 32, f = 91. From one block more, so that what the whole model keeps does not count."""
+    """From one block more, so that what the whole model keeps does not count."""
     for mode, expected in (("latent", latent), ("block", block)):
         more, fewer = (kept(model(variant, mode, layers=layers)) for layers in (4, 3))
         assert more - fewer == expected
@@ -98,6 +95,31 @@ def compiler(monkeypatch):
     torch._dynamo.reset()
     yield counter
     torch._dynamo.reset()
+
+
+def kept_compiled(model: Llama, positions: int = 32) -> float:
+    """The same for a compiled model, from what the nodes of its autograd graph keep."""
+    model.compile_()
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    x = model.hidden(torch.randint(0, VOCAB, (2, positions // 2)))
+    storages, seen, ahead = {}, set(), [x.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            ahead += [function for function, _ in node.next_functions]
+            floats = (t for t in getattr(node, "saved_tensors", ()) if t.is_floating_point())  # not the random state
+            kept = [t.untyped_storage() for t in floats]
+            storages |= {storage._cdata: storage for storage in kept if storage._cdata not in own}
+    return sum(storage.nbytes() for storage in storages.values()) / x.element_size() / positions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "latent", "block"), KEPT)
+def test_a_compiled_block_keeps_the_same(variant, latent, block, compiler):
+    for mode, expected in (("latent", latent), ("block", block)):
+        more, fewer = (kept_compiled(model(variant, mode, layers=layers)) for layers in (4, 3))
+        assert more - fewer == expected
 
 
 def assert_compute_the_same(compiled, eager) -> None:
