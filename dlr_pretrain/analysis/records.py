@@ -15,6 +15,7 @@ import numpy as np
 
 from dlr_pretrain.analysis.history import read_metrics, sound_records
 from dlr_pretrain.config import flatten
+from dlr_pretrain.config.identity import NEWER
 from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.errors import UserError
@@ -184,7 +185,7 @@ def read_run(folder: Path) -> RunRecord:
     if (gaps or late) and THINNED not in manifest:
         remarks.append(f"metrics.jsonl lacks {len(gaps) + metrics[0]['step'] - 1:,} updates")
     identity = manifest.get("identity") or {k: v for k, v in flatten(config).items() if k not in OTHER}
-    return RunRecord(folder, config, identity, metrics, manifest, tuple(remarks))
+    return RunRecord(folder, config, NEWER | identity, metrics, manifest, tuple(remarks))
 
 
 def _machine(start: dict) -> str:

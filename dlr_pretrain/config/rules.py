@@ -60,7 +60,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     if cfg.run.fork_from is not None:
         idle["train.init_from"] = "the run starts from run.fork_from"
     if cfg.own_schedule:
-        idle |= dict.fromkeys(["train.lr_decay", "train.lr_decay_steps"], "optimizer.schedule=loro is another schedule")
+        own = "optimizer.schedule=loro has a decay of its own"
+        idle |= dict.fromkeys(["train.lr_decay", "train.lr_decay_steps"], own)
     elif cfg.train.lr_decay_steps == 0:
         idle |= dict.fromkeys(["train.lr_decay", "train.min_lr_ratio"], "train.lr_decay_steps=0")
     if cfg.train.clip is None:
@@ -164,6 +165,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
 
 def _schedule(cfg: Config) -> Iterator[Problem]:
     t, every, kept = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
+    falls = None if cfg.own_schedule else t.lr_decay_steps
     if kept is not None and kept % every:
         fix = f"Try {max(1, round(kept / every)) * every}"
         yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)
@@ -171,8 +173,11 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
     elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:
         yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
-    elif cfg.lr_decay_steps > t.steps - cfg.warmup_steps:
-        rule = f"must not exceed the {t.steps - cfg.warmup_steps} of train.steps={t.steps} after the warm-up"
+    elif falls is not None and falls > (after := t.steps - cfg.warmup_steps):
+        rule = f"must not exceed {after}, the steps after the warm-up"
+        yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
+    elif falls == 1:
+        rule = "must be 0 or at least 2: the first of these steps still has the peak rate"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
     if t.stop_after is not None and t.stop_after > t.steps:
         yield Problem("train.stop_after", t.stop_after, f"must not exceed train.steps={t.steps}")

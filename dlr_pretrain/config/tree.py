@@ -131,7 +131,9 @@ class Train:
     warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", at_least=0, at_most=1)
     lr_decay: str = key("shape of the learning rate's decay", choices=("cosine", "linear"))
-    lr_decay_steps: int | None = key("it takes the last so many steps; null: all after the warm-up", at_least=0)
+    lr_decay_steps: int | None = key(
+        "number of last steps over which the rate falls; null: all after the warm-up; 0: none", at_least=0
+    )
     global_batch: int = key("sequences per update, over all ranks", at_least=1)
     micro_batch: int | str | None = key(
         "sequences a rank takes at once; null: the paper's, auto: the most that fit its memory",

@@ -370,11 +370,11 @@ def describe_dlr(cfg: Config, projections: int) -> str:
 def describe_decay(cfg: Config) -> str:
     """How the learning rate falls after its warm-up."""
     t, steps = cfg.train, cfg.train.steps - cfg.warmup_steps if cfg.own_schedule else cfg.lr_decay_steps
+    anew = f", anew every {plural(restarts(cfg)[0], 'step')}" if restarts(cfg) else ""
     if not steps:
-        return ", then constant"
-    when = "then" if steps == t.steps - cfg.warmup_steps else f"and in the last {steps:,} steps"
+        return f", then constant{anew}"
+    when = "then" if steps == t.steps - cfg.warmup_steps else f"and in the last {plural(steps, 'step')}"
     shape = "a line" if t.lr_decay == "linear" else "a cosine"
-    anew = f", anew every {restarts(cfg)[0]:,} steps" if restarts(cfg) else ""
     return f", {when} {shape} to {t.lr * t.min_lr_ratio:g}{anew}"
 
 

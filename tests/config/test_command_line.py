@@ -248,7 +248,7 @@ def test_a_mistake_is_told_with_its_fix(word, problem):
     (("data=sample", "tokenizer.hub=me/mine"),
      "tokenizer.hub=me/mine: would be ignored: data=sample comes with its tokenizer"),
     (("optimizer=loro", "train.lr_decay=linear"),
-     "train.lr_decay=linear: would be ignored: optimizer.schedule=loro is another schedule"),
+     "train.lr_decay=linear: would be ignored: optimizer.schedule=loro has a decay of its own"),
     (("train.lr_decay_steps=0", "train.min_lr_ratio=0.2"),
      "train.min_lr_ratio=0.2: would be ignored: train.lr_decay_steps=0"),
     (("dlr=no_b", "backbone.b_gain=2"), "backbone.b_gain=2.0: would be ignored: dlr.train_b=false freezes B at zero"),
@@ -256,6 +256,17 @@ def test_a_mistake_is_told_with_its_fix(word, problem):
 def test_a_knob_that_nothing_would_read_is_refused(words, rule):
     rules = [rule] if isinstance(rule, str) else rule
     assert problems(*words) == [f"{rule}. Leave it out" for rule in rules]
+
+
+@pytest.mark.parametrize(("steps", "rule"), [
+    (901, "must not exceed 900, the steps after the warm-up"),
+    (1, "must be 0 or at least 2: the first of these steps still has the peak rate"),
+])  # fmt: skip
+def test_the_decay_of_the_rate_fits_the_run(steps, rule):
+    given = "train.steps=1000", "train.warmup_steps=100", f"train.lr_decay_steps={steps}"
+    assert problems(*given) == [f"train.lr_decay_steps={steps}: {rule}"]
+    ignored = f"train.lr_decay_steps={steps}: would be ignored: optimizer.schedule=loro has a decay of its own"
+    assert problems(*given, "optimizer=loro") == [f"{ignored}. Leave it out"]
 
 
 def test_blanks_around_the_equals_sign():

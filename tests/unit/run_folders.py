@@ -17,6 +17,8 @@ from dlr_pretrain.analysis.paper import C4_SHARDS, T5
 from dlr_pretrain.analysis.tuning import Design, Trial, compare
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.identity import NEWER
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.evaluate import galore_loss
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.record import open_record, record_start, update_record
@@ -64,6 +66,12 @@ def a_run(
         for at in range(1, (step or cfg.train.steps) + 1):
             file.write(a_record(cfg, at, level, final, judged, noise.gauss))
     return folder
+
+
+def as_of_an_older_version(folder: Path) -> None:
+    """Take from a run's record the keys that records did not always have."""
+    identity = read_record(folder)["identity"]
+    update_record(folder, {"identity": {key: value for key, value in identity.items() if key not in NEWER}})
 
 
 def a_record(cfg: Config, step: int, level: float, final: float | None, judged: int, noise: Callable) -> dict:

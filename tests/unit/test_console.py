@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.record import describe_code
-from dlr_pretrain.train.run import describe_memory
+from dlr_pretrain.train.run import describe_decay, describe_memory
 
 
 class Terminal(io.StringIO):
@@ -160,3 +160,16 @@ def test_the_code_and_the_plan_beside_the_gpu_are_told():
     assert describe_code(start | {"git": None}).startswith("dlr_pretrain not installed; ")
     assert describe_memory(10**10, 8 * 10**10) == "10.0 GB planned (eager; compiled code takes less) of 80.0 GB"
     assert "train.micro_batch=auto" in describe_memory(9 * 10**10, 8 * 10**10)
+
+
+@pytest.mark.parametrize(("words", "text"), [
+    ("", ", then a cosine to 0.0005"),
+    ("train.lr_decay=linear train.lr_decay_steps=90", ", then a line to 0.0005"),
+    ("train.lr_decay_steps=20", ", and in the last 20 steps a cosine to 0.0005"),
+    ("train.lr_decay_steps=0", ", then constant"),
+    ("train.lr_decay_steps=0 backbone=relora backbone.merge_every=30 backbone.restart_warmup=5",
+     ", then constant, anew every 30 steps"),
+])  # fmt: skip
+def test_the_decay_of_the_rate_is_told(words, text):
+    given = ["scale=tiny", "data=sample", "train.lr=0.005", "train.steps=100", "train.warmup_steps=10"]
+    assert describe_decay(load([*given, *words.split()])) == text

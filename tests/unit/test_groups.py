@@ -7,7 +7,7 @@ import math
 import shlex
 
 import pytest
-from run_folders import FINGERPRINTS, SHORT, TINY, a_run, moment, pairs_of_runs
+from run_folders import FINGERPRINTS, SHORT, TINY, a_run, as_of_an_older_version, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import layouts
 from dlr_pretrain.analysis.compare import versus
@@ -54,6 +54,16 @@ def test_each_partner_of_a_plain_group_has_its_row(alphas):
     }
     assert {row[2].value for row in rows.values()} == {values["cola"]}
     assert rows["cola"][4].value == pytest.approx(values["cola+dlr"] - values["cola"])
+
+
+def test_a_run_of_an_older_version_joins_its_seeds_and_its_partner(tmp_path):
+    pairs_of_runs(tmp_path, "cola", seeds=(41, 42))
+    as_of_an_older_version(tmp_path / "cola-off-s41")
+    groups = groups_in(tmp_path)
+    assert [len(group.runs) for group in groups] == [2, 2]
+    assert len(pairs(groups)) == 1
+    a_run(tmp_path / "linear", *COLA, "train.lr_decay=linear", seed=43)
+    assert sorted(len(group.runs) for group in groups_in(tmp_path)) == [1, 2, 2]
 
 
 def test_each_partner_is_in_the_ablations(alphas):
