@@ -171,12 +171,14 @@ class Runtime:
                 raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def use_device(self) -> None:
-        """Use the GPU for the first time, after all checks that need none."""
+        """Use the device for the first time, after all checks that need none."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             gc.collect()  # frees models of a multirun's earlier runs: a compiled model is a reference cycle
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+        elif self.device.type == "cpu":
+            process.keep_freed_memory()
 
     def peak_memory(self) -> int:
         """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import platform
 import signal
 import subprocess
 import sys
@@ -80,6 +81,36 @@ def test_two_ranks_agree_on_results_errors_and_stops(tmp_path):
     other = ["ConfigError a=1: is odd", "UserError rank 0 failed: ZeroDivisionError: by zero"]
     assert (tmp_path / "0").read_text().splitlines() == own + shared
     assert (tmp_path / "1").read_text().splitlines() == other + shared
+
+
+FAULTS = """
+import resource, sys
+import torch
+from dlr_pretrain.cli import load
+from dlr_pretrain.train.runtime import Runtime
+
+with Runtime(load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"])) as runtime:
+    if sys.argv[1] == "used":
+        runtime.use_device()
+    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
+    for _ in range(8):
+        held = [torch.ones(1 << 24) for _ in range(3)]
+        del held
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(faults[-1] - faults[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
+def test_a_step_on_a_cpu_reuses_the_memory_of_the_one_before():
+    def faults(when: str) -> int:
+        command = [sys.executable, "-c", FAULTS, when]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout.split()[-1])
+
+    assert 10 * faults("used") < faults("unused")
 
 
 @pytest.mark.parametrize(("of_each", "named"), [
