@@ -11,9 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dlr_pretrain.bench import tables
+from dlr_pretrain.bench.rounds import median_interval
 
 COLUMNS = ["backbone", "ms/step", "with DLR", "positions/s", "with DLR", "ratio", "the same once more"]
-NOTE = "ratio: seconds with DLR over those without in the same round, median [quartiles]; the last column is its noise"
+NOTE = (
+    "ratio: seconds with DLR over those without in the same round, median [its 95 % interval]. The last column is the "
+    "same of a second step without DLR."
+)
 
 
 def by_backbone(measured: Iterable[Path]) -> str:
@@ -21,10 +25,15 @@ def by_backbone(measured: Iterable[Path]) -> str:
     rows = []
     for plain, again, dlr in (json.loads(path.read_text())["arms"] for path in measured):
         speeds = (tables.number(arm[name]) for name in ("ms", "tokens_per_second") for arm in (plain, dlr))
-        ratios = (tables.ratio(arm["ratio"]) if arm["parity"]["passes"] else tables.parity(arm["parity"])
-                  for arm in (dlr, again))  # fmt: skip
-        rows.append([plain["config"]["backbone"], *speeds, *ratios])
+        rows.append([plain["config"]["backbone"], *speeds, *(_ratio(arm, plain) for arm in (dlr, again))])
     return f"# Cost\n\n{tables.table(COLUMNS, rows)}\n\n* {NOTE}"
+
+
+def _ratio(arm: dict, plain: dict) -> str:
+    if not arm["parity"]["passes"]:
+        return tables.parity(arm["parity"])
+    ratios = [t / r for t, r in zip(arm["seconds"], plain["seconds"], strict=True)]
+    return tables.ratio(median_interval(ratios)._asdict())
 
 
 if __name__ == "__main__":

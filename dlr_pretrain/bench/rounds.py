@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,30 @@ class Quartiles(NamedTuple):
 def quartiles(values: list[float]) -> Quartiles:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return Quartiles(median, low, high)
+
+
+class Interval(NamedTuple):
+    """The median of a sample, and an interval that contains the distribution's with 95 % probability or more."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(values: list[float]) -> Interval:
+    """From independent ``values`` of any distribution, by order statistics; unbounded for fewer than six.
+
+    The k-th smallest exceeds the median if fewer than k of n values lie below it, which has probability
+    P(Binomial(n, 1/2) < k). The interval reaches from the k-th smallest to the k-th largest, with the largest k for
+    which this is at most 2.5 %.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 1 / 2**n
+    while below <= 0.025:
+        k += 1
+        below += math.comb(n, k) / 2**n
+    ends = (ordered[k - 1], ordered[n - k]) if k else (-math.inf, math.inf)
+    return Interval(statistics.median(ordered), *ends)
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:

@@ -55,6 +55,17 @@ def test_ratios_are_of_the_same_round():
     assert rounds.quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (3.0, 2.0, 4.0)
 
 
+@pytest.mark.parametrize(("n", "rank"), [(5, 0), (6, 1), (8, 1), (9, 2), (100, 40), (2000, 956)])
+def test_the_interval_of_a_median_is_the_narrowest_of_95_percent(n, rank):
+    values = [float(i) for i in range(n, 0, -1)]
+    found = rounds.median_interval(values)
+    ends = (rank, n + 1 - rank) if rank else (-math.inf, math.inf)
+    assert found == ((n + 1) / 2, *ends)
+    covered = sum(math.comb(n, i) for i in range(rank, n - rank + 1)) / 2**n  # medians between the two ends
+    narrower = sum(math.comb(n, i) for i in range(rank + 1, n - rank)) / 2**n
+    assert covered >= 0.95 > narrower
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed", "bf16_sr"])
 def test_the_gate_passes_what_is_right_and_stops_what_is_not(precision):
     """The fast form of each arm passes; a residual of another strength does not, and neither does a NaN."""
