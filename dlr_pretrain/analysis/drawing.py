@@ -70,6 +70,15 @@ def label_axes(axes, x: str, y: str, limits: tuple[float, float] | None = None, 
             ax.xaxis.set_major_formatter(shown)
 
 
+def legend_beside(ax) -> None:
+    """Add a legend to the right of ``ax``, and enlarge the figure until the legend leaves its panel enough room."""
+    legend = ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure, grid = ax.figure, ax.get_gridspec()
+    own = legend.get_window_extent(figure.canvas.get_renderer())
+    width, height = grid.ncols * (own.width / figure.dpi + 3.0), grid.nrows * (own.height / figure.dpi + 0.5)
+    figure.set_size_inches(max(figure.get_figwidth(), width), max(figure.get_figheight(), height))
+
+
 def wrapped(label: str, width: int = 28) -> str:
     """Break a label into lines of ``width`` characters, between words only."""
     return textwrap.fill(label, width, break_long_words=False, subsequent_indent="  ")

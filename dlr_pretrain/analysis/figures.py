@@ -22,6 +22,7 @@ from dlr_pretrain.analysis.drawing import (
     VERMILLION,
     Picture,
     label_axes,
+    legend_beside,
     metric,
     save,
     subplots,
@@ -174,7 +175,8 @@ def _gradients(scale: str, groups: list[Group], folder: Path) -> Picture:
 def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     """Draw the evaluation perplexity of all groups in one panel.
 
-    The colour shows the backbone. The line style shows whether it is plain, with DLR or another variant.
+    The colour shows the backbone. The line style shows whether it is plain, with DLR or another variant. Variants of a
+    single backbone have the looks of its panel instead.
     """
     evaluated = [group for group in groups if any(run.evaluations for run in group.runs)]
     if not evaluated:
@@ -182,9 +184,10 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     figure, (ax,) = subplots(1, width=8.0, height=5.0)
     spare = iter(OTHERS * len(groups))
     colors = {name: BACKBONES.get(name) or next(spare) for name in dict.fromkeys(group.base for group in evaluated)}
-    for group in evaluated:
+    for group, own in zip(evaluated, look(evaluated), strict=True):
         dash = "--" if group.label == group.base else "-" if group.label.endswith("+dlr") else ":"
-        style = {"color": colors[group.base], "linestyle": dash, "marker": "."}
+        style = own if len(colors) == 1 else {"color": colors[group.base], "linestyle": dash}
+        style["marker"] = "."
         steps, means = mean_curve(group)
         if steps:
             error = np.array([np.nan if s.std is None else s.std for s in means])
@@ -204,9 +207,9 @@ def _overlay(scale: str, groups: list[Group], folder: Path) -> Picture | None:
     label_axes([ax], TOKENS.label, "evaluation perplexity, unbiased (log)")
     caption = (
         f"{scale}: evaluation perplexity, mean and standard deviation over the finished seeds (their number behind "
-        "each name; a line ends where one has diverged), unfinished ones thin; solid with DLR, dashed without, dotted "
-        "for other variants."
+        "each name; a line ends where one has diverged), unfinished ones thin"
     )
+    caption += "." if len(colors) == 1 else "; solid with DLR, dashed without, dotted for other variants."
     return save(figure, folder, f"perplexity_{scale}", caption)
 
 
@@ -275,11 +278,12 @@ def _throughput(scale: str, groups: list[Group], folder: Path) -> Picture | None
     if not found:
         return None
     figure, axes = subplots(len(found), width=5.5, height=4.2, shared=False)
+    backbones = {group.base for points in found.values() for group, _, _ in points}
     for (machine, points), ax in zip(found.items(), axes, strict=True):
         spare = iter(OTHERS * len(groups))
         marks: dict[str, Iterator[str]] = {}
         for group, speed, quality in points:
-            color = BACKBONES.get(group.base) or next(spare)
+            color = (len(backbones) > 1 and BACKBONES.get(group.base)) or next(spare)
             filled = color if group.method.endswith("+dlr") else "white"
             mark = next(marks.setdefault(group.method, cycle(MARKS)))
             ax.errorbar(speed.mean, quality.mean, quality.std, speed.std, fmt=mark, color=color,
@@ -334,8 +338,10 @@ def _range(values: Sequence[float]) -> tuple[float, float] | None:
 
 def _legend(ax, beside: bool) -> None:
     """Add a legend inside the axes, or to their right if ``beside``."""
-    where = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if beside else {}
-    ax.legend(frameon=False, fontsize=8, **where)
+    if beside:
+        legend_beside(ax)
+    else:
+        ax.legend(frameon=False, fontsize=8)
 
 
 def _result(group: Group) -> str:

@@ -225,16 +225,23 @@ def draw_comparisons(compared: Compared, folder: Path) -> list[Picture]:
 
 
 def _points(founds: Sequence[dict], settings: Sequence[str]) -> list[tuple[str, dict]]:
-    """Each difference that has an interval, once, with its name. A name that several share is given its rate, too."""
-    named = [
-        (" ".join(filter(None, (c["method"], setting))), f"{found['chosen'][c['method']]['lr']:g}", c["difference"])
-        for found, setting in zip(founds, settings, strict=True)
-        for c in found["comparisons"]
+    """Each difference that has an interval, once, with its name.
+
+    A name that several share is given its rate too, and then what it is compared with.
+    """
+    found = [
+        ((" ".join(filter(None, (c["method"], setting))), f" at {f['chosen'][c['method']]['lr']:g}",
+          f" against {c['against']}"), c["difference"])
+        for f, setting in zip(founds, settings, strict=True)
+        for c in f["comparisons"]
         if c["difference"] and c["difference"]["low"] is not None
-    ]
-    several = Counter(name for name, _, _ in named)
-    points = [(f"{name} at {lr}" if several[name] > 1 else name, d) for name, lr, d in named]
-    return [point for i, point in enumerate(points) if point not in points[:i]]
+    ]  # fmt: skip
+    found = [point for i, point in enumerate(found) if point not in found[:i]]
+    names = [parts[0] for parts, _ in found]
+    for more in (1, 2):
+        several = Counter(names)
+        names = [name + parts[more] * (several[name] > 1) for name, (parts, _) in zip(names, found, strict=True)]
+    return [(name, d) for name, (_, d) in zip(names, found, strict=True)]
 
 
 def _draw_rates(curves: Sequence[tuple[dict, str]], folder: Path) -> Picture:

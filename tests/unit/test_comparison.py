@@ -223,6 +223,16 @@ def test_a_difference_is_named_by_its_rate_where_its_method_is_compared_at_two(t
     assert names == ["two at 0.003", "three", "two at 0.01"]
 
 
+def test_a_difference_is_named_by_what_it_is_from_where_its_method_is_compared_with_two(tmp_path):
+    for first in ("one", "three"):
+        design = Design((first, "two"), (0.01,), (1, 2, 3))
+        made = trials(design, lambda m, lr, s, first=first: (3.0, 3.0 + s * lr * (m == "two") + (first == "one")))
+        write(dressed(compare(design, made)), tmp_path / f"tune/{first}")
+    write_reports([str(tmp_path / "tune")], tmp_path / "report", "python scripts/report.py")
+    names = re.findall(r"<!-- (two.*?) -->", (tmp_path / "report/figures/tune_differences.svg").read_text())
+    assert names == ["two at 0.01 against one", "two at 0.01 against three"]
+
+
 def test_one_seed_gives_a_difference_and_no_verdict():
     design = Design(("one", "two"), RATES, (1,))
     found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two")))))

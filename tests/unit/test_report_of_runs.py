@@ -11,6 +11,7 @@ import shlex
 import shutil
 import statistics
 import subprocess
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from run_folders import SHORT, TINY, a_comparison, a_run, moment, pairs_of_runs
 
-from dlr_pretrain.analysis import figures, layouts
+from dlr_pretrain.analysis import drawing, figures, layouts
 from dlr_pretrain.analysis.compare import render, versus
 from dlr_pretrain.analysis.costs import costs
 from dlr_pretrain.analysis.groups import CONVENTION, PERPLEXITY, Spread, grouped, pairs
@@ -489,6 +490,22 @@ def test_colours_of_a_panel_are_always_the_same(tmp_path):
     assert name == "cola"
     found = {group.label: style["color"] for group, style in zip(members, figures.look(members), strict=True)}
     assert found == {"cola": figures.PLAIN, "cola+dlr": figures.DLR, "full": figures.BLACK}
+
+
+@pytest.mark.parametrize("panels", [1, 2, 5])
+def test_a_long_legend_is_whole_and_leaves_its_panel_room(panels):
+    figure, axes = drawing.subplots(panels)
+    for ax in axes:
+        for i in range(40):
+            ax.plot([0, 1], [0, 1], label=f"cola+dlr (optimizer.b_lr={i})")
+        drawing.legend_beside(ax)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's, where a panel has no room
+        figure.canvas.draw()
+    for ax in axes:
+        legend, panel = ax.get_legend().get_window_extent(), ax.get_window_extent()
+        assert legend.x0 >= 0 and legend.x1 <= figure.bbox.x1 and legend.y0 >= 0 and legend.y1 <= figure.bbox.y1
+        assert panel.width / figure.dpi > 1.5 and panel.height > 0.7 * legend.height
 
 
 def test_an_unfinished_seed_is_drawn_and_in_no_mean(tmp_path):
