@@ -82,13 +82,22 @@ ablations() { # variants of the residual; then alternatives to it: a larger B at
   tune controls "pair=cola+dlr,cola,$controls" "lr=$lower" "seeds=$seeds"
   tune rank "pair=cola+dlr,cola,$ranks" "lr=$lower" "seeds=$seeds"
   tune at_the_papers_rate "pair=cola+dlr,cola,$some" "lr=$paper" "seeds=$seeds"
+  # The same runs, compared in three more ways after they had been seen.
+  tune without_b pair=cola,cola+no_b "lr=$lower" "seeds=$seeds"
+  tune half_rank "pair=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half" "lr=$lower" "seeds=$seeds"
+  tune three_quarters_rank "pair=cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters" \
+    "lr=$lower" "seeds=$seeds"
 }
 
 longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
   if [ "$experiment" = evidence_60m ]; then echo "left out: evidence_60m reads all of the text already" && return; fi
-  tune tokens pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" train.steps=4000 eval.every=1000
-  tune parameters pair=cola,cola+dlr "lr=$lower,$paper" "seeds=$seeds" scale.hidden_size=256 \
-    scale.intermediate_size=688 scale.rank=64
+  local rate
+  for rate in $lower $paper; do
+    local shared=(pair=cola,cola+dlr "lr=$rate" "seeds=$seeds")
+    tune "base-$rate" "${shared[@]}" # the runs of mechanism
+    tune "tokens-$rate" "${shared[@]}" train.steps=4000 eval.every=1000
+    tune "parameters-$rate" "${shared[@]}" scale.hidden_size=256 scale.intermediate_size=688 scale.rank=64
+  done
 }
 
 paths() { # how the gradient splits on its way to the latents, over a run; the runs of pairs have no probe
@@ -107,11 +116,17 @@ cost() { # a step without DLR and with it, by turns in one process; the machine 
 all=(pairs paper mechanism ablations longer paths)
 
 report() { # from the kept results
+  local trained=()
   rm -rf "$root/report" # also the tables of a piece that is no longer kept
   for piece in "${all[@]}"; do
     if [ ! -d "$kept/$piece" ]; then echo "$piece: not trained yet" && continue; fi
     "$python" scripts/report.py "$kept/$piece/tune" "$kept/$piece/runs" --output "$root/report/$piece"
+    trained+=("$kept/$piece")
   done
+  if [ ${#trained[@]} -gt 0 ]; then
+    mkdir -p "$root/report/all/tables"
+    "$python" -m dlr_pretrain.analysis.spent "${trained[@]}" >"$root/report/all/tables/spent.md"
+  fi
   if compgen -G "$kept/cost/*.json" >/dev/null; then
     mkdir -p "$root/report/cost/tables"
     "$python" -m dlr_pretrain.bench.cost "$kept"/cost/*.json >"$root/report/cost/tables/cost.md"

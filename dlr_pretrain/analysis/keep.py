@@ -3,15 +3,16 @@
     python -m dlr_pretrain.analysis.keep runs/evidence/pairs/tune/cola benchmarks/evidence/pairs
 
 A comparison is a folder with a ``tune.json``. This file is kept and, for every run that it names, the configuration,
-the manifest without the host's name, and these records of ``metrics.jsonl``: the first, the last, those with an
-evaluation or a probe, and those of every twenty-fifth update. Comparisons that are already in the output folder stay
-there. ``scripts/report.py`` reads the result like whole runs.
+the manifest without the host's name and folders of the machine, and these records of ``metrics.jsonl``: the first, the
+last, those with an evaluation or a probe, and those of every twenty-fifth update. Comparisons that are already in the
+output folder stay there. ``scripts/report.py`` reads the result like whole runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.errors import UserError, command
 
 EVERY = 25
+FOLDERS = re.compile(r"(?<!\S)/\S*/")  # of an absolute path, up to its last name
 
 
 def keep(comparisons: Sequence[Path], output: Path, every: int = EVERY) -> int:
@@ -92,6 +94,8 @@ def _keep_run(run: Path, target: Path, every: int) -> None:
     for start in manifest["starts"]:
         start.pop("host", None)
         start["command"] = [Path(start["command"][0]).name, *start["command"][1:]]
+        if "text" in start:
+            start["text"] = FOLDERS.sub("", start["text"])
     text = json.dumps(manifest | {THINNED: every, VOCABULARY: exported_vocabulary(run)}, indent=1)
     (target / MANIFEST).write_text(text + "\n", encoding="utf-8")
     lines = (json.dumps(record) + "\n" for record in _thinned(read_metrics(run / "metrics.jsonl"), every))

@@ -14,6 +14,8 @@ from dlr_pretrain.analysis.insert import insert, main
 from dlr_pretrain.analysis.keep import keep
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY, find_runs
 from dlr_pretrain.analysis.reports import write_reports
+from dlr_pretrain.analysis.spent import by_piece
+from dlr_pretrain.analysis.tables import markdown
 from dlr_pretrain.bench.cost import by_backbone
 from dlr_pretrain.cli import load
 from dlr_pretrain.errors import UserError
@@ -79,7 +81,7 @@ def test_the_cost_of_each_pair_is_measured_on_steps_that_can_be(experiment, tmp_
 def test_the_ranks_are_half_and_three_quarters_of_the_scale_s(experiment, tmp_path):
     words = " ".join(word for command in said_by(tmp_path, "ablations", EXPERIMENT=experiment) for word in command)
     full = load([f"experiment={experiment}", "backbone=cola"], machine=False).backbone.knobs["rank"]
-    assert re.findall(r"\bcola:backbone\.rank=(\d+)", words) == [str(full // 2), str(3 * full // 4)]
+    assert {*re.findall(r"\bcola:backbone\.rank=(\d+)", words)} == {str(full // 2), str(3 * full // 4)}
 
 
 def test_what_another_experiment_has_no_text_for_is_left_out(tmp_path):
@@ -118,6 +120,7 @@ def trained(tmp_path, monkeypatch) -> Path:
         manifest = json.loads(path.read_text())
         manifest["starts"][0]["host"] = "a-secret-name"
         manifest["starts"][0]["command"][0] = "/home/a-secret-name/train.py"
+        manifest["starts"][0]["text"] = "runs/tokens: 2 train shards, made from /home/a-secret-name/web: 2 train shards"
         path.write_text(json.dumps(manifest))
         path.with_name("folded").mkdir()
         (path.with_name("folded") / "config.json").write_text('{"vocab_size": 8192}')
@@ -133,6 +136,7 @@ def test_kept_runs_are_small_and_reported_as_the_whole_ones(trained):
         assert (b.final, b.evaluations, b.identity) == (a.final, a.evaluations, a.identity)
         assert not b.remarks and (b.manifest[THINNED], b.manifest[VOCABULARY]) == (25, 8192)
     assert "a-secret-name" not in "".join(path.read_text() for path in Path("kept").rglob("*") if path.is_file())
+    assert kept[0].starts[0]["text"] == "runs/tokens: 2 train shards, made from web: 2 train shards"
     write_reports(["tune", "runs"], Path("of_whole"), "")
     write_reports(["kept/tune", "kept/runs"], Path("of_kept"), "")
     for name in ("tune", "pairs", "groups"):
@@ -185,6 +189,17 @@ def test_what_has_not_ended_is_not_kept(trained):
         keep([trained, Path("elsewhere/cola")], Path("kept"))
     with pytest.raises(UserError, match=r"runs/tune\.json: no such file"):
         keep([Path("runs")], Path("kept"))
+
+
+def test_a_page_says_what_its_runs_took(trained):
+    keep([trained], Path("kept"))
+    (row,) = by_piece([Path("kept")]).rows
+    piece, runs, seeds, precision, tokens, hours, minutes, commits = row
+    assert (piece, runs.value, seeds, precision, commits) == ("kept", 4, "41, 42", "bf16", "abc")
+    assert tokens == "123k"  # 60 updates of 8 sequences of 256
+    assert hours.value == pytest.approx(4 * 60 * 0.5 / 3600) and minutes == "0.5, 0.5, 0.5"
+    with pytest.raises(UserError, match="elsewhere/runs: no run directory there"):
+        by_piece([Path("elsewhere")])
 
 
 PAGE = """# A page
@@ -248,5 +263,8 @@ def test_the_page_says_what_the_kept_runs_say(tmp_path, monkeypatch):
         else:  # what benchmark.py has measured, as evidence.sh report takes it
             (report / "tables").mkdir(parents=True)
             (report / "tables" / "cost.md").write_text(by_backbone(sorted(piece.glob("*.json"))))
+    (tmp_path / "report" / "all" / "tables").mkdir(parents=True)
+    trained = [ROOT / "benchmarks" / "evidence" / name for name in PIECES]
+    (tmp_path / "report" / "all" / "tables" / "spent.md").write_text(markdown(by_piece(trained)))
     insert(page, tmp_path / "report")
     assert page.read_text() == before and all(f"<!-- {piece.name}/" in before for piece in KEPT)
