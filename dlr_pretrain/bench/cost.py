@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dlr_pretrain.bench import tables
-from dlr_pretrain.bench.rounds import median_interval
+from dlr_pretrain.bench.rounds import median_interval, ratios
 
 COLUMNS = ["backbone", "ms/step", "with DLR", "positions/s", "with DLR", "ratio", "the same once more"]
 NOTE = (
@@ -32,8 +32,7 @@ def by_backbone(measured: Iterable[Path]) -> str:
 def _ratio(arm: dict, plain: dict) -> str:
     if not arm["parity"]["passes"]:
         return tables.parity(arm["parity"])
-    ratios = [t / r for t, r in zip(arm["seconds"], plain["seconds"], strict=True)]
-    return tables.ratio(median_interval(ratios)._asdict())
+    return tables.ratio(median_interval(ratios(arm["seconds"], plain["seconds"]))._asdict())
 
 
 if __name__ == "__main__":

@@ -79,9 +79,14 @@ def interleaved(
     return times
 
 
+def ratios(times: list[float], reference: list[float]) -> list[float]:
+    """The ratios of ``times`` to the ``reference`` of the same round."""
+    return [t / r for t, r in zip(times, reference, strict=True)]
+
+
 def paired(times: list[float], reference: list[float]) -> Quartiles:
     """Quartiles of the ratios of ``times`` to the ``reference`` of the same round."""
-    return quartiles([t / r for t, r in zip(times, reference, strict=True)])
+    return quartiles(ratios(times, reference))
 
 
 def warm_up_products(device: torch.device) -> None:
