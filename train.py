@@ -2,7 +2,7 @@
 
 import sys
 
-from dlr_pretrain import process
+from dlr_pretrain.util import process
 
 if __name__ == "__main__":
     process.prepare()

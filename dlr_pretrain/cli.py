@@ -19,7 +19,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import CommandLine, read
 from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
+from dlr_pretrain.util.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
 
 
 def main(run: Callable[[Config], None]) -> int:

@@ -10,7 +10,8 @@ from pathlib import Path
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
-from dlr_pretrain.errors import EXIT_FAILED, command
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import EXIT_FAILED
 
 DLR_ARMS = ("dlr=off", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]

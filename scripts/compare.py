@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from dlr_pretrain.errors import command
+from dlr_pretrain.util.command import command
 
 
 def main() -> int:

@@ -13,10 +13,10 @@ from pathlib import Path
 from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, device_of, joined, rank
 from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, names
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.flags import at_least_1
-from dlr_pretrain.process import die_with_agent
+from dlr_pretrain.util.command import at_least_1
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.process import die_with_agent
 
 CONVENTIONS = {
     "plain": "prompts and choices as the model was trained to read them, no </s> added (--as-in-paper adds it)",

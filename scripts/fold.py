@@ -10,7 +10,7 @@ from pathlib import Path
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.deploy.job import command
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def main() -> int:

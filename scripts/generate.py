@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.deploy.job import command, device_of
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def main() -> int:

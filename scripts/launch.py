@@ -16,8 +16,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
-from dlr_pretrain.process import deafen, stop_signals
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
+from dlr_pretrain.util.process import deafen, stop_signals
 
 EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason the workers have told
 GRACE = 60.0  # seconds that torchrun has to end after its workers

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.runs import expand
+from dlr_pretrain.util.command import at_least_1, command, refuse
+from dlr_pretrain.util.errors import UserError
 
 DEVICE = "h200"
 AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real steps"

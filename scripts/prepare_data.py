@@ -17,8 +17,9 @@ from dlr_pretrain.data.prepare import Progress, prepare
 from dlr_pretrain.data.sample import TOKENIZER_TEXT, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.process import cores
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import cores
 
 LINE_SECONDS = 10.0  # between lines of progress if there is no terminal
 BAR = 24  # characters

@@ -6,8 +6,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from dlr_pretrain.errors import EXIT_INTERRUPTED, command
 from dlr_pretrain.train.wandb_replay import replay
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import EXIT_INTERRUPTED
 
 
 def main() -> int:

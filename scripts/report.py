@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.errors import command
+from dlr_pretrain.util.command import command
 
 
 def main() -> int:

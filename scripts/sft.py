@@ -12,9 +12,9 @@ from dlr_pretrain.deploy.extras import need
 from dlr_pretrain.deploy.job import command, decided, device_of, joined, rank
 from dlr_pretrain.deploy.recipe import DATASET, PRECISIONS, Recipe
 from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, names
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.flags import at_least_1, refuse
-from dlr_pretrain.process import die_with_agent
+from dlr_pretrain.util.command import at_least_1, refuse
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import die_with_agent
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -22,10 +22,10 @@ from dlr_pretrain.analysis.groups import (
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.analysis.report import smoothed
-from dlr_pretrain.analysis.show import WIDTH, amount, diverged_of, fill
 from dlr_pretrain.config import flatten
 from dlr_pretrain.config.problems import shown
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import WIDTH, amount, diverged_of, fill
 
 PLACES = ("run.dir", "run.root")
 ROWS = 10  # printed steps of a curve, at most

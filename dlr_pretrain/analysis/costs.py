@@ -13,7 +13,7 @@ from dlr_pretrain.analysis.records import VOCABULARY, RunRecord
 from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config.composition import recorded
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 IRRELEVANT = (
     *("data.", "eval.", "precision.", "optimizer.", "run.", "probe.", "tokenizer.hub", "tokenizer.path"),

@@ -32,7 +32,7 @@ from dlr_pretrain.analysis.groups import PERPLEXITY, Group, Spread, difference, 
 from dlr_pretrain.analysis.measured import measured
 from dlr_pretrain.analysis.records import THINNED, RunRecord, column
 from dlr_pretrain.analysis.report import finite, smoothed
-from dlr_pretrain.analysis.show import amount
+from dlr_pretrain.util.text import amount
 
 PLAIN, DLR, OTHERS = BLUE, VERMILLION, (GREEN, PINK, ORANGE, SKY)
 BACKBONES = {"lowrank": BLUE, "cola": VERMILLION, "lost": GREEN, "lax": PINK, "cola_lax": ORANGE, "full": BLACK}

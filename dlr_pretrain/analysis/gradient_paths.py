@@ -18,7 +18,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.residual import Residual
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 META = torch.device("meta")
 SUMS = 6  # entries in the result of ``sums``

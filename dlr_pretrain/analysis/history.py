@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.durable import is_there
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import is_there
 
 
 def read_metrics(path: Path) -> list[dict]:

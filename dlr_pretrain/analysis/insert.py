@@ -14,7 +14,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import UserError
 
 TABLE = re.compile(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

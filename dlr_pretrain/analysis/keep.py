@@ -23,7 +23,8 @@ from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import THINNED, VOCABULARY
 from dlr_pretrain.analysis.tuning import ENDED
 from dlr_pretrain.config.written import MANIFEST, read_record
-from dlr_pretrain.errors import UserError, command
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import UserError
 
 EVERY = 25
 FOLDERS = re.compile(r"(?<!\S)/\S*/")  # of an absolute path, up to its last name

@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.paper import TASKS, facts, marks
 from dlr_pretrain.analysis.records import RunRecord, read_run
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.analysis.tuning import Design, Trial, compare
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 if TYPE_CHECKING:
     from dlr_pretrain.analysis.costs import Cost  # imports torch, which code that only reads runs does not need

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dlr_pretrain.analysis.drawing import GREY, SERIES, subplots, unframe
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.text import table
 
 CURVES = len(SERIES)  # a figure shows at most this many projections
 NUMBERS = ("rho", "rho_mean", "isotropic", "cosine", "through_b", "through_residual")

@@ -29,7 +29,6 @@ import torch
 
 from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.analysis.show import fill
 from dlr_pretrain.analysis.table1 import counts, token_budget
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
@@ -39,6 +38,7 @@ from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import rate, restarts
+from dlr_pretrain.util.text import fill
 
 SHARD_BYTES = 319_000_000  # one gzipped shard of the 1,024 of C4's en
 SEEK_RATE = 80e6  # gzipped bytes a second that a core decompresses without parsing: scripts/benchmark.py data

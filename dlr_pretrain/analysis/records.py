@@ -18,7 +18,7 @@ from dlr_pretrain.config import flatten
 from dlr_pretrain.config.identity import NEWER
 from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.written import read_config, read_record
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # must be there
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer

@@ -11,9 +11,8 @@ from dlr_pretrain.analysis.drawing import BLUE, SKY, VERMILLION, subplots, unfra
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
 from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import RunRecord, column, read_run
-from dlr_pretrain.analysis.show import amount
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.markdown import loading, table
+from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.text import amount, loading, table
 
 DATA, SMOOTH, EVALUATION = SKY, BLUE, VERMILLION
 POINTS = 2000  # of the faint curve; more would not be visible

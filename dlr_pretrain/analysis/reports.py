@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.paths_tables import draw_probed, paths_table
 from dlr_pretrain.analysis.records import RunRecord, find_runs
 from dlr_pretrain.analysis.tables import Table, comma_separated, latex, markdown
 from dlr_pretrain.analysis.tuning_tables import comparison_tables, draw_comparisons
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 FORMATS = {"md": markdown, "csv": comma_separated, "tex": latex}
 OWN = re.compile(r"tables/\w+\.(md|csv|tex)|figures/[\w.+-]+\.(png|svg)")  # names that a report gives its files

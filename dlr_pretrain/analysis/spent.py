@@ -11,9 +11,9 @@ from pathlib import Path
 from statistics import median
 
 from dlr_pretrain.analysis.records import RunRecord, find_runs
-from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, markdown, rounded
-from dlr_pretrain.errors import command
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.text import amount
 
 HEADER = ["Piece", "Runs", "Seeds", "Precision", "Tokens per run", "Hours", "Minutes per run", "Commits"]
 NOTE = (

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from dlr_pretrain.analysis.show import fill
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import build
 from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.util.text import fill
 
 GB, GIB = 1e9, 2.0**30
 LAX = ("lax", "cola_lax")

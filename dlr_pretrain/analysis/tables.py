@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dlr_pretrain.analysis.groups import Spread
-from dlr_pretrain.analysis.show import diverged_of
-from dlr_pretrain.markdown import table as markdown_table
+from dlr_pretrain.util.text import diverged_of
+from dlr_pretrain.util.text import table as markdown_table
 
 MISSING = "–"
 

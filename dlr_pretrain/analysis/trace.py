@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.text import table
 
 PARTS = ("data", "publish", "forward", "backward", "communication", "optimizer")
 ASIDE = "aside"

@@ -24,9 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from dlr_pretrain.bench.arms import Arm, allocated, fixed_batch
 from dlr_pretrain.bench.rounds import seconds, warm_up_products
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.process import peak_memory
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import peak_memory
 
 SETTLING, STEPS = 2, 3  # steps before memory is measured, and steps that are measured
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}

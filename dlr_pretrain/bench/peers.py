@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from dlr_pretrain.bench.arms import LR
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.util.errors import UserError
 
 PAD = 1
 

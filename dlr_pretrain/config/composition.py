@@ -30,7 +30,7 @@ from dlr_pretrain.config.parse import flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, nearest
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Config
-from dlr_pretrain.errors import first_line
+from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
 resolvers.register()

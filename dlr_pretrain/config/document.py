@@ -14,7 +14,7 @@ import yaml
 from dlr_pretrain.config.knobs import rules
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, SECTIONS, Config
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.text import table
 
 HEAD = """# Configuration
 

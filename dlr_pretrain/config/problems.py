@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
-from dlr_pretrain.errors import EXIT_CONFIG, UserError
+from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 
 
 class MISSING:

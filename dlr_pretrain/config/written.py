@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 
 MANIFEST = "manifest.json"
 

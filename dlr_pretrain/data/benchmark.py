@@ -22,7 +22,7 @@ from dlr_pretrain.data.shards import read_lines
 from dlr_pretrain.data.sources import LocalSource, TextSource, open_source
 from dlr_pretrain.data.tokenizer import Tokenizer, open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource
-from dlr_pretrain.process import resident_memory
+from dlr_pretrain.util.process import resident_memory
 
 RAW_CHARACTERS = 20_000_000  # of text for sentencepiece alone
 STAGGER = 4  # steps between the positions of successive streams, so that 64 are spread over a block of C4

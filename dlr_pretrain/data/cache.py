@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 class Stored:

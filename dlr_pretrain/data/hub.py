@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
 PATIENCE_SECONDS = 480.0  # with a hub that has answered; less than run.timeout_minutes by default, so it ends first

@@ -23,7 +23,7 @@ from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
-from dlr_pretrain.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 STARTING_THREADS = 16  # that read the first rows of the streams
 BATCHES_AHEAD = 8  # hides the time in which a stream reads its next block

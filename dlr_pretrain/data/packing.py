@@ -15,7 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.data.streams import Chunk, Place
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE
 
 
 class Rows(NamedTuple):

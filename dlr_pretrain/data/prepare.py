@@ -36,8 +36,8 @@ from dlr_pretrain.data.tokens import (
     layout,
 )
 from dlr_pretrain.data.workers import in_processes
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
 
 JOURNAL = "unfinished.json"
 PROGRESS_SECONDS = 0.5

@@ -12,7 +12,7 @@ import threading
 from http.client import responses
 
 from dlr_pretrain.data import hub
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 
 REMARK_SECONDS = 30.0  # of waiting, after which a warning is logged
 AGAIN = "The same command goes on from the last checkpoint"

@@ -19,7 +19,7 @@ from dlr_pretrain.data.cache import ShardCache, Stored
 from dlr_pretrain.data.ranges import AGAIN, Range
 from dlr_pretrain.data.shards import lines, parse_text
 from dlr_pretrain.data.sources import Contents, TextSource, require_disjoint
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 OFFLINE = "Offline, use data=sample, or data=c4_local data.root=<folder of the shards>"
 # A range has some 4,400 documents of C4, and all of C4 takes 70,000 requests: without a token the hub allows 3,000 in

@@ -24,8 +24,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from dlr_pretrain.data import prose
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.process import cores
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import cores
 
 SEARCH_PATH = list(sys.path)  # as at the start: torch's compilers later add the folder of setuptools' own packages
 VERSION = 2  # of the harvest, which depends on this number, SEED and the installed packages alone

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 GZIP = b"\x1f\x8b"
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small

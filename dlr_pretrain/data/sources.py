@@ -25,7 +25,7 @@ from dlr_pretrain.data.documents import Documents, TextDocuments
 from dlr_pretrain.data.shards import is_cut_off, parse_text, read_lines
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 if TYPE_CHECKING:
     from dlr_pretrain.data.remote import Listing

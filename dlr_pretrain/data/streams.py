@@ -17,7 +17,7 @@ import numpy as np
 from dlr_pretrain.data.documents import in_order
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
 

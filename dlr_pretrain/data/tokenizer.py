@@ -15,7 +15,7 @@ import numpy as np
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import hub
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 PAD, EOS, UNK = 0, 1, 2  # T5's layout; the model's configuration and the exported checkpoint rely on it
 WHOLE = 1 << 62  # a value of ``longest``: all of each text

@@ -26,9 +26,9 @@ import numpy as np
 from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Tokens, token_dtype
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.process import cores
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.process import cores
 
 FORMAT = 1
 MANIFEST, MODEL, CHECKED = "manifest.json", "spiece.model", ".checked.json"

@@ -13,7 +13,7 @@ from dlr_pretrain.data.documents import Tokens, in_order
 from dlr_pretrain.data.packing import Rows, padded
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 @dataclass(frozen=True)

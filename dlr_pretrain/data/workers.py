@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 Job = TypeVar("Job")
 Event = TypeVar("Event")

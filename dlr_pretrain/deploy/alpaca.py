@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dlr_pretrain.data import hub
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 
 FIELDS = {"instruction": str, "output": str, "input": str | None}
 PROMPT = """Below is an instruction that describes a task. Write a response that appropriately completes the request.

@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.identity import to_dict
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.text import table
 
 CITED = {
     "cola": "CoLA: Compute-Efficient Pre-Training of LLMs via Low-Rank Activation (Liu et al., 2025)",

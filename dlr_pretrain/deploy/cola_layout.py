@@ -9,9 +9,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.lowrank import latent_scale
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

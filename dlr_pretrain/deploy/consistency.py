@@ -23,7 +23,7 @@ from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
-from dlr_pretrain.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE
 
 SEQUENCES = 8  # in one forward pass
 FORWARDS = 15  # timed forward passes of each model

@@ -23,11 +23,11 @@ from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.card import card
 from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
-from dlr_pretrain.durable import sync, sync_all
-from dlr_pretrain.errors import UserError, tell
-from dlr_pretrain.markdown import loading
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.shapes import listed, misfits
+from dlr_pretrain.util.errors import UserError, tell
+from dlr_pretrain.util.files import sync, sync_all
+from dlr_pretrain.util.text import loading
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
 SHARD_BYTES = 5 * 10**9

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def need(package: str, extra: str, oldest: tuple[int, ...] = ()) -> str:

@@ -18,9 +18,9 @@ from dlr_pretrain.deploy.consistency import consistency
 from dlr_pretrain.deploy.export import export, require_export
 from dlr_pretrain.deploy.merge import deployed
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import folded_state, residuals
+from dlr_pretrain.util.errors import UserError
 
 
 def fold_checkpoint(

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.data.tokenizer import Tokenizer
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.shapes import listed, misfits
+from dlr_pretrain.util.errors import UserError
 
 FILES = ("config.json", "spiece.model")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 @dataclass(frozen=True)

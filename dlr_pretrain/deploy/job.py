@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from dlr_pretrain import errors
-from dlr_pretrain.errors import EXIT_FAILED, UserError, first_line
+from dlr_pretrain.util import command as commands
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError, first_line
 
 LONGEST_WAIT = timedelta(days=1)  # of ranks for each other: they exchange zero-shot scores when all are computed
 
@@ -26,9 +26,9 @@ def world_size() -> int:
 
 
 def command(act: Callable[[], None]) -> int:
-    """``errors.command`` without the progress bars of libraries."""
+    """``util.command.command`` without the progress bars of libraries."""
     os.environ["TQDM_DISABLE"] = "1"  # read when torch is imported; the harness draws a bar for each subject of MMLU
-    return errors.command(act)
+    return commands.command(act)
 
 
 def device_of(given: str | None):

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import at_least_fp32
 
 Pair = tuple[list[int], list[int]]
 

@@ -30,9 +30,9 @@ from dlr_pretrain.deploy.export import WRITTEN, write_weights
 from dlr_pretrain.deploy.folder import check_folder, open_folder, weight_files
 from dlr_pretrain.deploy.job import decided, world_size
 from dlr_pretrain.deploy.recipe import Recipe
-from dlr_pretrain.durable import sync, sync_all
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.tensors import IGNORE
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import sync, sync_all
+from dlr_pretrain.util.tensors import IGNORE
 
 RECORD = "sft.json"
 LOG_EVERY = 10  # updates

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import RECORD, tuned_in
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.text import table
 
 Measures = dict[str, dict[str, float]]  # by task, from zero_shot.measures
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.data.tokenizer import EOS, PAD, UNK, Tokenizer
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 SPACE = "▁"  # sentencepiece's visible space
 NORMAL, UNKNOWN, CONTROL = 1, 2, 3  # kinds of pieces

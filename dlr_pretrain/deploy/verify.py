@@ -19,9 +19,9 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.deploy.export import loadable
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import Llama
-from dlr_pretrain.process import stop_signals
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.process import stop_signals
 
 # Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).

@@ -25,7 +25,7 @@ from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.deploy.job import rank
 from dlr_pretrain.deploy.likelihood import encode_pairs, log_likelihoods
 from dlr_pretrain.deploy.tasks import TASKS
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
 
 LINE_SECONDS = 10.0
 WITH_DATA = "--data (of sft.py: --eval-data)"

@@ -22,8 +22,8 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from dlr_pretrain.analysis.show import fill
-from dlr_pretrain.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.text import fill
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 LATE = 30.0  # seconds that ranks wait for each other beyond a check's own time

@@ -16,8 +16,8 @@ from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.doctor import machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.flags import refuse
+from dlr_pretrain.util.command import command, refuse
+from dlr_pretrain.util.errors import UserError
 
 
 def main(argv: list[str]) -> int:

@@ -21,8 +21,8 @@ from packaging.requirements import Requirement
 from dlr_pretrain.analysis.flops import peak_flops
 from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
-from dlr_pretrain.process import cores
 from dlr_pretrain.train.wandb_sender import choose_mode
+from dlr_pretrain.util.process import cores
 
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "fuse.sshfs", "afs")
 WANDB = "https://api.wandb.ai"

@@ -14,7 +14,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain import shards
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.scaling import Assumptions
@@ -22,9 +21,6 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
-from dlr_pretrain.durable import sync
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.process import available_memory, peak_memory, resident_memory
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.checkpoint import Keep
@@ -33,6 +29,10 @@ from dlr_pretrain.train.micro_batch import choose
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import sync
+from dlr_pretrain.util.process import available_memory, peak_memory, resident_memory
 
 WRITTEN = 64 << 20  # bytes that the disk test writes, at most
 BLOCK = os.urandom(1 << 20)
@@ -245,4 +245,4 @@ def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
 
 
 def _equal(tensor: torch.Tensor, stored: checkpoint.Stored) -> bool:
-    return torch.equal(shards.here(tensor).detach().cpu(), shards.own_part(tensor, stored).cpu())
+    return torch.equal(sharded.local_rows(tensor).detach().cpu(), sharded.own_part(tensor, stored).cpu())

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config.arguments import key_of
 from dlr_pretrain.config.tree import GROUPS
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.queue import Array, Queued, Resources, queue, resources, warn_without_gpus
 from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs, read_runs
 from dlr_pretrain.launch.show import duration, number, table
 from dlr_pretrain.launch.state import AGAIN, STATES, Status, Throughputs, look
+from dlr_pretrain.util.command import at_least_1, command, refuse
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import amount
 
 USAGE = "submit.py [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]"
 EPILOG = """examples:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dlr_pretrain.config import CONFIG_DIR
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.launch.queue import append_line, note
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.process import cores, stop_signals
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.process import cores, stop_signals
 
 TRAIN = CONFIG_DIR.parent / "train.py"
 

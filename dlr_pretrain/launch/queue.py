@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.config.secrets import named_in
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import PlannedRun
+from dlr_pretrain.util.errors import UserError
 
 JOBS = "jobs.jsonl"
 REFUSED = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")

@@ -22,8 +22,9 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import jobs, session
 from dlr_pretrain.config.rules import unnamed
-from dlr_pretrain.errors import UserError, command
-from dlr_pretrain.process import cores
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import cores
 
 FEW = 12  # up to this many lines, this process composes all itself, in a quarter of a second each
 

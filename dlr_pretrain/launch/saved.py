@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import command
 from dlr_pretrain.launch.trained import last_saved
+from dlr_pretrain.util.command import command
 
 
 def main(words: list[str]) -> int:

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlr_pretrain import heartbeat
 from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.written import read_config, read_record
-from dlr_pretrain.errors import EXIT_STOPPED, UserError
 from dlr_pretrain.launch.queue import Queued, last_job
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.trained import another, diverged
+from dlr_pretrain.util import heartbeat
+from dlr_pretrain.util.errors import EXIT_STOPPED, UserError
 
 STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "not started")
 AGAIN = ("failed", "stopped")  # states of the runs that --resubmit takes

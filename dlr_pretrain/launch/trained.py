@@ -8,8 +8,8 @@ from pathlib import Path
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import PlannedRun
+from dlr_pretrain.util.errors import UserError
 
 FINGERPRINTS = {"data.shards", "tokenizer.pieces", "data.order"}  # of the text, the tokenizer, the order of the data
 

@@ -14,8 +14,6 @@ from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.tuning import ENDED, Trial, choose, compare
 from dlr_pretrain.analysis.tuning_view import console, write
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import EXIT_FAILED, UserError, command
-from dlr_pretrain.flags import at_least_1, refuse
 from dlr_pretrain.launch.command import Parser, summary
 from dlr_pretrain.launch.grid import Grid, budgets, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
@@ -24,6 +22,8 @@ from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.launch.show import duration
 from dlr_pretrain.launch.state import AGAIN, Status, look
 from dlr_pretrain.launch.trained import require_comparable_records
+from dlr_pretrain.util.command import at_least_1, command, refuse
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 
 USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- options of sbatch]"
 EPILOG = """examples:

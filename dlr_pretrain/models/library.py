@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.dlr import active, residuals
 from dlr_pretrain.models.spectrum import factors
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 class Factors(nn.Module):

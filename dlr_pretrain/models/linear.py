@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 @dataclass(frozen=True)

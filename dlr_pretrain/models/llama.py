@@ -21,7 +21,7 @@ from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
 from dlr_pretrain.models.loss import score, summed_cross_entropy
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0

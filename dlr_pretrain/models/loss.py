@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dlr_pretrain.tensors import IGNORE, at_least_fp32
+from dlr_pretrain.util.tensors import IGNORE, at_least_fp32
 
 # Larger pieces need less memory traffic. Each piece adds a product [V, D] to an fp32 sum, which moves 12 D V bytes in
 # bf16; writing and reading the logits moves 12 V bytes per row. With 4,096 rows the sum adds D / 4,096 of the logits'

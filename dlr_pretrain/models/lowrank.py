@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 from dlr_pretrain.models.spectrum import factors
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 class LowRankProjection(nn.Module):

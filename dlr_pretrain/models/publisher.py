@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlr_pretrain import shards
 from dlr_pretrain.models.residual import Residual, Shared, by_memory, joined, plus
+from dlr_pretrain.util import sharded
 
 
 class Layer(NamedTuple):
@@ -116,7 +116,7 @@ class _Sum:
         own = [[layer.residual for layer in group] for group in groups]
         self.states = [Shared(of, [layer.state for layer in g]) for of, g in zip(own, groups, strict=True)]
         self.weights = [Shared(of, [layer.weight for layer in g]) for of, g in zip(own, groups, strict=True)]
-        self.rows = [len(shards.here(layer.weight)) for layer in self.layers]
+        self.rows = [len(sharded.local_rows(layer.weight)) for layer in self.layers]
         self.kept: Sequence[Tensor] = ()  # B's entries in each group, if the weights are the state
         self.constant: Tensor | None = None  # the betas, if none is learned
 
@@ -131,7 +131,7 @@ class _Sum:
         for shared, some in zip(self.weights, values, strict=True):
             shared.write(some)
         for layer in self.layers:
-            layer.residual.version = shards.here(layer.weight)._version
+            layer.residual.version = sharded.local_rows(layer.weight)._version
 
     def restore(self) -> None:
         published = [layer.residual for layer in self.layers if layer.residual.saved is not None]
@@ -164,7 +164,7 @@ def _sums(layers: Sequence[Layer]) -> list[_Sum]:
 
 def _identity(tensor: Tensor) -> tuple:
     """A value that changes if the tensor is replaced or moves in memory."""
-    own = shards.here(tensor)
+    own = sharded.local_rows(tensor)
     return id(tensor), own.data_ptr(), own.storage_offset(), own.stride(), own.dtype
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
 from dlr_pretrain.models.linear import Draw
 from dlr_pretrain.models.lora import Lora, down_factor, merged
+from dlr_pretrain.util import sharded
 
 
 class Relora(Lora):
@@ -29,9 +29,9 @@ class Relora(Lora):
         factors = []
         for name in self.spec.names:
             w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
-            own_w, own_a, own_b = (shards.here(state[name]) for name in (w, a, b))  # the same rows of W0 and B
-            own_w.copy_(merged(own_w, own_b, shards.gathered(state[a]), self.scale))
-            own_a.copy_(shards.own_part(state[a], down_factor(draw, f"{a}/{number}", state[a].shape)))
+            own_w, own_a, own_b = (sharded.local_rows(state[name]) for name in (w, a, b))  # the same rows of W0 and B
+            own_w.copy_(merged(own_w, own_b, sharded.gathered(state[a]), self.scale))
+            own_a.copy_(sharded.own_part(state[a], down_factor(draw, f"{a}/{number}", state[a].shape)))
             own_b.zero_()
             factors += [a, b]
         return factors

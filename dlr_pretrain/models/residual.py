@@ -12,8 +12,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain import shards
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import at_least_fp32
 
 GROUPINGS = ("contiguous", "balanced", "random")
 
@@ -68,7 +68,7 @@ class Residual:
     @property
     def untouched(self) -> bool:
         """Whether the weight is unchanged since publishing, or the residual is not published at all."""
-        return self.saved is None or shards.here(self.saved[0])._version == self.version
+        return self.saved is None or sharded.local_rows(self.saved[0])._version == self.version
 
     def withdraw(self) -> bool:
         """Take the residual out of its weight, if it is published; returns whether the weight was ``untouched``."""
@@ -82,10 +82,10 @@ class Residual:
     def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The rows of ``weight`` that this rank holds, and the indices of the entries in them."""
         self._follow(weight.device)
-        if not shards.is_sharded(weight):
+        if not sharded.is_sharded(weight):
             return weight, (self.rows, self.columns)
-        first, end = shards.span(weight)
-        return shards.here(weight), (self.rows[: end - first], self.columns[first:end])
+        first, end = sharded.span(weight)
+        return sharded.local_rows(weight), (self.rows[: end - first], self.columns[first:end])
 
     def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
@@ -94,7 +94,7 @@ class Residual:
 
     def places(self, weight: Tensor) -> Tensor:
         """The positions of the entries in the storage of ``weight``, counted in values from its start."""
-        own = shards.here(weight)
+        own = sharded.local_rows(weight)
         layout = own.storage_offset(), *own.stride(), own.shape[0], own.device, getattr(weight, "device_mesh", None)
         if layout not in self._places:
             rows, columns = self._entries_of(weight)[1]
@@ -171,11 +171,11 @@ class Shared:
 
     def write(self, values: Tensor) -> None:
         self._memory[self._places] = values
-        torch.autograd.graph.increment_version([shards.here(tensor) for tensor in self.tensors])
+        torch.autograd.graph.increment_version([sharded.local_rows(tensor) for tensor in self.tensors])
 
     @cached_property
     def _memory(self) -> Tensor:
-        first = shards.here(self.tensors[0]).detach()
+        first = sharded.local_rows(self.tensors[0]).detach()
         return first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
 
     @cached_property
@@ -191,7 +191,7 @@ def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
     """The indices of ``tensors`` in groups: in a group all first tensors share a storage, and so do all second ones."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, some in enumerate(tensors):
-        groups.setdefault(tuple(shards.here(t).untyped_storage()._cdata for t in some), []).append(i)
+        groups.setdefault(tuple(sharded.local_rows(t).untyped_storage()._cdata for t in some), []).append(i)
     return list(groups.values())
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
 from dlr_pretrain.models.lora import down_factor
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 class SltrainProjection(nn.Module):

@@ -12,12 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.shapes import listed, misfits
+from dlr_pretrain.util.errors import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim.parameters import empty_state
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 COUNTER_BYTES = 4
 

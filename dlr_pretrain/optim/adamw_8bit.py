@@ -8,11 +8,11 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
 from dlr_pretrain.optim.adam import COUNTER_BYTES
 from dlr_pretrain.optim.parameters import decay_groups
 from dlr_pretrain.optim.quantized import torchao_optim, whole_blocks
 from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
+from dlr_pretrain.util import sharded
 
 SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
 
@@ -29,7 +29,7 @@ def build(
     from torchao.optim.subclass_8bit import OptimState8bit
 
     block_size = knobs["block_size"]
-    quantised = {shards.here(p) for p in parameters.values() if _quantised(p, block_size)}
+    quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, block_size)}
 
     def new_moment(p: Tensor, signed: bool) -> Tensor:
         if p in quantised:
@@ -43,7 +43,7 @@ def build(
 def _quantised(p: Tensor, block_size: int) -> bool:
     """Whether the moments of ``p`` are quantised. If ``p`` is sharded, every rank must be able to quantise its rows."""
     fewest = p.numel()
-    if shards.is_sharded(p):
+    if sharded.is_sharded(p):
         ranks, (rows, *row) = p.device_mesh.size(), p.shape
         fewest = (rows - -(-rows // ranks) * (ranks - 1)) * math.prod(row)
     return fewest >= SMALLEST and whole_blocks(p, block_size)

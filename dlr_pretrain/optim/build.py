@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
 from dlr_pretrain.config import Choice
 from dlr_pretrain.config.optimizer_rules import ROUND_AT_WILL
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.adam import Adam
 from dlr_pretrain.optim.parameters import empty_state
-from dlr_pretrain.shards import Stored
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.sharded import Stored
+from dlr_pretrain.util.tensors import at_least_fp32
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -74,7 +74,7 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, Tensor], parts: list[torch.optim.Optimizer]):
         self.parameters, self.parts = dict(parameters), parts
         owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
-        self.part_of = {name: owner[id(shards.here(p))] for name, p in self.parameters.items()}
+        self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.parameters.items()}
         self.masked_on_device = all(map(_reads_found_inf, parts))
 
     def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int | None = None) -> None:
@@ -90,14 +90,14 @@ class Optimizer:
         skipped, exact = (False, None) if self.masked_on_device else _on_host(skip, factor)
         if skipped:
             return
-        for p in filter(shards.is_sharded, self.parameters.values()):
-            shards.here(p).grad = None if p.grad is None else shards.here(p.grad)
+        for p in filter(sharded.is_sharded, self.parameters.values()):
+            sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
         for part in self.parts:
             if isinstance(part, Adam):
                 part.index = index
             _step(part, lr, skip, factor, exact)
-        for p in filter(shards.is_sharded, self.parameters.values()):
-            shards.here(p).grad = None
+        for p in filter(sharded.is_sharded, self.parameters.values()):
+            sharded.local_rows(p).grad = None
 
     def update_one(self, name: str, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
         """Update one unsharded parameter as ``update`` does; the optimizer is built ``apart`` and masks on device."""
@@ -137,7 +137,7 @@ class Optimizer:
             entry, dot, suffix = entry.partition(".")
             by_entry.setdefault(f"{name}/{entry}", {})[dot + suffix] = value
         for name in {full.rsplit("/", 1)[0] for full in by_entry}:
-            self.part_of[name].state[shards.here(self.parameters[name])] = {}
+            self.part_of[name].state[sharded.local_rows(self.parameters[name])] = {}
         for full, stored in by_entry.items():
             name, entry = full.rsplit("/", 1)
             p, part = self.parameters[name], self.part_of[name]
@@ -145,7 +145,7 @@ class Optimizer:
                 state = quantized.restored(stored, layout[full], p)
             else:
                 state = _own(p, part, entry, stored[""])
-            part.state[shards.here(p)][entry] = state
+            part.state[sharded.local_rows(p)][entry] = state
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
@@ -158,13 +158,13 @@ class Optimizer:
         for name, entry, value in self._entries():
             if name in names and entry in MOMENTS:
                 p = self.parameters[name]
-                whole = shards.gathered(shards.like(p, quantized.values(value)))
+                whole = sharded.gathered(sharded.shard_like(p, quantized.values(value)))
                 dropped = _dropped(whole, keep, f"{seed}/{name}/{entry}", by)
-                quantized.zero_(value, shards.own_part(p, dropped))
+                quantized.zero_(value, sharded.own_part(p, dropped))
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, p in self.parameters.items():
-            for entry, value in self.part_of[name].state.get(shards.here(p), {}).items():
+            for entry, value in self.part_of[name].state.get(sharded.local_rows(p), {}).items():
                 yield name, entry, value
 
 
@@ -207,10 +207,10 @@ def _reads_found_inf(part: torch.optim.Optimizer) -> bool:
 
 def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | Stored) -> Tensor:
     """A copy of ``stored``, laid out as ``part`` itself would make the state of this rank's rows of ``p``."""
-    value = shards.whole(stored) if entry == "step" else shards.own_part(p, stored)
+    value = sharded.whole(stored) if entry == "step" else sharded.own_part(p, stored)
     if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
-    return empty_state(shards.here(p), value.shape, value.dtype).copy_(value)
+    return empty_state(sharded.local_rows(p), value.shape, value.dtype).copy_(value)
 
 
 def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:

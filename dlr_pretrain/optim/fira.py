@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlr_pretrain.optim import galore
 from dlr_pretrain.optim.parameters import block_matrices
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dlr_pretrain.optim.adam import COUNTER_BYTES, Adam, move
 from dlr_pretrain.optim.adam import state_bytes as adam_bytes
 from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, without
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
+from dlr_pretrain.util import sharded
 
 
 def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -30,7 +30,7 @@ def decay_groups(
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, p in parameters.items():
         decay, rate = 0.0 if name in undecayed else weight_decay, b_lr if name.endswith(".b.weight") else 1.0
-        groups.setdefault((decay, rate), []).append(shards.here(p))
+        groups.setdefault((decay, rate), []).append(sharded.local_rows(p))
     return [{"params": params, "weight_decay": decay, "rate": rate} for (decay, rate), params in groups.items()]
 
 

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
-from dlr_pretrain.shards import Stored
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.sharded import Stored
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -38,7 +38,7 @@ def is_quantized(value: Tensor) -> bool:
 
 def whole_blocks(p: Tensor, block_size: int) -> bool:
     """Whether every rank's rows of ``p`` consist of whole blocks of the whole tensor."""
-    if not shards.is_sharded(p):
+    if not sharded.is_sharded(p):
         return p.numel() % block_size == 0
     row, ranks = p.shape[1:].numel(), p.device_mesh.size()
     return row % block_size == 0 or (p.shape[0] % ranks == 0 and p.shape[0] // ranks * row % block_size == 0)
@@ -51,11 +51,15 @@ def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
     have one row for each row of ``p``.
     """
     if not is_quantized(value):
-        return {"": shards.like(p, value) if value.dim() else value}
+        return {"": sharded.shard_like(p, value) if value.dim() else value}
     scale, shape = value.scale, (p.numel() // value.block_size,)
-    if shards.is_sharded(p) and p.shape[1:].numel() % value.block_size == 0:
+    if sharded.is_sharded(p) and p.shape[1:].numel() % value.block_size == 0:
         scale, shape = scale.view(len(value), -1), (len(p), p.shape[1:].numel() // value.block_size)
-    return {".codes": shards.like(p, value.codes), ".scale": shards.like(p, scale, shape), ".map": value.qmap}
+    return {
+        ".codes": sharded.shard_like(p, value.codes),
+        ".scale": sharded.shard_like(p, scale, shape),
+        ".map": value.qmap,
+    }
 
 
 def layout(value: Tensor) -> dict:
@@ -75,13 +79,13 @@ def restored(tensors: Mapping[str, Tensor | Stored], described: Mapping, p: Tens
     if described["rule"] != "blockwise_8bit":
         raise ValueError(f"optimizer state quantised by {described['rule']}, which is not known here")
     block, signed, dtype = described["block_size"], described["signed"], getattr(torch, described["dtype"])
-    scale, qmap = shards.whole(tensors[".scale"]).flatten(), shards.whole(tensors[".map"])
+    scale, qmap = sharded.whole(tensors[".scale"]).flatten(), sharded.whole(tensors[".map"])
     if not whole_blocks(p, block):
-        everything = OptimState8bit(shards.whole(tensors[".codes"]), scale, qmap, signed, dtype=dtype)
-        return shards.own_part(p, everything.dequantize()).to(p.device, copy=True)
-    codes = shards.own_part(p, tensors[".codes"])
-    if shards.is_sharded(p):
-        first, end = (row * p.shape[1:].numel() // block for row in shards.span(p))
+        everything = OptimState8bit(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=dtype)
+        return sharded.own_part(p, everything.dequantize()).to(p.device, copy=True)
+    codes = sharded.own_part(p, tensors[".codes"])
+    if sharded.is_sharded(p):
+        first, end = (row * p.shape[1:].numel() // block for row in sharded.span(p))
         scale = scale[first:end]
     parts = [part.to(p.device, copy=True).contiguous() for part in (codes, scale, qmap)]
     return OptimState8bit(*parts, signed, dtype=dtype)

@@ -12,10 +12,10 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
 from dlr_pretrain.optim import quantized, rounding
 from dlr_pretrain.optim.parameters import empty_state
-from dlr_pretrain.tensors import at_least_fp32
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import at_least_fp32
 
 LARGEST = 1 << 24  # values that are updated at once
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
@@ -94,8 +94,8 @@ def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Te
     for name, p in parameters.items():
         if p.dtype != torch.bfloat16:
             continue
-        row = shards.span(p)[0] if shards.is_sharded(p) else 0
-        found[shards.here(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
+        row = sharded.span(p)[0] if sharded.is_sharded(p) else 0
+        found[sharded.local_rows(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
     return found
 
 

@@ -32,10 +32,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dlr_pretrain import shards
-from dlr_pretrain.durable import is_there, sync, write_durably
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.files import Rest, at_once, write_safetensors
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import is_there, sync, write_durably
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -77,10 +77,10 @@ class Piece(NamedTuple):
 
 def own_rows(tensor: Tensor) -> Piece:
     """The part of ``tensor`` on this rank: all of it, or this rank's rows if it is a DTensor sharded by rows."""
-    if not shards.is_sharded(tensor):
+    if not sharded.is_sharded(tensor):
         return Piece(tensor)
-    first, _ = shards.span(tensor)
-    return Piece(shards.here(tensor), first, tensor.shape[0])
+    first, _ = sharded.span(tensor)
+    return Piece(sharded.local_rows(tensor), first, tensor.shape[0])
 
 
 def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
@@ -281,7 +281,7 @@ def load(directory: Path) -> Checkpoint:
 
 def fill_(tensor: Tensor, stored: Stored) -> None:
     """Copy this rank's rows of ``stored`` into ``tensor``."""
-    shards.here(tensor).copy_(shards.own_part(tensor, stored))
+    sharded.local_rows(tensor).copy_(sharded.own_part(tensor, stored))
 
 
 def newest(root: Path) -> tuple[Path | None, list[str]]:

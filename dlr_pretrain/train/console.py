@@ -8,9 +8,9 @@ import sys
 import textwrap
 
 from dlr_pretrain.analysis.perplexity import convention
-from dlr_pretrain.analysis.show import amount
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import say
+from dlr_pretrain.util.errors import say
+from dlr_pretrain.util.text import amount
 
 LABEL = 12  # characters in the summary's first column
 WARNING = "warning:"

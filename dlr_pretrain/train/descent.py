@@ -15,12 +15,12 @@ from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.parts import Entering, part
 from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import IGNORE
 
 Micro = Sequence[tuple[Tensor, ...]]  # the model's inputs, one tuple for each micro-batch
 

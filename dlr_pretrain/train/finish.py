@@ -15,10 +15,10 @@ from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.deploy.export import export
 from dlr_pretrain.deploy.merge import deployed, deployed_dense
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
-from dlr_pretrain.errors import Diverged
-from dlr_pretrain.markdown import loading
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.errors import Diverged
+from dlr_pretrain.util.text import loading
 
 
 def finish(

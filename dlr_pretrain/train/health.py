@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, DocumentStream, Place, Source, Tokenizer
-from dlr_pretrain.durable import write_durably
+from dlr_pretrain.util.files import write_durably
 
 WINDOW = 128  # losses that a loss is compared with
 SETTLED = 32  # losses before the first one that is scored

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain import heartbeat
-from dlr_pretrain.errors import UserError, leave
-from dlr_pretrain.heartbeat import EXPIRY
+from dlr_pretrain.util import heartbeat
+from dlr_pretrain.util.errors import UserError, leave
+from dlr_pretrain.util.heartbeat import EXPIRY
 
 HEARTBEAT = 10.0  # seconds between beats
 LISTEN = 2.5 * HEARTBEAT  # seconds within which a live holder surely beats: clocks differ, so a beat's age says little

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.analysis.history import sound_records
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
 
 SETTLING_STEPS = 10  # first steps of a start, which do not count towards throughput
 WINDOW = 20  # steps over which throughput is averaged

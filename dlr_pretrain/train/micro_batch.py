@@ -20,12 +20,12 @@ import torch
 from dlr_pretrain.analysis.scaling import fitting, with_micro_batch
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.errors import UserError
-from dlr_pretrain.process import available_memory
 from dlr_pretrain.train.out_of_memory import is_out_of_memory
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import available_memory
 
 RECORDED = "micro_batch"  # in manifest.json: {ranks: sequences}
 CPU_SHARE = 0.5  # of the free memory: the estimate counts only tensors, and other processes use memory

@@ -11,8 +11,8 @@ import torch
 
 from dlr_pretrain.analysis.memory_savings import Way, ways_to_save
 from dlr_pretrain.config import Config
-from dlr_pretrain.errors import UserError, first_line, tell
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.errors import UserError, first_line, tell
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -12,9 +12,9 @@ from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotr
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.data import Batch, inputs_and_targets
-from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import IGNORE
 
 SEQUENCES = 4  # in one pass: with more, eager code would need more memory than the compiled step
 

@@ -20,8 +20,8 @@ from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.config.written import MANIFEST, read_record
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
 
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 

@@ -13,7 +13,6 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.analysis.report import write_report
-from dlr_pretrain.analysis.show import amount, plural
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
@@ -29,8 +28,6 @@ from dlr_pretrain.data import (
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import read_spiece
-from dlr_pretrain.durable import is_there, write_durably
-from dlr_pretrain.errors import Diverged, UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
@@ -63,6 +60,9 @@ from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import Weights, place
+from dlr_pretrain.util.errors import Diverged, UserError
+from dlr_pretrain.util.files import is_there, write_durably
+from dlr_pretrain.util.text import amount, plural
 
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dlr_pretrain import process
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.errors import Stopped, UserError, tell
 from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
+from dlr_pretrain.util import process
+from dlr_pretrain.util.errors import Stopped, UserError, tell
 
 T = TypeVar("T")
 MEETING = timedelta(minutes=10)  # within which all ranks must have joined

@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import torch
 
-from dlr_pretrain.durable import write_durably
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Keep, Piece, Snapshot
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
 
 T = TypeVar("T")
 # The writing thread lowers its own priority (on Linux every thread has one of its own). That does not help between

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
-from dlr_pretrain import shards
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.gradients import global_norm
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util import sharded
 
 
 class ShardedWeights(Weights):
@@ -78,7 +78,7 @@ class ShardedGradients:
     def __init__(self, weights: ShardedWeights, accumulate: str):
         self.weights = weights
         self.module: nn.Module = weights.model
-        self.scalars = [p for p in weights.differentiated.values() if not shards.is_sharded(p)]
+        self.scalars = [p for p in weights.differentiated.values() if not sharded.is_sharded(p)]
         self.totals: list[_Total] = []
         if accumulate == "fp32" and weights.model.lm_head.weight.dtype != torch.float32:
             for module in weights.model.modules():
@@ -89,7 +89,7 @@ class ShardedGradients:
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
         """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
         for p in self.weights.differentiated.values() if self.totals else ():
-            p.grad = None if shards.is_sharded(p) else p.grad  # the totals hold the sum
+            p.grad = None if sharded.is_sharded(p) else p.grad  # the totals hold the sum
         with record_function("forward"):
             loss = self.module(*inputs) / count
         with record_function("backward"):
@@ -108,11 +108,11 @@ class ShardedGradients:
             scalars = [*self.scalars, *(weights.model.get_parameter(name) for name in own)]
             for p, gradient in zip(scalars, summed.unbind(), strict=True):
                 p.grad = gradient.to(p.dtype)
-        return [shards.here(p.grad) for p in weights.optimized.values()]
+        return [sharded.local_rows(p.grad) for p in weights.optimized.values()]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The l2 norm over all that ``collect`` returned, on all ranks."""
-        sharded = [shards.is_sharded(p) for p in self.weights.optimized.values()]
+        sharded = [sharded.is_sharded(p) for p in self.weights.optimized.values()]
         rows = [g for g, is_sharded in zip(gradients, sharded, strict=True) if is_sharded]
         scalars = [g for g, is_sharded in zip(gradients, sharded, strict=True) if not is_sharded]
         square = global_norm(rows).square()

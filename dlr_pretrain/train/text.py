@@ -11,9 +11,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data.sources import Contents, LocalSource, Source, TextSource
 from dlr_pretrain.data.streams import begun
-from dlr_pretrain.durable import is_there, write_durably
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.files import is_there, write_durably
 
 SHARDS = "shards.json"
 

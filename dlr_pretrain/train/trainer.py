@@ -16,7 +16,6 @@ from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.analysis.trace import ASIDE
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
-from dlr_pretrain.errors import Diverged, Stalled, Stopped, UserError
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
@@ -31,6 +30,7 @@ from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import Profiler
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import NotSaved, Saver
+from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
 
 CONTINUES = "The same command continues"
 TRIES, PAUSE = 11, 30.0  # attempts at a last save, and seconds between them

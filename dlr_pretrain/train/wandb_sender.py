@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.config.secrets import redact
-from dlr_pretrain.errors import first_line
+from dlr_pretrain.util.errors import first_line
 
 POLL = 1.0  # seconds between looks at metrics.jsonl
 INIT_TIMEOUT = 30.0  # seconds that wandb.init may take; wandb may double them

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.durable import is_there, write_durably
-from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.wandb_sender import Order
+from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.files import is_there, write_durably
 
 WANDB_ID = "wandb_id"
 FINISH_SECONDS = 60.0  # for the last metrics, if the run has finished and the server answers

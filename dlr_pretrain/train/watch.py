@@ -22,8 +22,8 @@ from typing import TextIO
 
 import torch
 
-from dlr_pretrain import heartbeat
-from dlr_pretrain.errors import RankLost, first_line, leave
+from dlr_pretrain.util import heartbeat
+from dlr_pretrain.util.errors import RankLost, first_line, leave
 
 BEAT = 5.0  # seconds between two looks, at most
 PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0

@@ -20,16 +20,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain import shards
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Train
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.train.checkpoint import Stored, fill_
 from dlr_pretrain.train.gradients import Gradients
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.errors import UserError
 
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
 
@@ -113,7 +113,7 @@ class Weights:
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
         """A sum over the bits of each state tensor that every rank holds whole: equal states have equal sums."""
-        state = {name: value for name, value in self.state.items() if not shards.is_sharded(value)}
+        state = {name: value for name, value in self.state.items() if not sharded.is_sharded(value)}
         if not state:
             return {}
         return dict(zip(state, torch.stack([_sum_of_bits(t) for t in state.values()]).tolist(), strict=True))
@@ -121,7 +121,7 @@ class Weights:
     @torch.no_grad()
     def finite(self) -> bool:
         """Whether all values of the state that this rank holds are finite."""
-        own = map(shards.here, self.state.values())
+        own = map(sharded.local_rows, self.state.values())
         floats = [t for t in own if t.is_floating_point() and t.numel()]
         return bool(torch.stack([end.float() for t in floats for end in t.aminmax()]).isfinite().all())
 
@@ -146,10 +146,10 @@ class Weights:
         branches = {f"{name}.weight" for name, up in dlr.residuals(self.model) if up.residual.impl == "branch"}
         with self.published():
             for name, p in self.model.named_parameters():
-                own = shards.here(folded[name]) if name in folded.keys() - branches else None
-                if own is not None and not torch.equal(own.to(p.dtype), shards.here(p).detach()):
+                own = sharded.local_rows(folded[name]) if name in folded.keys() - branches else None
+                if own is not None and not torch.equal(own.to(p.dtype), sharded.local_rows(p).detach()):
                     raise RuntimeError(f"{name}: the folded tensor is not the working weight")
-        whole = ((name, shards.gathered(folded.pop(name))) for name in list(folded))
+        whole = ((name, sharded.gathered(folded.pop(name))) for name in list(folded))
         return {name: value.cpu() for name, value in whole if keep}
 
 

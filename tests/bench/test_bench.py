@@ -17,10 +17,10 @@ from dlr_pretrain.bench.peers import PAD, as_batch, peer_ids
 from dlr_pretrain.bench.words import joined, with_source
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
-from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED
-from dlr_pretrain.tensors import IGNORE
 from dlr_pretrain.train import benchmark
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED
+from dlr_pretrain.util.tensors import IGNORE
 from tests.conftest import ROOT, SMALL, script
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, Config, ConfigError
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import check
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
 FOLDERS = "7b/..., ablation/..., long_26b/..., "

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STUB = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from dlr_pretrain import errors
+from dlr_pretrain.util import errors
 from dlr_pretrain.cli import main
 
 def run(cfg):

@@ -9,7 +9,7 @@ import pytest
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.compiler import compiler_problem
 from dlr_pretrain.config.rules import validate
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def checked(*words: str):

@@ -24,8 +24,8 @@ from dlr_pretrain.data.tokenizer import EOS, PAD
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.consistency import _compare
 from dlr_pretrain.deploy.fold import fold_checkpoint
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import Llama, build
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import saved
 from tests.parity.reference import r_transposed
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from dlr_pretrain.deploy.extras import need
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from dlr_pretrain.deploy import sft
 from dlr_pretrain.deploy.folder import open_folder
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models import attach_dlr, fold_
+from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import exported, tokenizer_of
 
 pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.generate import Sampling, Stream, continuation, generate
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import script
 from tests.deploy.models import configured, exported
 

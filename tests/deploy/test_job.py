@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dlr_pretrain.deploy import job, sft
 from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.deploy.sft import tune
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import on_ranks, script
 from tests.deploy.models import exported
 from tests.deploy.test_sft import rows

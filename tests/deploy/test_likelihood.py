@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dlr_pretrain.data.tokenizer import EOS, Tokenizer
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.likelihood import encode_pairs, log_likelihoods
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import on_ranks
 from tests.deploy.models import exported, tokenizer_of
 

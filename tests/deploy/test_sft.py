@@ -20,8 +20,8 @@ from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.recipe import Recipe
 from dlr_pretrain.deploy.sft import collate, in_order, response_loss, trainer_of
 from dlr_pretrain.deploy.sft_table import measure, write_table
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import on_ranks, script
 from tests.deploy.models import configured, exported
 from tests.deploy.questions import write

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dlr_pretrain.deploy import verify
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.util.errors import Stopped, UserError
 
 SECONDS = 300.0  # that a hang would take longer than
 

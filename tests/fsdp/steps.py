@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dlr_pretrain import shards
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
@@ -21,6 +20,7 @@ from dlr_pretrain.train import merging
 from dlr_pretrain.train.descent import Descent, descent
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import place
+from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
 
@@ -67,7 +67,7 @@ def trained(updates: Descent, steps: list[Batch]) -> Outcome:
         losses.append(loss), norms.append(norm)
         if merging.is_due(updates.cfg, index + 1):
             merging.merge(updates.cfg, updates.weights, updates.optimizer, index + 1)
-    state = {name: shards.gathered(value) for name, value in updates.weights.state.items()}
+    state = {name: sharded.gathered(value) for name, value in updates.weights.state.items()}
     return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
 
 
@@ -76,7 +76,7 @@ def moments(updates: Descent) -> dict[str, Tensor]:
     parameters, found = updates.optimizer.parameters, {}
     for name, entry, value in updates.optimizer._entries():
         value = quantized.values(value)
-        whole = shards.gathered(shards.like(parameters[name], value)) if value.dim() else value
+        whole = sharded.gathered(sharded.shard_like(parameters[name], value)) if value.dim() else value
         found[f"{name}/{entry}"] = whole
     return found
 

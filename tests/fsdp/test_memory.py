@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
-from dlr_pretrain import shards
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.data import inputs_and_targets
+from dlr_pretrain.util import sharded
 from tests.fsdp.steps import VOCAB, config, made, on_two_ranks, own_batches
 
 WIDE = ("scale.hidden_size=64", "scale.intermediate_size=201", "scale.num_layers=3", "backbone=full")
@@ -42,7 +42,7 @@ def test_each_of_two_ranks_holds_half():
             if parallel == "fsdp":
                 updates.weights.folded(keep=False)
                 entries = sum(p.numel() for p in updates.weights.model.parameters())
-                own = sum(shards.here(p).numel() for p in updates.weights.model.parameters())
+                own = sum(sharded.local_rows(p).numel() for p in updates.weights.model.parameters())
                 assert own <= 0.51 * entries
             batches.clear()
             held[parallel] = alive() - before
@@ -71,7 +71,7 @@ def test_a_plan_counts_what_rank_0_holds(words):
 
         def counted():
             totals = [total.sum for total in updates.gradients.totals]
-            own = [shards.here(p.grad) for p in updates.weights.optimized.values()]
+            own = [sharded.local_rows(p.grad) for p in updates.weights.optimized.values()]
             held["gradients"] = sum(tensor.nbytes for tensor in own)
             held["totals"] = sum(tensor.nbytes for tensor in totals)
             clear()
@@ -82,9 +82,9 @@ def test_a_plan_counts_what_rank_0_holds(words):
             planned = memory(cfg, VOCAB, 2)
             indices = (r for m in updates.weights.model.modules() if (r := getattr(m, "residual", None)))
             others = sum(r.rows.nbytes + r.columns.nbytes for r in indices)
-            assert planned.weights == sum(shards.here(t).nbytes for t in updates.weights.state.values()) + others
+            assert planned.weights == sum(sharded.local_rows(t).nbytes for t in updates.weights.state.values()) + others
             assert planned.optimizer_state == sum(
-                shards.here(t).nbytes for t in updates.optimizer.state_tensors().values()
+                sharded.local_rows(t).nbytes for t in updates.optimizer.state_tensors().values()
             )
             assert planned.gradients == held["gradients"] + held["totals"]
 

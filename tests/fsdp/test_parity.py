@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
-from dlr_pretrain import shards
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util import sharded
 from tests.conftest import on_ranks
 from tests.fsdp.steps import VOCAB, assert_bits, config, made, on_two_ranks, own_batches, run, trained
 from tests.parity.reference import r_transposed
@@ -98,9 +98,9 @@ def test_one_rank_without_torchrun_is_sharded_too():
         cfg = config("backbone=cola", "dlr=on", "precision=bf16_mixed", "parallel=fsdp")
         with Runtime(cfg) as runtime:
             updates, plain = made(cfg, runtime), made(config("backbone=cola", "dlr=on"), runtime)
-            assert all(map(shards.is_sharded, updates.weights.optimized.values()))
-            sharded, whole = (trained(of, own_batches(cfg, runtime)).losses for of in (updates, plain))
-            assert sharded == pytest.approx(whole, rel=2e-3)
+            assert all(map(sharded.is_sharded, updates.weights.optimized.values()))
+            shards, whole = (trained(of, own_batches(cfg, runtime)).losses for of in (updates, plain))
+            assert shards == pytest.approx(whole, rel=2e-3)
         assert not dist.is_initialized()
 
     on_ranks(act, 1)
@@ -145,7 +145,7 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
         wrong = total = 0
         for name, p in updates.weights.model.named_parameters():
             dist.all_reduce(sums[name])
-            got, expected = shards.gathered(p.grad), sums[name].bfloat16()
+            got, expected = sharded.gathered(p.grad), sums[name].bfloat16()
             torch.testing.assert_close(got, expected, rtol=0.1, atol=1e-3, msg=name)
             wrong, total = wrong + int((got != expected).sum()), total + got.numel()
         assert wrong < 1e-3 * total if accumulate == "fp32" else wrong > 0.1 * total
@@ -162,7 +162,7 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
 
         def state():
             tensors = updates.weights.state | updates.optimizer.state_tensors()
-            return {name: shards.gathered(value).clone() for name, value in tensors.items()}
+            return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
 
         before, collect = state(), updates.gradients.collect
 
@@ -200,7 +200,7 @@ def test_dlr_is_a_library_for_anybodys_sharded_module(ranks, d_out, rank):
         with active(module):
             torch.testing.assert_close(module(z).T.detach(), b + beta * r_transposed(d_out, rank).double())
             module.reshard()
-        torch.testing.assert_close(shards.gathered(module.weight), b, rtol=0, atol=0)
+        torch.testing.assert_close(sharded.gathered(module.weight), b, rtol=0, atol=0)
         torch.testing.assert_close(module(z).T.detach(), b)
 
     on_ranks(act, ranks)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
-from dlr_pretrain import shards
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.util import sharded
 from tests.fsdp.steps import assert_bits, config, made, moments, on_two_ranks, own_batches, run
 
 pytest.importorskip("torchao")
@@ -49,10 +49,10 @@ def test_all_ranks_quantise_the_same_moments(width):
         updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
         plain = PLAIN + (("mlp",) if width == CUT else ())  # 64 rows of 190 values are as many
         for name, p in updates.optimizer.parameters.items():
-            state = updates.optimizer.part_of[name].state[shards.here(p)]
+            state = updates.optimizer.part_of[name].state[sharded.local_rows(p)]
             quantised = not any(part in name for part in plain)
             assert quantized.is_quantized(state["exp_avg"]) == quantised, name
-            assert state["exp_avg"].shape == shards.here(p).shape
+            assert state["exp_avg"].shape == sharded.local_rows(p).shape
         layout = updates.optimizer.state_layout()
         assert runtime.gather(layout) == [layout, layout] and len(layout) == 2 * (4 if width == CUT else 7)
 
@@ -73,7 +73,7 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
         values = moments(first)
         second, third = (made(config(*WORDS, width, f"parallel={p}"), runtime) for p in (other, parallel))
         for a, b in ((first, second), (second, third)):
-            tensors = {name: shards.gathered(value) for name, value in a.optimizer.state_tensors().items()}
+            tensors = {name: sharded.gathered(value) for name, value in a.optimizer.state_tensors().items()}
             b.optimizer.load_state_tensors(tensors, a.optimizer.state_layout())
             assert_bits(moments(b), values)
         if width == ALIGNED and parallel == "fsdp":
@@ -88,8 +88,8 @@ def test_bytes_of_the_state_are_counted_as_they_are():
         cfg = config(*WORDS, CUT, "parallel=fsdp")
         updates = made(cfg, runtime)
         updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
-        held = sum(shards.here(t).nbytes for t in updates.optimizer.state_tensors().values())
-        parameters = {name: shards.here(p) for name, p in updates.optimizer.parameters.items()}
+        held = sum(sharded.local_rows(t).nbytes for t in updates.optimizer.state_tensors().values())
+        parameters = {name: sharded.local_rows(p) for name, p in updates.optimizer.parameters.items()}
         rows = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}
         assert state_bytes(cfg.optimizer, rows) == held
 

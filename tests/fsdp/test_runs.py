@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
-from dlr_pretrain.errors import Stopped
+from dlr_pretrain.util.errors import Stopped
 from tests.conftest import forked, saved
 from tests.fsdp.steps import assert_bits
 from tests.resume.test_resume import assert_same, final

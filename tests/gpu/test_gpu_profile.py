@@ -9,8 +9,8 @@ import torch
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.trace import read_trace, tables
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.descent import Descent
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import saved
 
 pytestmark = pytest.mark.usefixtures("no_export")

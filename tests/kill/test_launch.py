@@ -11,7 +11,7 @@ import time
 import pytest
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
+from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
 from tests.conftest import ROOT
 from tests.kill.test_kill import wait_for_step
 
@@ -91,7 +91,7 @@ def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_pat
 ALONE = """
 import os, sys, time
 from dlr_pretrain.cli import _report
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 if os.environ["RANK"] == "1":
     sys.exit(_report(UserError("out of GPU memory on rank 1")))
 time.sleep(60)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.errors import EXIT_FAILED, EXIT_STOPPED
+from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
 from tests.conftest import ROOT
 
 SLOW_IMPORT = f"""
 import runpy, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import dlr_pretrain.process as process
+import dlr_pretrain.util.process as process
 real = process.prepare
 def prepare():
     real()
@@ -55,7 +55,7 @@ def test_a_worker_whose_agent_is_killed_before_torch_is_there_ends_with_it():
 EARLY = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
-from dlr_pretrain import process
+from dlr_pretrain.util import process
 process.prepare()
 os.kill(os.getpid(), signal.{{name}})
 assert "torch" not in sys.modules
@@ -86,9 +86,9 @@ def test_ranks_that_cannot_meet_say_why(words, tmp_path):
 def test_a_signal_in_the_first_step_is_followed_at_once(words, tmp_path, monkeypatch, number):
     """Even where a compiler would wrap what the handler raises, and whatever rank 0 would say of it."""
     from dlr_pretrain.cli import load
-    from dlr_pretrain.errors import Stopped
     from dlr_pretrain.train.gradients import Gradients
     from dlr_pretrain.train.run import run
+    from dlr_pretrain.util.errors import Stopped
 
     def compile_(*_given, **_named):
         try:

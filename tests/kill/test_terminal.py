@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.errors import EXIT_STOPPED, say
+from dlr_pretrain.util.errors import EXIT_STOPPED, say
 from tests.conftest import ROOT
 
 LONG = ("train.steps=100000", "checkpoint.every=100000", "eval.every=100000")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.errors import Stopped
+from dlr_pretrain.util.errors import Stopped
 from tests.conftest import forked
 
 METHODS = {

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.errors import Stopped
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.residual import columns_of
+from dlr_pretrain.util.errors import Stopped
 from tests.conftest import saved
 from tests.parity.test_dlr import VOCAB, Layer, r_transposed, small
 

@@ -14,7 +14,7 @@ from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.llama import attention, attention_bias
-from dlr_pretrain.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE
 from tests.parity.reference import VOCAB, nonzero_b, reference_loss, small
 
 LENGTHS = (5, 1, 9, 2, 7)  # with </s>; one document is empty

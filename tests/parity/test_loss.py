@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.models import loss
 from dlr_pretrain.models.loss import summed_cross_entropy
-from dlr_pretrain.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE
 
 N, D, V = 60, 16, 70
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import dlr
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.descent import Descent, PassingDescent
 from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import forked, saved
 from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.optim import build as optim
+from dlr_pretrain.util.errors import UserError
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.checkpoint import load, newest
+from dlr_pretrain.util.errors import Stopped
 
 pytestmark = pytest.mark.usefixtures("no_export")
 

@@ -13,11 +13,11 @@ from dlr_pretrain.analysis.records import read_run
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Tokenizer, TrainLoader
-from dlr_pretrain.errors import Diverged, Stopped, UserError
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from tests.conftest import saved
 from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain import durable
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint, files
 from dlr_pretrain.train.checkpoint import MANIFEST, Checkpoint, Keep, Piece, Snapshot, load, newest
 from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.util import files as durable
+from dlr_pretrain.util.errors import UserError
 
 PART = "part_00000_of_00001.safetensors"
 

@@ -22,7 +22,7 @@ from dlr_pretrain.analysis.tables import text
 from dlr_pretrain.analysis.tuning import Design, Trial, compare, held_out
 from dlr_pretrain.analysis.tuning_tables import comparison_tables
 from dlr_pretrain.analysis.tuning_view import console, report, write
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 from tests.unit.run_folders import SHORT, a_run
 
 RATES = (0.001, 0.003, 0.01)

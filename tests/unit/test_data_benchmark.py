@@ -9,7 +9,7 @@ import pytest
 from data_corpus import REPO
 
 from dlr_pretrain.data import benchmark
-from dlr_pretrain.errors import EXIT_CONFIG
+from dlr_pretrain.util.errors import EXIT_CONFIG
 
 spec = importlib.util.spec_from_file_location("benchmark_script", REPO / "scripts" / "benchmark.py")
 script = importlib.util.module_from_spec(spec)

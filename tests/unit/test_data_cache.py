@@ -9,7 +9,7 @@ from loopback_hub import TEXTS, bytes_sent, open_hub, open_local
 
 from dlr_pretrain.config.rules import unused
 from dlr_pretrain.data.cache import ShardCache
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def cached(tmp_path):

@@ -11,7 +11,7 @@ from loopback_hub import Hub, serving
 
 from dlr_pretrain.data import hub, open_source, sample
 from dlr_pretrain.data.remote import read_with_datasets
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 
@@ -45,7 +45,7 @@ def test_a_glob_matches_on_the_hub_what_it_matches_on_disk(pattern, tmp_path):
 OPEN = """
     from data_corpus import make_config
     from dlr_pretrain.data import open_source, open_tokenizer
-    from dlr_pretrain.errors import UserError
+    from dlr_pretrain.util.errors import UserError
     import time
     class NoTokenizer: tokenizer_path = None
     for opened in (lambda cfg: open_source(cfg), lambda cfg: open_tokenizer(cfg, NoTokenizer)):

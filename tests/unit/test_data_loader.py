@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Place, begun, uneven
-from dlr_pretrain.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
 PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])

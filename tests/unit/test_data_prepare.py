@@ -26,7 +26,7 @@ from dlr_pretrain.data.prepare import JOURNAL, Progress, prepare
 from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.data.tokens import MANIFEST, TokenSource
 from dlr_pretrain.data.workers import in_processes
-from dlr_pretrain.errors import EXIT_CONFIG, UserError
+from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests import conftest
 
 SHARDS = 6

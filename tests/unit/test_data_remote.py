@@ -20,7 +20,7 @@ from dlr_pretrain.data import ask_hub, documents, hub, open_source, ranges, remo
 from dlr_pretrain.data.hub import seconds_to_wait
 from dlr_pretrain.data.ranges import Range
 from dlr_pretrain.data.remote import Listing
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 # ----------------------------------------------------------------------------------------------------
 # Trouble that passes

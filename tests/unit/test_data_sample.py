@@ -10,7 +10,7 @@ from data_corpus import make_config
 
 from dlr_pretrain.data import open_source, open_tokenizer, prose, sample
 from dlr_pretrain.data.shards import read_lines
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 DOCSTRING = """\
 Return the roots of the polynomial, that is the places at which it is zero.

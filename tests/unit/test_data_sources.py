@@ -11,7 +11,7 @@ import pytest
 from data_corpus import NASTY, make_config, run_python, write_shards
 
 from dlr_pretrain.data import open_source, shards, sources
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 

@@ -9,7 +9,7 @@ from data_corpus import REAL, LetterTokenizer, MemorySource, corpus, make_config
 
 from dlr_pretrain.data import documents, open_source, open_tokenizer
 from dlr_pretrain.data.streams import DocumentStream, Place, permutation
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
 

@@ -15,7 +15,7 @@ import small_tokenizer
 from data_corpus import NASTY, REAL, make_config, needs_real_data
 
 from dlr_pretrain.data import Tokenizer, open_source, open_tokenizer, sample
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 PROSE = ["It is a truth universally acknowledged, that a single man in possession of a good fortune must want a wife."]
 

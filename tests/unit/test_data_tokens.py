@@ -20,7 +20,7 @@ from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.streams import DocumentStream, Place
 from dlr_pretrain.data.tokenizer import WHOLE
 from dlr_pretrain.data.tokens import MANIFEST
-from dlr_pretrain.errors import Stopped, UserError
+from dlr_pretrain.util.errors import Stopped, UserError
 
 T5 = REAL / "tokenizer" / "spiece.model"
 

@@ -12,7 +12,7 @@ from data_corpus import global_batches, make_config
 from dlr_pretrain.data import open_source, open_tokenizer
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.data.tokens import CHECKED, MANIFEST, MODEL
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 def shard(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import torch
 from data_corpus import REAL, LetterTokenizer, make_config, needs_real_data, write_shards
 
 from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, validation_set
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
 

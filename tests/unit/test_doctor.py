@@ -19,9 +19,9 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.doctor import command, machine, reference, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Check, Outcome, Ranks, run
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
 from tests.kill.test_disk import small_disk
 

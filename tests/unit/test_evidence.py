@@ -18,10 +18,10 @@ from dlr_pretrain.analysis.spent import by_piece
 from dlr_pretrain.analysis.tables import markdown
 from dlr_pretrain.bench.cost import by_backbone
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.grid import read_grid, require_comparable
 from dlr_pretrain.launch.runs import load_runs
 from dlr_pretrain.launch.tune import read
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT
 from tests.unit.run_folders import a_comparison
 

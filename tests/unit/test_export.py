@@ -16,14 +16,14 @@ import yaml
 from safetensors.torch import load_file
 from small_tokenizer import PIECES, train
 
-from dlr_pretrain import durable
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice, Config
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import MODELING, export, write_weights
 from dlr_pretrain.deploy.verify import verify
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.util import files as durable
+from dlr_pretrain.util.errors import UserError
 
 HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 3, 8, PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}

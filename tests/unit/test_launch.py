@@ -14,7 +14,6 @@ import pytest
 from dlr_pretrain.analysis.history import newest_first, read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, to_dict
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch import command, saved
 from dlr_pretrain.launch.command import status_table
 from dlr_pretrain.launch.queue import Queued, last_job, note, resources, spans
@@ -23,6 +22,7 @@ from dlr_pretrain.launch.show import duration, shorten, table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, commands
 
 SBATCH = """#!/bin/sh

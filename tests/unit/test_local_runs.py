@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.launch import local
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import last_job
 from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.launch.state import look
+from dlr_pretrain.util.errors import Stopped, UserError
 
 STAND_IN = """
 import os, signal, sys, time

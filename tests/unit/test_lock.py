@@ -13,10 +13,10 @@ import time
 
 import pytest
 
-from dlr_pretrain import heartbeat
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import lock
 from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.util import heartbeat
+from dlr_pretrain.util.errors import UserError
 
 HOLDER = """
 import sys, time

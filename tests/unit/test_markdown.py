@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dlr_pretrain.markdown import table
+from dlr_pretrain.util.text import table
 
 
 def test_a_table():

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 
 @pytest.mark.usefixtures("in_this_process")

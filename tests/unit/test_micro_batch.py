@@ -10,9 +10,9 @@ from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.scaling import assume, on_paper, with_micro_batch
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.train import micro_batch
 from dlr_pretrain.train.micro_batch import largest
+from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import forked, saved
 
 

@@ -11,9 +11,9 @@ import torch
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.memory_savings import ways_to_save
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import EXIT_FAILED, UserError
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.out_of_memory import dump, explained
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 
 ERROR = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free."

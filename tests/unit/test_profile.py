@@ -11,8 +11,8 @@ import torch
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.trace import ASIDE, PARTS, read_trace, tables
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.errors import Stopped
 from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.util.errors import Stopped
 from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -14,7 +14,6 @@ from run_folders import as_of_an_older_version
 import dlr_pretrain
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import record
 from dlr_pretrain.train.record import (
     describe_code,
@@ -26,6 +25,7 @@ from dlr_pretrain.train.record import (
     update_record,
     versions,
 )
+from dlr_pretrain.util.errors import UserError
 
 
 def config(*overrides: str):

@@ -28,9 +28,9 @@ from dlr_pretrain.analysis.paper import fact, facts, marks
 from dlr_pretrain.analysis.records import THINNED, find_runs, read_run
 from dlr_pretrain.analysis.reports import write_reports
 from dlr_pretrain.analysis.tables import Figure, Table, comma_separated, latex, markdown
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.launch.runs import expand
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, script
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")

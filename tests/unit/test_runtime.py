@@ -18,11 +18,11 @@ from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.data import ValidationSet
-from dlr_pretrain.errors import EXIT_CONFIG, Stopped, UserError
 from dlr_pretrain.train import runtime
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.run import run
+from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
 from tests.conftest import ROOT, on_ranks
 
 

@@ -11,13 +11,13 @@ import torch
 
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load as load_config
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.benchmark import saving
 from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import on_ranks
 
 ALONE = SimpleNamespace(

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import model_config, write_weights
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import active
 from dlr_pretrain.models.start import DenseStart
 from dlr_pretrain.train import checkpoint
+from dlr_pretrain.util.errors import Stopped, UserError
 from tests.parity.reference import VOCAB, small
 from tests.resume.test_resume import assert_same, final
 

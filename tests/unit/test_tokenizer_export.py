@@ -11,7 +11,7 @@ import sentencepiece
 from small_tokenizer import PIECES, SENTENCES, train
 
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece, tokenizer_json
-from dlr_pretrain.errors import UserError
+from dlr_pretrain.util.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
 DATA = Path(os.environ.get("DLR_TEST_DATA", "../shared/data"))

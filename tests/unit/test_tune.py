@@ -12,12 +12,12 @@ import pytest
 
 from dlr_pretrain import cli
 from dlr_pretrain.config import Config, ConfigError, identity
-from dlr_pretrain.errors import EXIT_FAILED
 from dlr_pretrain.launch import tune
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.queue import note
 from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import EXIT_FAILED
 from tests.conftest import ROOT
 from tests.unit.run_folders import FINGERPRINTS
 
@@ -365,8 +365,8 @@ def test_a_tie_and_a_difference_are_reported_as_what_they_are(words, monkeypatch
 
     Another order of the data would be no tie: the seeds are of the initialisation, and share an order.
     """
-    from dlr_pretrain.errors import UserError
     from dlr_pretrain.train.run import run as train
+    from dlr_pretrain.util.errors import UserError
 
     def in_this_process(runs, at_once, ended):
         for run in runs:

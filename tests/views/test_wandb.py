@@ -15,11 +15,11 @@ import pytest
 from loopback_wandb import KEY, NOBODY
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.errors import Stopped, UserError
 from dlr_pretrain.train import wandb_view
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.wandb_sender import Lines, choose_mode, log
 from dlr_pretrain.train.wandb_view import wandb_id
+from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import ROOT
 
 pytest.importorskip("wandb")

@@ -12,12 +12,12 @@ import pytest
 from loopback_wandb import Trained
 
 from dlr_pretrain.config import to_dict
-from dlr_pretrain.errors import UserError
 from dlr_pretrain.train import lock, wandb_replay
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.wandb_replay import replay
 from dlr_pretrain.train.wandb_view import wandb_id
+from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT
 
 pytest.importorskip("wandb")

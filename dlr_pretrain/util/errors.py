@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
@@ -48,31 +45,6 @@ def first_line(error: BaseException | str) -> str:
     """The first line of an error's message, without its full stop; the error's type if the message is empty."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said.rstrip(".") or type(error).__name__
-
-
-def command(act: Callable[[], int | None]) -> int:
-    """Run ``act`` and return the script's exit code: the value of ``act`` (None: 0), or the code of what ended it.
-
-    An error that a user can fix is printed in one line, which names the rank unless it is rank 0. If the reader of the
-    output has gone, as after ``| head``, no error is printed.
-    """
-    rank = os.environ.get("RANK", "0")
-    try:
-        code = act() or 0
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # Python discards the rest of the buffer at exit instead of failing again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except (UserError, OSError) as error:
-        kind = "stopped" if isinstance(error, Stopped) else "error"
-        print(f"{kind}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
-        record(error)
-        return getattr(error, "exit_code", EXIT_FAILED)
-    except KeyboardInterrupt:
-        if rank == "0":
-            print("\ninterrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
 
 
 def record(error: BaseException) -> None:

@@ -1,8 +1,34 @@
-"""Text that pages of several packages share: Markdown tables, and the code that loads an exported folder."""
+"""Text for a terminal of 80 columns, large numbers in few digits, and Markdown."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
+
+WIDTH = 80
+
+
+def diverged_of(count: int, seeds: int) -> str:
+    """The text in place of a mean over ``seeds`` seeds of which ``count`` have diverged."""
+    return f"{count} of {seeds} diverged"
+
+
+def fill(text: str, indent: int = 0) -> str:
+    """``text`` wrapped; lines after the first are indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def amount(number: float, digits: int = 3) -> str:
+    """1234567 -> 1.23M."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if float(shown := f"{number / size:.{digits}g}") >= 1:  # 999,999 is 1M, not 1e+03k
+            return f"{shown}{unit}"
+    return f"{number:.{digits}g}"
+
+
+def plural(n: int, noun: str) -> str:
+    """A count and its noun: 1 rank, 2 ranks, 3 micro-batches."""
+    return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:

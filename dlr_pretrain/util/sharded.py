@@ -34,17 +34,17 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return first, min(first + each, count)
 
 
-def here(tensor: Tensor) -> Tensor:
+def local_rows(tensor: Tensor) -> Tensor:
     """The rows of ``tensor`` that this rank holds, in its memory; always the same object, as optimizers need."""
     if not is_sharded(tensor):
         return tensor
-    if not hasattr(tensor, "_here"):
+    if not hasattr(tensor, "_local_rows"):
         with torch.no_grad():
-            tensor._here = tensor.to_local()
-    return tensor._here
+            tensor._local_rows = tensor.to_local()
+    return tensor._local_rows
 
 
-def like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+def shard_like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     """A tensor of ``shape`` (default: that of ``tensor``), sharded like ``tensor``, with ``own`` as the rows here."""
     if not is_sharded(tensor):
         return own
