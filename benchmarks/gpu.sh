@@ -95,8 +95,8 @@ bench memory-1b memory $large train.global_batch=16 dlr=on $eager  # the plan's 
 bench memory-7b memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
   --setting "train.activation_checkpointing=latent $eager" --setting "train.activation_checkpointing=none $eager" \
   --setting train.activation_checkpointing=latent
-bench memory-7b-low memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 train.memory=low \
-  optimizer=adamw_8bit train.clip_by=previous_norm precision=bf16_sr \
+bench memory-7b-8bit memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
+  optimizer=adamw_8bit precision=bf16_sr \
   --setting "train.activation_checkpointing=latent $eager" --setting train.activation_checkpointing=latent
 peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters

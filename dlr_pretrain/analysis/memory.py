@@ -6,11 +6,9 @@ temporaries. The CUDA context, library workspaces and fragmentation come on top 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.memory_rules import AHEAD
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.build import state_bytes
 
 META = torch.device("meta")
@@ -36,9 +32,8 @@ class Memory:
 
     ``weights`` are the working weights, including padding and indices; ``masters`` are their fp32 copies. ``gradients``
     are what the update reads, including copies that it casts. ``activations`` are what one micro-batch keeps for its
-    backward pass, including logits. ``temporaries`` are what else is alive at the peak of forward and backward. With
-    ``train.memory=low`` they include each gradient until it is applied, and the temporaries of the optimizer, which are
-    not counted otherwise.
+    backward pass, including logits. ``temporaries`` are what else is alive at the peak of forward and backward; those
+    of the optimizer are not counted.
 
     With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what every rank
     holds whole; ``temporaries`` include gathered rows of other ranks, and whole gradients before they are reduced to
@@ -56,52 +51,7 @@ class Memory:
 
 def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs."""
-    if cfg.train.memory == "low":
-        return _passing(cfg, vocab_size, ranks)
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
-
-
-def _passing(cfg: Config, vocab_size: int, ranks: int) -> Memory:
-    """The memory if each gradient is applied in the backward pass, as soon as the ranks have summed it."""
-    working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
-    model = build(cfg, vocab_size, META, working)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimized = {n: p if state == working else torch.empty_like(p, dtype=state) for n, p in trained.items()}
-    seed = cfg.seed if cfg.precision.name == "bf16_sr" else None
-    fused = cfg.optimizer.name == "adamw" and seed is None  # fused AdamW makes nothing beside its state
-    optimizer = optim.build(cfg.optimizer, {} if fused else optimized, rounding_seed=seed, apart=True)
-    skip = torch.zeros((), device=META)
-    carrying = {f"{name}.weight": linear for name, linear in dlr.residuals(model)}
-    waiting: deque[str] = deque()
-
-    def apply(name: str) -> None:
-        value, gradient = optimized[name], trained[name].grad.to(optimized[name].dtype)
-        trained[name].grad = None
-        if name in carrying:
-            carrying[name].residual.withdraw()
-        if not fused:
-            value.grad = gradient
-            optimizer.update_one(name, 0.0, skip)
-            value.grad = None
-
-    def arrived(name: str, _: Tensor) -> None:
-        waiting.append(name)
-        while len(waiting) > (AHEAD if ranks > 1 else 0):
-            apply(waiting.popleft())
-
-    for name, p in trained.items():  # make the optimizer's state before the step that is counted
-        p.grad = torch.zeros_like(p)
-        apply(name)
-        p.register_post_accumulate_grad_hook(partial(arrived, name))
-    known = [*optimized.values(), *optimizer.state_tensors().values()]
-    step = step_bytes(
-        model, cfg.micro_batch(ranks), cfg.train.seq_len, False, working == state, cfg.data.mask_documents, known
-    )
-    weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
-    masters = sum(p.numel() for p in model.parameters()) * state.itemsize if state != working else 0
-    moments = state_bytes(cfg.optimizer, optimized)
-    total = weights + masters + moments + step.peak
-    return Memory(weights, masters, 0, moments, step.kept, step.peak - step.kept, total)
 
 
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:

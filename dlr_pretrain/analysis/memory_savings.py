@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.config import Config, Precision
-from dlr_pretrain.config.memory_rules import memory_problems
 from dlr_pretrain.config.optimizer_rules import OF_MATRICES
 from dlr_pretrain.config.tree import Parallel, largest_divisor
 
@@ -41,7 +40,7 @@ def _candidates(cfg: Config, ranks: int) -> list[tuple[str, Config, bool]]:
     kept = [mode for mode in ("latent", "block") if mode != train.activation_checkpointing]
     if train.activation_checkpointing == "block" or not cfg.backbone.knobs.get("factorized"):
         kept = [mode for mode in kept if mode == "block"]
-    fewer_go = half < rows and train.memory != "low"  # memory=low sums no micro-batches
+    fewer_go = half < rows
     if fewer_go:
         found.append((f"train.micro_batch={half}", replace(cfg, train=fewer), True))
     for mode in kept:
@@ -50,11 +49,7 @@ def _candidates(cfg: Config, ranks: int) -> list[tuple[str, Config, bool]]:
         if fewer_go:
             both = replace(fewer, activation_checkpointing=mode)
             found.append((f"train.micro_batch={half} {word}", replace(cfg, train=both), True))
-    low = replace(cfg, train=replace(train, memory="low", clip_by="previous_norm" if train.clip else train.clip_by))
-    if train.memory != "low" and not any(memory_problems(low, ranks)):
-        clip = " train.clip_by=previous_norm" if low.train.clip_by != train.clip_by else ""
-        found.append((f"train.memory=low{clip}", low, False))
-    whole = cfg.parallel.name == "ddp" and train.memory != "low"
+    whole = cfg.parallel.name == "ddp"
     if ranks > 1 and whole and cfg.optimizer.name not in OF_MATRICES and not cfg.probe.enabled:
         found.append(("parallel=fsdp", replace(cfg, parallel=Parallel("fsdp")), True))
     if cfg.precision.name != "bf16" and cfg.dlr.mode != "decayed_offset":

@@ -68,8 +68,7 @@ def what_was_trained(config: dict) -> dict[str, str]:
 
 
 def _precision(config: dict) -> str:
-    low = ", memory=low" if config["train"].get("memory") == "low" else ""
-    return config["precision"]["name"] + low
+    return config["precision"]["name"]
 
 
 def final_numbers(run: RunRecord) -> dict[str, str]:

@@ -188,11 +188,9 @@ def on_paper(cfg: Config, gpus: int, given: Assumptions) -> Config:
     """``cfg`` with a micro-batch that divides a GPU's share of the batch.
 
     It is the largest one up to the configured micro-batch, or with ``auto`` the largest one that fits by the estimate
-    (1 if none fits). With ``train.memory=low`` it is the whole share.
+    (1 if none fits).
     """
     asked, share = cfg.train.micro_batch, cfg.train.global_batch // gpus
-    if cfg.train.memory == "low":  # gradients are not summed over micro-batches
-        return with_micro_batch(cfg, share)
     if asked == "auto":
         return with_micro_batch(cfg, fitting(cfg, cfg.planned_vocab_size, gpus, room(given)) or 1)
     return with_micro_batch(cfg, largest_divisor(share, asked or cfg.scale.micro_batch))
@@ -254,7 +252,7 @@ def update_bytes(cfg: Config, entries: Counts, held: Memory, gpus: int) -> float
         weights = entries.trained * STATE_DTYPE[cfg.precision.name].itemsize / gpus
     else:
         weights = entries.trained * WORKING_DTYPE[cfg.precision.name].itemsize
-    gradients = held.gradients or weights  # train.memory=low keeps no gradients, but moves as many bytes
+    gradients = held.gradients
     return (2 if cfg.train.clip is None else 4) * gradients + 2 * (weights + held.masters + held.optimizer_state)
 
 
@@ -286,7 +284,6 @@ def titled(cfg: Config) -> str:
     names = [cfg.scale.name, cfg.backbone.name, f"dlr {cfg.dlr.name}", cfg.optimizer.name, cfg.precision.name]
     kept = cfg.train.activation_checkpointing
     names += [cfg.parallel.name] * (cfg.parallel.name != "ddp") + [f"checkpointing {kept}"] * (kept != "none")
-    names += [f"memory low, clip by {cfg.train.clip_by}"] * (cfg.train.memory == "low")
     return f"{', '.join(names)}: {cfg.train.steps:,} steps of {cfg.train.global_batch} x {cfg.train.seq_len} positions"
 
 

@@ -12,7 +12,7 @@ and for each arm
 
     name; words       words: its overrides of train.py (null for a peer)
     config            scale, backbone, dlr, impl, grouping, precision, optimizer, activation_checkpointing,
-                      memory, clip_by, accumulate, micro_batch, compile
+                      accumulate, micro_batch, compile
     parity            reference, difference (largest relative one of a loss in 20 updates), bound, passes; null if it
                       was not compared
     seconds           one value per round; ms is their median
@@ -190,8 +190,6 @@ def choices(cfg: Config) -> dict[str, object]:
         "precision": cfg.precision.name,
         "optimizer": cfg.optimizer.name,
         "activation_checkpointing": cfg.train.activation_checkpointing,
-        "memory": cfg.train.memory,
-        "clip_by": cfg.train.clip_by if cfg.train.clip else None,
         "accumulate": cfg.train.accumulate,
         "micro_batch": cfg.micro_batch(1),
         "compile": cfg.compile,

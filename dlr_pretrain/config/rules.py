@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.compiler import compiler_problem
 from dlr_pretrain.config.identity import to_dict
-from dlr_pretrain.config.memory_rules import memory_problems
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.probing import probe_problems
@@ -31,7 +30,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     found = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
     found += [] if world_size is None else _batch(cfg, world_size)
     found += [*_schedule(cfg), *optimizer_problems(cfg)]
-    found += [*_strings(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg), *memory_problems(cfg, world_size)]
+    found += [*_strings(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg)]
     if not machine:
         return found
     for rules in (unnamed, _packages, _data, _files):
@@ -64,8 +63,6 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= dict.fromkeys(["train.lr_decay", "train.lr_decay_steps"], own)
     elif cfg.train.lr_decay_steps == 0:
         idle |= dict.fromkeys(["train.lr_decay", "train.min_lr_ratio"], "train.lr_decay_steps=0")
-    if cfg.train.clip is None:
-        idle["train.clip_by"] = "train.clip=null"
     if cfg.train.on_nonfinite == "stop":
         idle["train.max_skipped"] = "train.on_nonfinite=stop"
     if source != "c4":

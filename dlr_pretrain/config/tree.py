@@ -143,14 +143,6 @@ class Train:
     )
     seq_len: int = key("positions per sequence", at_least=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
-    clip_by: str = key(
-        "the norm that is bounded: the update's own, or that of the one before (the first is not clipped)",
-        choices=("norm", "previous_norm"),
-    )
-    memory: str = key(
-        "all gradients, then the update; or each applied in the backward pass, and released",
-        choices=("full", "low"),
-    )
     accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
     activation_checkpointing: str = key(
         "what is kept for the backward pass: everything, each block's input and latents (CoLA-M), or its input alone",

@@ -36,8 +36,6 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""
     facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
-    if trained.train.memory == "low":
-        facts["updates"] = f"{trained.optimizer.name}, in the backward pass (train.memory=low)"
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     numbers = table(["", ""], ([key, _shown(value)] for key, value in rows.items()))
     cited = [CITATION] if trained.dlr.enabled else []

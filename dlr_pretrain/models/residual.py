@@ -70,15 +70,6 @@ class Residual:
         """Whether the weight is unchanged since publishing, or the residual is not published at all."""
         return self.saved is None or sharded.local_rows(self.saved[0])._version == self.version
 
-    def withdraw(self) -> bool:
-        """Take the residual out of its weight, if it is published; returns whether the weight was ``untouched``."""
-        untouched = self.untouched
-        if self.saved is not None:
-            with torch.no_grad():
-                self.write(*self.saved)
-            self.saved = None
-        return untouched
-
     def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The rows of ``weight`` that this rank holds, and the indices of the entries in them."""
         self._follow(weight.device)

@@ -29,7 +29,6 @@ def build(
     *,
     compiled: bool = False,
     rounding_seed: int | None = None,
-    apart: bool = False,
     advancing: Callable[[Iterable], Iterable] = iter,
 ) -> Optimizer:
     """Build the optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
@@ -38,9 +37,8 @@ def build(
     sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``apart`` builds a separate
-    part for each parameter, for ``Optimizer.update_one``. ``advancing`` iterates over the parameters of updates that
-    can take seconds (galore, fira, loro).
+    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``advancing`` iterates over
+    the parameters of updates that can take seconds (galore, fira, loro).
     """
     module, options = _module(choice), {}
     if choice.name in ROUND_AT_WILL:
@@ -48,8 +46,7 @@ def build(
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
     named = dict(parameters)
-    pieces = [{name: p} for name, p in named.items()] if apart else [named]
-    parts = [part for of in pieces for part in module.build(of, choice.knobs, undecayed, **options)]
+    parts = module.build(named, choice.knobs, undecayed, **options)
     for part in parts:
         if isinstance(part, Adam):
             part.advancing = advancing
@@ -98,10 +95,6 @@ class Optimizer:
             _step(part, lr, skip, factor, exact)
         for p in filter(sharded.is_sharded, self.parameters.values()):
             sharded.local_rows(p).grad = None
-
-    def update_one(self, name: str, lr: float, skip: Tensor, factor: Tensor | None = None) -> None:
-        """Update one unsharded parameter as ``update`` does; the optimizer is built ``apart`` and masks on device."""
-        _step(self.part_of[name], lr, skip, factor)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors; a quantised entry is several tensors (see ``quantized``).

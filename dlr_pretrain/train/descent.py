@@ -1,7 +1,4 @@
-"""One update of the weights from a batch.
-
-If the loss or the gradient is not finite, the weights do not change; ``PassingDescent`` has one exception.
-"""
+"""One update of the weights from a batch. If the loss or the gradient is not finite, the weights do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.parts import Entering, part
-from dlr_pretrain.train.passing import PassingGradients
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
@@ -38,14 +34,9 @@ class Descent:
             weights.undecayed,
             compiled=cfg.compile,
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
-            apart=cfg.train.memory == "low",
             advancing=runtime.advancing,
         )
         self.halted = torch.zeros((), device=runtime.device)  # becomes 1 with the update that ends the run
-        self.norm_before = torch.zeros((), device=runtime.device)  # gradient norm of the last update that was applied
-        self.prepare()
-
-    def prepare(self) -> None:
         self.gradients = self.weights.gradients(self.runtime.world_size)
 
     def update(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
@@ -54,11 +45,10 @@ class Descent:
         With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read the
         mask and the clip factor. ``index`` counts the updates of the run from 0.
 
-        An update whose loss or gradient is not finite changes nothing; for train.memory=low see ``PassingDescent``. If
-        ``train.on_nonfinite`` is "stop", no later update changes anything either. If this or another rank has
-        ``failed``, this update and all later ones change nothing. Returns metrics on the device, in fp64: mean loss,
-        gradient norm before clipping, whether this update was masked, whether all later ones will be, real tokens, and
-        how many ranks were asked to stop.
+        An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
+        update changes anything either. If this or another rank has ``failed``, this update and all later ones change
+        nothing. Returns metrics on the device, in fp64: mean loss, gradient norm before clipping, whether this update
+        was masked, whether all later ones will be, real tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
@@ -102,15 +92,13 @@ class Descent:
     def apply(self, loss: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor]:
         """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was masked."""
         norm = self.gradients.norm(self.gradients.collect())
-        factor = self.clip_factor(self.norm_before if self.cfg.train.clip_by == "previous_norm" else norm)
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
-        self.optimizer.update(lr, masked, factor, index=index)
+        self.optimizer.update(lr, masked, self.clip_factor(norm), index=index)
         if self.cfg.dlr.mode == "decayed_offset":
             knobs = self.cfg.optimizer.knobs
             share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
-        self.remember(norm, masked)
         return norm, masked
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
@@ -128,34 +116,3 @@ class Descent:
             halt = halt | ~finite
         self.halted = torch.maximum(self.halted, halt.float())
         return torch.maximum(self.halted, (~finite).float())
-
-    def remember(self, norm: Tensor, masked: Tensor) -> None:
-        self.norm_before = torch.where(masked > 0, self.norm_before, norm)
-
-
-class PassingDescent(Descent):
-    """``train.memory=low``: the optimizer steps during the backward pass, one gradient at a time.
-
-    If the loss is not finite, nothing is updated, because the loss is known before the backward pass. If the loss is
-    finite and a gradient is not, this gradient and all later ones of the pass update nothing. The earlier ones of the
-    pass have already been applied.
-    """
-
-    def prepare(self) -> None:
-        self.gradients = PassingGradients(self.weights, self.optimizer, self.runtime.world_size)
-
-    def take(self, micro: Micro, count: Tensor, index: int, lr: float, failed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (inputs,) = self.runtime.advancing(micro)
-        with Entering("publish", self.weights.published()):
-            own = self.weights.model(*inputs) / count
-            loss = self.runtime.sum(own.detach().clone())
-            masked = self.mask(torch.isfinite(loss), failed)
-            norm = self.gradients.backward(own, lr, masked, self.clip_factor(self.norm_before))
-        masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failed)
-        self.remember(norm, masked)
-        return loss, norm, masked
-
-
-def descent(cfg: Config, runtime: Runtime, weights: Weights) -> Descent:
-    """The kind of ``Descent`` that ``cfg`` asks for, on ``weights``."""
-    return (PassingDescent if cfg.train.memory == "low" else Descent)(cfg, runtime, weights)

@@ -37,7 +37,7 @@ from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, duration
-from dlr_pretrain.train.descent import descent
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import farewell, finish
 from dlr_pretrain.train.fork import adapt, best_after, fork
@@ -262,7 +262,7 @@ class Run:
             f"x {plural(micro, 'sequence')} x {t.seq_len} = {positions:,} tokens a step",
             "schedule": f"{t.steps:,} steps, {amount(t.steps * positions)} tokens; lr {t.lr:g} after "
             f"{plural(cfg.warmup_steps, 'step')}{describe_decay(cfg)}",
-            "precision": f"{cfg.precision.name}{', memory low' if t.memory == 'low' else ''}, "
+            "precision": f"{cfg.precision.name}, "
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
             "code": describe_code(read_record(self.dir)["starts"][-1]),
         }
@@ -326,7 +326,7 @@ class Run:
             with runtime.patient():
                 saver.rehearse()
             runtime.on_main(lambda: self.warn_of_space(root))
-            updates = descent(cfg, runtime, weights)
+            updates = Descent(cfg, runtime, weights)
             trainer = Trainer(cfg, runtime, updates, evaluator, self.console, write, saver, suspects)
             opened.enter_context(trainer.profiler)
             if snapshot:

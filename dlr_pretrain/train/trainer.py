@@ -236,15 +236,9 @@ class Trainer:
             self.saver.wait()
         except UserError as error:
             self.failure = self.failure or error
-        partly = self.was_partly_applied(loss, norm)
-        if self.step > self.saver.saved and not partly:
+        if self.step > self.saver.saved:
             self.save_or_wait(None)
         before = f"The {self.step:,} steps before it are saved" if self.step else "Nothing was trained"
-        applied = "The update was not applied"
-        if partly:
-            saved = self.saver.saved
-            before = f"Step {saved:,} is, and the same command goes on from it" if saved else "No step was saved before"
-            applied = "With train.memory=low the weights after that gradient's had been updated, and are not saved"
         failures = [(rank, error) for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
         if failures and all(isinstance(error, Stopped) for _, error in failures):
             raise Stopped(f"stopped after step {self.step} of {self.cfg.train.steps} ({failures[0][1]}); saved")
@@ -254,7 +248,7 @@ class Trainer:
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise kind(f"step {step} was not taken. {before}. {reasons}")
         raise Diverged(
-            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. {applied}. {before}. "
+            f"step {step}: loss {loss:g}, gradient norm {norm:g}: not finite. The update was not applied. {before}. "
             f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.suspects.folder}, or leave such steps "
             "out with train.on_nonfinite=skip"
         )
@@ -271,10 +265,6 @@ class Trainer:
                 with self.runtime.patient():
                     time.sleep(PAUSE)
 
-    def was_partly_applied(self, loss: float, norm: float) -> bool:
-        """Whether the update was applied in part, by the gradients before one that is not finite."""
-        return self.cfg.train.memory == "low" and math.isfinite(loss) and not math.isfinite(norm)
-
     def look_into(self, step: int, loss: float, norm: float, batch: Batch) -> None:
         """Keep the batch of a masked update whose numbers are not finite; count the update if such ones are skipped."""
         if math.isfinite(loss) and math.isfinite(norm):  # masked because a rank has failed
@@ -288,8 +278,7 @@ class Trainer:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
             self.last_skipped = step
             numbers = f"loss {loss:g}, gradient norm {norm:g}"
-            where = " from the first such gradient on" if self.was_partly_applied(loss, norm) else ""
-            self.console.say(f"warning: step {step}: {numbers}: the update was left out{where}; {kept}")
+            self.console.say(f"warning: step {step}: {numbers}: the update was left out; {kept}")
             self.failure = self.failure or self.too_many_skipped()
 
     def too_many_skipped(self) -> Diverged | None:
@@ -339,7 +328,6 @@ class Trainer:
             "losses": list(self.spikes.losses),
             "eval_loss": evaluation,
             "best": self.best if math.isfinite(self.best) else None,
-            "norm": self.descent.norm_before.item(),
             "owed": self.owed,
             "streams": streams,
         }
@@ -393,4 +381,3 @@ class Trainer:
         self.spikes = SpikeScore(state["losses"])
         self.best = math.inf if state["best"] is None else state["best"]
         self.streams = state["streams"] or {}
-        self.descent.norm_before.fill_(state["norm"])

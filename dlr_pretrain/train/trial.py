@@ -8,7 +8,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.train.descent import Descent, descent
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import place
 
@@ -23,7 +23,7 @@ def trial(
     if cfg.compile:
         torch._dynamo.reset()
         weights.compile_(cfg.train, compiled_for or runtime.world_size)
-    return descent(cfg, runtime, weights)
+    return Descent(cfg, runtime, weights)
 
 
 def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:

@@ -72,12 +72,11 @@ class Weights:
         """Compile the model in place: on one GPU as one graph, up to 350m, and otherwise block by block.
 
         The backward pass of one graph yields all gradients at its end: ranks could not overlap their reduction with
-        it, and ``memory=low`` would hold them all. Activation checkpointing recomputes block by block.
+        it. Activation checkpointing recomputes block by block.
         """
         values = sum(p.numel() for p in self.model.parameters())
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
-        piecewise = train.memory == "low" or train.activation_checkpointing != "none"
-        self.model.compile_(whole=alone and not piecewise and values <= ONE_GRAPH)
+        self.model.compile_(whole=alone and train.activation_checkpointing == "none" and values <= ONE_GRAPH)
 
     @property
     def state(self) -> dict[str, Tensor]:

@@ -228,7 +228,6 @@ WIDE = [  # layers, not the logits, take most of the memory
     *("scale=tiny", "scale.vocab_size=512", "scale.hidden_size=256", "scale.intermediate_size=688", "data=sample"),
     *("train.global_batch=8", "train.micro_batch=8", "device=cpu", "compile=false"),
 ]
-LOW = ("train.memory=low", "optimizer=adamw_8bit", "train.clip_by=previous_norm", "precision=bf16_sr")
 
 
 @pytest.mark.slow
@@ -237,7 +236,6 @@ LOW = ("train.memory=low", "optimizer=adamw_8bit", "train.clip_by=previous_norm"
     ("dlr=on", "precision=bf16_mixed"), ("dlr=on", "train.micro_batch=2"), ("dlr=on", "data.mask_documents=true"),
     ("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=latent"),
     ("dlr=on", "train.activation_checkpointing=block"),
-    ("dlr=on", "train.activation_checkpointing=latent", *LOW),
 ], ids=" ".join)  # fmt: skip
 def test_the_plan_tells_the_memory_of_an_eager_step(words):
     if "optimizer=adamw_8bit" in words:

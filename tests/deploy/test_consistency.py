@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from omegaconf import OmegaConf
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config.composition import recorded
@@ -42,15 +41,6 @@ def checkpoint_of(train, folder: Path, *given: str) -> tuple[Path, dict]:
     state = saved(run / "checkpoints" / "step_00000003")
     names = build(recorded(read_config(run)), 120, torch.device("meta")).state_dict().keys()
     return run, {name: value for name, value in state.items() if name in names}
-
-
-def test_a_run_that_is_older_than_a_key_is_read_with_its_default(train, tmp_path):
-    run = train(tmp_path / "run", "dlr=on", "train.steps=1")
-    whole = recorded(read_config(run))
-    tree = OmegaConf.load(run / "config.yaml")
-    del tree["probe"], tree["train"]["clip_by"], tree["backbone"]["b_gain"]
-    OmegaConf.save(tree, run / "config.yaml")
-    assert recorded(read_config(run)) == whole
 
 
 def by_hand(run: Path, state: dict, tokens: int) -> dict:

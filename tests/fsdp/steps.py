@@ -17,7 +17,7 @@ from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
-from dlr_pretrain.train.descent import Descent, descent
+from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import place
 from dlr_pretrain.util import sharded
@@ -49,7 +49,7 @@ def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Descent:
     weights = place(cfg, build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name]))
     if cfg.compile:
         weights.model.compile_()
-    return descent(cfg, runtime, weights)
+    return Descent(cfg, runtime, weights)
 
 
 def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:

@@ -153,21 +153,16 @@ def test_a_masked_update_changes_nothing(choice, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("apart", [False, True])
-def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype, apart):
+def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
     """A power of two, by which no value is rounded."""
-    apart, ways = apart and choice.name in ("adamw", "adamw_8bit"), []  # the others take no parameter by itself
+    ways = []
     for factor in (torch.tensor(0.125), None):
-        optimizer = optim.build(choice, draw(dtype), apart=apart)
+        optimizer = optim.build(choice, draw(dtype))
         for seed in range(2):
             give_gradients(optimizer.parameters, seed)
             if factor is None:
                 torch._foreach_mul_([p.grad for p in optimizer.parameters.values()], 0.125)
-            if apart:
-                for name in optimizer.parameters:
-                    optimizer.update_one(name, 0.01, GO, factor)
-            else:
-                optimizer.update(0.01, GO, factor, index=seed)
+            optimizer.update(0.01, GO, factor, index=seed)
         ways.append(copied(everything(optimizer)))
     assert_same_bits(*ways)
 

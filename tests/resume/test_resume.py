@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from weakref import ref
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from safetensors.torch import load_file
 from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data.remote import HubSource, Listing
+from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.text import note_shards, take_over_regrown
+from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped, UserError
 from tests.conftest import torchrun
 
@@ -325,3 +328,22 @@ def test_other_text_is_another_run(train, tmp_path, texts, change):
     changed.write_bytes(content[:-100] if "shorter" in change else content)
     with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: "):
         train(tmp_path / "run", *words)
+
+
+def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):
+    """The weights are still needed, and a GPU has no room to fold them beside the moments."""
+    made, there, build, folded = [], [], optim.build, Weights.folded
+
+    def remembered(*args, **kwargs):
+        optimizer = build(*args, **kwargs)
+        made.append(ref(optimizer))
+        return optimizer
+
+    def looked_at(self, keep):
+        there.extend(optimizer() for optimizer in made)
+        return folded(self, keep)
+
+    monkeypatch.setattr(optim, "build", remembered)
+    monkeypatch.setattr(Weights, "folded", looked_at)
+    train(tmp_path / "run", "backbone=cola", "dlr=on", "train.steps=1")
+    assert there == [None]

@@ -285,8 +285,7 @@ def test_what_sets_runs_apart_stands_below_those_whose_names_do_not_say_it(sched
 
 def test_how_runs_stand_asks_for_no_number_of_ranks(scheduler, capsys):
     """A recipe that only some numbers of ranks can train, and --status without the words for sbatch."""
-    words = ["scale=7b", "experiment=7b/cola_dlr", "optimizer=adamw_8bit", "train.memory=low", "train.clip=null"]
-    words += ["train.global_batch=64"]
+    words = ["scale=7b", "experiment=7b/cola_dlr", "train.micro_batch=16", "train.global_batch=96"]
     assert command.main([*words, "--status"]) == 0
     assert command.main([*words, "--dry-run", "--", "--gpus-per-node=1"]) == 2
     assert "train.micro_batch" in capsys.readouterr().err

@@ -241,30 +241,6 @@ def test_what_precision_ranks_and_accumulation_add():
     assert parts("train.accumulate=fp32", "precision=bf16_mixed") == (2, 4, 4, 8)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
-def test_gradients_that_are_applied_as_they_come_are_not_held(precision):
-    """With a fused kernel, which makes nothing beside its state: of all gradients one is alive, and its cast."""
-    short = [word.replace("seq_len=64", "seq_len=8") for word in TINY]
-    words = (*short, "backbone=cola", "dlr=on", f"precision={precision}", "train.clip=null")
-    full, low = (memory(config(*words, "train.global_batch=2", f"train.memory={m}"), 500, 1) for m in ("full", "low"))
-    assert (low.weights, low.masters, low.optimizer_state) == (full.weights, full.masters, full.optimizer_state)
-    assert low.gradients == 0 and low.activations == full.activations and low.total < full.total
-    assert low.total == low.weights + low.masters + low.optimizer_state + low.activations + low.temporaries
-    held = memory(config(*words, "train.memory=low", "train.global_batch=4", ranks=2), 500, 2)
-    assert low.total <= held.total < low.total + full.gradients / 2
-
-
-@pytest.mark.parametrize("precision", ["bf16", "bf16_sr"])
-def test_what_an_update_in_the_backward_pass_makes_counts_at_most_a_piece(monkeypatch, precision):
-    pytest.importorskip("torchao")
-    words = (*TINY, "backbone=cola", "optimizer=adamw_8bit", f"precision={precision}", "train.clip=null")
-    cfg = config(*words, "train.global_batch=2", "train.memory=low")
-    whole = memory(cfg, 500, 1)
-    monkeypatch.setattr("dlr_pretrain.optim.wide_adamw.LARGEST", 4096)
-    pieces = memory(cfg, 500, 1)
-    assert pieces.total < whole.total and pieces.optimizer_state == whole.optimizer_state
-
-
 def test_gradients_that_wait_for_others_add_to_the_peak():
     """One micro-batch on one rank lets activations go as gradients come; DDP's buckets are there all the time."""
     alone, of_two = (memory(config(*TINY, "train.global_batch=2"), 500, 1), memory(config(*TINY), 500, 1))
