@@ -15,7 +15,11 @@ METHODS = [
     *("full", "lora", "galore", "fira", "sltrain", "loro"),
     *(f"{b}{dlr}" for b in BACKBONES for dlr in ("", "_dlr")),
 ]
-OWN = ("reference", "evidence_cpu", "evidence_60m")  # of no paper: for scripts/doctor.py and scripts/evidence.sh
+OWN = (
+    "reference",
+    "evidence_cpu",
+    "evidence_60m",
+)  # of no paper: for doctor.py, benchmarks/evidence
 RECIPES = sorted(
     str(p.relative_to(CONFIG_DIR / "experiment").with_suffix(""))
     for p in (CONFIG_DIR / "experiment").rglob("*.yaml")

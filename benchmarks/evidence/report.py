@@ -1,0 +1,498 @@
+"""Draws the tables and figures of docs/evidence.md again, from the tables of runs that stand beside this file.
+
+    python -m benchmarks.evidence.report                             # docs/evidence.md and docs/evidence/
+    python -m benchmarks.evidence.report page.md folder-of-tables    # another page, from other tables
+
+The text between ``<!-- pairs/tune -->`` and ``<!-- end -->`` is replaced by the table ``tune`` of ``pairs.jsonl.gz``. A
+link such as ``(evidence/pairs/tune_rates.png)`` draws that figure beside the page. ``collect.py`` says what the tables
+of runs hold. Losses are in nats/token; a difference is a method's loss minus the first method's of its comparison.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import shlex
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from itertools import combinations
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from scipy.stats import t as student
+
+from benchmarks.protocol import median_interval
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "evidence.md"
+PIECES = ("pairs", "paper", "mechanism", "ablations", "longer", "paths")
+SCALES = ("60m", "130m", "350m", "1b")
+BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
+LEVEL = 0.95
+
+
+# ----------------------------------------------------------------------------------------------------
+# Runs and comparisons
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The mean difference of a method's loss from the first method's, by seed, with Student's interval at ``level``."""
+
+    by_seed: pd.Series
+    level: float
+
+    @property
+    def mean(self) -> float:
+        return self.by_seed.mean()
+
+    @cached_property
+    def interval(self) -> tuple[float, float] | None:
+        """None for a single seed."""
+        n = len(self.by_seed)
+        return None if n < 2 else student.interval(self.level, n - 1, self.mean, self.by_seed.std() / math.sqrt(n))
+
+    @property
+    def cells(self) -> list[str]:
+        return [f"{self.mean:+.4f} ({len(self.by_seed)})", "{:+.4f} to {:+.4f}".format(*self.interval)]
+
+
+class Comparison:
+    """Methods at one or several rates. Half A of the validation text chooses a method's rate, half B is reported."""
+
+    def __init__(self, line: dict, runs: dict[str, dict]):
+        self.words = shlex.split(line["shared"])
+        self.methods, self.rates, self.seeds, self.fresh = line["design"].values()
+        last = {name: {key: column[-1] for key, column in run["metrics"].items()} for name, run in runs.items()}
+        self.trials = pd.DataFrame([trial | last[trial["run"]] for trial in line["trials"]])
+        self.level = 1 - (1 - LEVEL) / max(1, len(self.methods) - 1)  # Bonferroni: all intervals hold together
+
+    def grid(self, method: str, half: str) -> pd.Series:
+        """The losses of a method with the seeds of the grid, by rate."""
+        t = self.trials
+        return t[(t.method == method) & t.seed.isin(self.seeds)].set_index("lr")[f"eval/loss_{half}"]
+
+    def rate(self, method: str) -> float:
+        return self.grid(method, "a").groupby(level=0).mean().idxmin()
+
+    def held_out(self, method: str) -> pd.Series:
+        """The losses on half B at the chosen rate, by seed; fresh seeds, if any, replace the grid's."""
+        t, seeds = self.trials, self.fresh or self.seeds
+        chosen = t[(t.method == method) & (t.lr == self.rate(method)) & t.seed.isin(seeds)]
+        return chosen.set_index("seed")["eval/loss_b"]
+
+    @cached_property
+    def effects(self) -> dict[str, Effect]:
+        first = self.held_out(self.methods[0])
+        found = {method: Effect(self.held_out(method) - first, self.level) for method in self.methods[1:]}
+        return {method: effect for method, effect in found.items() if effect.interval}
+
+
+class Piece:
+    """The table of runs of one piece of the programme."""
+
+    def __init__(self, path: Path):
+        self.name = path.name.partition(".")[0]
+        self.lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+        self.runs = {line["run"]: line for line in self.lines if "run" in line}
+        self.comparisons = [Comparison(line, self.runs) for line in self.lines if "comparison" in line]
+
+    def settings(self) -> list[str]:
+        """How each comparison differs from the others: its shared words that not all comparisons have."""
+        all_words = [c.words for c in self.comparisons]
+        return [" ".join(w for w in c.words if not all(w in other for other in all_words)) for c in self.comparisons]
+
+    def labelled(self) -> Iterable[tuple[str, dict]]:
+        """Each run as "cola+dlr" or, at another rate than the lowest, "cola+dlr (train.lr=0.01)", by backbone."""
+        (comparison,) = self.comparisons
+        order = {f"{name}{dlr}": i for i, name in enumerate(BACKBONES) for dlr in ("", "+dlr")}
+        for trial in sorted(comparison.trials.to_dict("records"), key=lambda t: (order[t["method"]], t["lr"])):
+            variant = f" (train.lr={trial['lr']:g})" if trial["lr"] != comparison.rates[0] else ""
+            yield trial["method"] + variant, self.runs[trial["run"]]
+
+
+def spread(losses: Iterable[float]) -> str:
+    """Mean ± standard deviation (number) of the perplexities."""
+    found = np.exp(pd.Series(losses))
+    deviation = f" ± {found.std():,.2f}" if len(found) > 1 else ""
+    return f"{found.mean():,.2f}{deviation} ({len(found)})"
+
+
+def paper() -> pd.DataFrame:
+    """The perplexities of the paper's Table 1: a row a method, a column a scale."""
+    with files("dlr_pretrain.analysis").joinpath("table1.csv").open() as file:
+        return pd.read_csv(file).pivot(index="method", columns="scale", values="ppl")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Tables
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str], right: Iterable[int]) -> str:
+    """Markdown; the columns whose indices are in ``right`` are aligned to the right."""
+    rule = ["---:" if i in right else "---" for i in range(len(header))]
+    lines = [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
+    return "\n".join([*lines, "", *(f"* {note}" for note in notes)])
+
+
+def without_settings(header: list[str], rows: list[list[str]], notes: list[str], right: Iterable[int]) -> str:
+    """A table whose first column, the settings, is left out where all are the same."""
+    if len({row[0] for row in rows}) > 1:
+        return table(header, rows, notes, right)
+    return table(header[1:], [row[1:] for row in rows], notes, [i - 1 for i in right])
+
+
+def tune(piece: Piece) -> str:
+    """Each method at its own rate, and its difference from the first of its comparison."""
+    rows, levels, remarks = [], set(), []
+    for c, setting in zip(piece.comparisons, piece.settings(), strict=True):
+        several = len(c.rates) > 1
+        if not several:
+            remarks.append(f"One rate, {c.rates[0]:g}, was given to all: none was chosen.")
+        for method in c.methods:
+            lr, held_out = c.rate(method), c.held_out(method)
+            end = {c.rates[0]: "lowest", c.rates[-1]: "highest"}.get(lr) if several else None
+            if end:
+                beyond = {"lowest": "below", "highest": "above"}[end]
+                remarks.append(
+                    f"{method}: its best rate, {lr:g}, is the {end} of the grid, and a better one may lie {beyond} it. "
+                    "Widen lr= and give the command again."
+                )
+            verdict = ["", "", ""]
+            if effect := c.effects.get(method):
+                low, high = effect.interval
+                levels.add(effect.level)
+                verdict = [*effect.cells, method if high < 0 else c.methods[0] if low > 0 else "none shown"]
+            rows.append([setting, method, f"{lr:g}" + (f", the {end}" if end else ""), spread(held_out), *verdict])
+        if several and not c.fresh:
+            remarks.append(
+                "The rates were chosen with the same seeds that are reported, though on other text, so the reported "
+                "losses are slightly optimistic. Give confirm=<seeds> to report seeds that chose nothing."
+            )
+    notes = [
+        "Perplexity is on the half of the validation text that chose no rate: mean ± standard deviation (number of "
+        "seeds). Differences are in nats per token from the first method of the same comparison, between runs with "
+        "the same seed; negative means that the method of the row is better. A method is called better if its "
+        "interval excludes zero.",
+        f"Intervals are Student's t over seeds, at {', '.join(f'{100 * level:.4g} %' for level in sorted(levels))}.",
+        *by_chance(piece),
+        *dict.fromkeys(remarks),
+    ]
+    header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
+    return without_settings(header, rows, notes, (3, 4))
+
+
+def by_chance(piece: Piece) -> list[str]:
+    """The probability that some interval excludes zero though nothing differs. The same runs compared twice count once.
+
+    The intervals of one comparison hold together, those of several do not.
+    """
+    several = [c.effects for c in piece.comparisons if c.effects]
+    levels = {(m, *e.by_seed.items()): e.level for effects in several for m, e in effects.items()}
+    if len(several) < 2 or len(levels) < 2:
+        return []
+    return [
+        f"There are {len(levels)} comparisons, each with an interval of its own. If nothing differed, the chance that "
+        f"at least one of them excludes zero would be {100 * (1 - math.prod(levels.values())):.0f} %."
+    ]
+
+
+def tune_rates(piece: Piece) -> str:
+    rates = sorted({lr for c in piece.comparisons for lr in c.rates})
+    rows = [
+        [setting, method, *(spread(c.grid(method, "b")[[lr]]) for lr in rates)]
+        for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
+        for method in c.methods
+    ]
+    notes = ["Perplexity on held-out text: mean ± standard deviation over the seeds of the grid (their number)."]
+    header = ["Setting", "Method", *map("{:g}".format, rates)]
+    return without_settings(header, rows, notes, range(2, len(header)))
+
+
+def tune_order(piece: Piece) -> str:
+    """The order of the methods, ours and the paper's."""
+    held_out = {method: c.held_out(method) for c in piece.comparisons for method in c.methods}
+    ranked = sorted(held_out, key=lambda method: np.exp(held_out[method]).mean())
+    theirs = paper().loc[ranked]
+    ranks = theirs.rank().astype(int)
+    rows = [
+        [method, f"{spread(held_out[method])} [{place}]",
+         *(f"{theirs[scale][method]:.2f} [{ranks[scale][method]}]" for scale in SCALES)]
+        for place, method in enumerate(ranked, 1)
+    ]  # fmt: skip
+    pairs = list(combinations(ranked, 2))
+    alike = (f"{sum(theirs[s][a] < theirs[s][b] for a, b in pairs)} at {s}" for s in SCALES)
+    notes = [
+        "Perplexities, with the rank among the methods of this table in brackets. Text and model sizes differ.",
+        f"Of the {len(pairs)} pairs of these methods, the paper orders like ours: {', '.join(alike)}.",
+    ]
+    return table(["Method", "Ours", *(f"{scale} paper" for scale in SCALES)], rows, notes, range(1, 6))
+
+
+def tune_effect(piece: Piece) -> str:
+    """What DLR changes, ours and the paper's."""
+    theirs = np.log(paper())
+    rows = [
+        [method, *effect.cells, *(f"{theirs[s][method] - theirs[s][c.methods[0]]:+.4f}" for s in SCALES)]
+        for c in piece.comparisons
+        for method, effect in c.effects.items()
+    ]
+    note = (
+        "Difference of the loss from the backbone without DLR, in nats per token. The paper's are computed from its "
+        "printed perplexities, whose convention makes a difference one percent too small."
+    )
+    header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
+    return table(header, rows, [note], (1, 3, 4, 5, 6))
+
+
+def probed(run: dict) -> dict[str, pd.DataFrame]:
+    """The numbers of each probed projection, by the update that follows the probe."""
+    metrics = pd.DataFrame(run["metrics"]).set_index("step")
+    layers = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("probe/"))
+    return {layer: metrics.filter(like=f"/{layer}/").rename(columns=lambda n: n.split("/")[2]).dropna()
+            for layer in layers}  # fmt: skip
+
+
+def paths(piece: Piece) -> str:
+    """The first and the last probe of each projection."""
+    rows = [
+        [f"tiny {label}", layer, str(step), f"{n.rho:.3f}", f"{n.rho_mean:.3f}", f"{n.isotropic:.3f}",
+         f"{n.cosine:+.3f}"]
+        for label, run in piece.labelled() for layer, found in probed(run).items()
+        for step, n in found.iloc[[0, -1]].iterrows()
+    ]  # fmt: skip
+    note = (
+        "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, divided by that of "
+        "B^T g, which reaches it through B; the mean of ratios is over single positions. The isotropic value (dashed "
+        "in figures) is that of a gradient without a preferred direction at that step's weights: |beta R^T|_F / |B|_F."
+    )
+    header = ["Run", "Projection", "Before update", "rho", "Mean of ratios", "Isotropic", "Cosine"]
+    return table(header, rows, [note], (3, 4, 5, 6))
+
+
+def cost(piece: Piece) -> str:
+    """A row a backbone, whose variants are: without DLR, again without DLR, with DLR."""
+    rows = []
+    for plain, again, dlr in (line.get("variants") or line["arms"] for line in piece.lines):
+        ratios = [np.divide(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
+        shown = ("{:.4f} [{:.4f}, {:.4f}]".format(*median_interval(list(values))) for values in ratios)
+        speeds = [f"{v['ms']:.1f}" for v in (plain, dlr)] + [f"{v['tokens_per_second']:,.0f}" for v in (plain, dlr)]
+        rows.append([plain["config"]["backbone"], *speeds, *shown])
+    note = (
+        "ratio: seconds with DLR over those without in the same round, median [its 95 % interval]. The last column is "
+        "the same of a second step without DLR."
+    )
+    header = ["backbone", "ms/step", "with DLR", "positions/s", "with DLR", "ratio", "the same once more"]
+    return table(header, rows, [note], range(1, 7))
+
+
+def spent(pieces: Sequence[Piece]) -> str:
+    """What the runs of each piece took."""
+    rows = []
+    for piece in pieces:
+        runs = list(piece.runs.values())
+        train = [run["config"]["train"] for run in runs]
+        tokens = {t["steps"] * t["global_batch"] * t["seq_len"] for t in train}
+        hours = pd.Series([run["hours"] for run in runs])
+        rows.append([
+            piece.name,
+            str(len(runs)),
+            listed(run["config"]["seed"] for run in runs),
+            listed(run["config"]["precision"]["name"] for run in runs),
+            ", ".join(f"{n / 1e6:.3g}M" for n in sorted(tokens)),
+            f"{hours.sum():.{max(0, 2 - math.floor(math.log10(hours.sum())))}f}",
+            ", ".join(f"{60 * x:.2g}" for x in (hours.min(), hours.median(), hours.max())),
+            listed(commit[:7] for run in runs for commit in run["commits"]),
+        ])  # fmt: skip
+    note = (
+        "Hours of one core per run, from the first update to the last, with evaluations, saves, and what a machine "
+        "stood still in between; minutes are the shortest, the median and the longest. A run of several pieces counts "
+        "in each."
+    )
+    header = ["Piece", "Runs", "Seeds", "Precision", "Tokens per run", "Hours", "Minutes per run", "Commits"]
+    return table(header, rows, [note], (1, 5))
+
+
+def listed(values: Iterable) -> str:
+    return ", ".join(map(str, sorted(set(values))))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Figures, in the colours of Okabe and Ito (2008), which every kind of colour vision tells apart
+
+BLACK, BLUE, VERMILLION, GREEN, PINK, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
+SERIES, MARKS = (BLUE, VERMILLION, GREEN, PINK), "osD^"
+
+
+def panels(n: int, width: float = 3.6, height: float = 3.1) -> tuple[Figure, list]:
+    """A figure and its ``n`` panels, three in a row, with the same ranges."""
+    columns = min(n, 3)
+    rows = -(-n // columns)
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
+    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
+    for empty in axes[n:]:
+        empty.remove()
+    for i, ax in enumerate(axes[:n]):
+        ax.grid(alpha=0.25)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.tick_params(labelbottom=i + columns >= n)
+    return figure, list(axes[:n])
+
+
+def label(axes: Sequence, x: str, y: str) -> None:
+    columns = min(len(axes), 3)
+    for i, ax in enumerate(axes):
+        ax.set(xlabel=x if i + columns >= len(axes) else "", ylabel=y if i % columns == 0 else "")
+
+
+def draw_differences(piece: Piece, _name: str) -> Figure:
+    """Each difference once, with its interval: blue is better, red is worse, grey is undecided."""
+    found = [
+        ((" ".join(filter(None, (method, setting))), f" at {c.rate(method):g}", f" against {c.methods[0]}"), effect)
+        for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
+        for method, effect in c.effects.items()
+    ]
+    points = list({(parts, e.interval): (parts, e) for parts, e in found}.values())
+    names = [parts[0] for parts, _ in points]
+    for more in (1, 2):  # a name that several share is given its rate, then what it is compared with
+        several = Counter(names)
+        names = [name + parts[more] * (several[name] > 1) for name, (parts, _) in zip(names, points, strict=True)]
+    names = [textwrap.fill(name, 48, break_long_words=False, subsequent_indent="  ") for name in names]
+    row = max(0.32, 0.04 + 0.14 * max(name.count("\n") + 1 for name in names))  # inches: no name reaches the next
+    figure, (ax,) = panels(1, width=7.0, height=1.0 + row * len(points))
+    for y, (_, effect) in enumerate(points):
+        low, high = effect.interval
+        colour = VERMILLION if low > 0 else BLUE if high < 0 else GREY
+        error = [[effect.mean - low], [high - effect.mean]]
+        ax.errorbar(effect.mean, y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
+    ax.axvline(0, color=BLACK, linewidth=0.8)
+    ax.set_yticks(range(len(points)), names, fontsize=8)
+    ax.set_ylim(len(points) - 0.5, -0.5)
+    label([ax], "difference of the loss, nats per token (left of 0 is better)", "")
+    return figure
+
+
+def draw_rates(piece: Piece, _name: str) -> Figure:
+    """Perplexity against the rate, a panel a comparison; points are seeds, lines means, a ring the chosen rate."""
+    figure, axes = panels(len(piece.comparisons))
+    for c, ax in zip(piece.comparisons, axes, strict=True):
+        for i, method in enumerate(c.methods):
+            losses, style = np.exp(c.grid(method, "b")), {"color": SERIES[i], "marker": MARKS[i]}
+            shifted = losses.index * (1 + 0.015 * (i - (len(c.methods) - 1) / 2))  # points of one rate side by side
+            means = losses.groupby(level=0).mean()
+            ax.plot(shifted, losses, linestyle="none", alpha=0.35, markersize=4, **style)
+            ax.plot(means, markersize=5, linewidth=1.6, label=method, **style)
+            ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": "none"}
+            ax.plot([c.rate(method)], [means[c.rate(method)]], "o", color=SERIES[i], **ring)
+        ax.set(xscale="log", yscale="log", title=c.methods[0])
+        ax.xaxis.set(major_locator=FixedLocator(c.rates), minor_locator=NullLocator())
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for which in ("major", "minor"):
+            getattr(ax.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
+        ax.grid(axis="y", which="minor", alpha=0.15)
+        ax.legend(frameon=False, fontsize=8)
+    label(axes, "peak learning rate", "perplexity on held-out text")
+    return figure
+
+
+def draw_losses(piece: Piece, _name: str) -> Figure:
+    """Training loss (running medians of each seed) and evaluations (dots), a panel a backbone, with the dense model."""
+    methods = {method: c.trials.run[c.trials.method == method] for c in piece.comparisons for method in c.methods}
+    figure, axes = panels(len(BACKBONES))
+    shown: list[float] = []
+    for name, ax in zip(BACKBONES, axes, strict=True):
+        for method, color, dash in ((name, BLUE, "-"), (f"{name}+dlr", VERMILLION, "-"), ("full", BLACK, "--")):
+            runs = [pd.DataFrame(piece.runs[run]["metrics"]) for run in methods[method]]
+            last = np.exp([run["eval/loss"].iloc[-1] for run in runs]).mean()
+            for i, (run, metrics) in enumerate(zip(methods[method], runs, strict=True)):
+                train = piece.runs[run]["config"]["train"]
+                tokens = metrics.step * train["global_batch"] * train["seq_len"] / 1e6
+                median = metrics["train/loss"].rolling(5, center=True, min_periods=3).median()
+                title = None if i else f"{method}  {last:,.1f}"
+                ax.plot(tokens, median, color=color, linestyle=dash, linewidth=1.1, alpha=0.75, label=title)
+                ax.plot(tokens, metrics["eval/loss"], "o", color=color, markersize=3.5, zorder=3)
+                shown += [*median[len(median) // 20 :], *metrics["eval/loss"].dropna()]
+        ax.set_title(name)
+        ax.legend(frameon=False, fontsize=8)
+        ax.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}M" if value else "0")
+    room = 0.04 * (max(shown) - min(shown))
+    axes[0].set_ylim(min(shown) - room, max(shown) + room)  # the first steps would flatten the curves
+    label(axes, "tokens seen (positions)", "loss (nats/token)")
+    return figure
+
+
+def draw_paths(piece: Piece, name: str) -> Figure:
+    """rho over the updates of one run; dashed: a gradient without a preferred direction."""
+    named = {re.sub(r"\W+", "_", f"gradient_paths_tiny_{title}").strip("_"): (title, run)
+             for title, run in piece.labelled()}  # fmt: skip
+    title, run = named[name]
+    figure, (ax,) = panels(1, width=8, height=4.5)
+    for colour, (layer, numbers) in zip(SERIES, probed(run).items(), strict=False):
+        ax.plot(numbers.rho, color=colour, marker="o", markersize=4, label=layer)
+        ax.plot(numbers.isotropic, color=colour, linestyle="--", linewidth=1)
+    ax.plot([], [], color=GREY, linestyle="--", linewidth=1, label="isotropic gradient")
+    ax.axhline(1, color=GREY, linewidth=0.8)
+    ax.set(title=f"tiny {title}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.legend(frameon=False)
+    return figure
+
+
+# ----------------------------------------------------------------------------------------------------
+# The page
+
+TABLES: dict[str, Callable[[Piece], str]] = {
+    "tune": tune, "tune_rates": tune_rates, "tune_order": tune_order, "tune_effect": tune_effect, "paths": paths,
+    "cost": cost,
+}  # fmt: skip
+FIGURES: dict[str, Callable[[Piece, str], Figure]] = {
+    "tune_differences": draw_differences, "tune_rates": draw_rates, "loss_tokens": draw_losses,
+    "gradient_paths": draw_paths,
+}  # fmt: skip
+
+
+piece = cache(Piece)
+
+
+def insert(text: str, folder: Path) -> str:
+    """``text`` with its tables made anew."""
+
+    def body(found: re.Match) -> str:
+        if found[2] == "all":
+            shown = spent([piece(path) for name in PIECES if (path := folder / f"{name}.jsonl.gz").exists()])
+        else:
+            shown = TABLES[found[3]](piece(folder / f"{found[2]}.jsonl.gz"))
+        return f"{found[1]}\n{shown}\n\n{found[4]}"
+
+    return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
+
+
+def draw(page: Path, text: str, folder: Path) -> None:
+    """Write every figure that ``text`` shows into the folder that has the page's name."""
+    matplotlib.rcdefaults()  # whatever the user's style is
+    for of, name in re.findall(rf"\({page.stem}/(\w+)/(\w+)\.png\)", text):
+        drawing = next(function for start, function in FIGURES.items() if name.startswith(start))
+        target = page.with_suffix("") / of / f"{name}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        drawing(piece(folder / f"{of}.jsonl.gz"), name).savefig(target)
+
+
+def main(page: str = str(PAGE), folder: str = str(HERE)) -> None:
+    text = insert(Path(page).read_text(), Path(folder))
+    Path(page).write_text(text)
+    draw(Path(page), text, Path(folder))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,124 @@
+#!/usr/bin/env bash
+# The runs that answer whether DLR does what its paper says, in this framework, on real text.
+#
+#   TEXT=/data/webmix benchmarks/evidence/train.sh [PIECE ...]    all pieces, or those named; repeat it to continue
+#   MISSING=1 benchmarks/evidence/train.sh [PIECE ...]            only the pieces that have no table yet
+#
+# TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
+# default: a run takes minutes on one core) or evidence_60m, which needs a GPU and SPIECE, T5's sentencepiece model.
+# JOBS is the number of runs at once. When a piece has ended, its runs are packed into a table beside this file
+# (evidence_60m: beside the runs), and `python -m benchmarks.evidence.report` redraws docs/evidence.md from the tables.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+experiment=${EXPERIMENT:-evidence_cpu}
+python=${PYTHON:-python}
+case $experiment in
+evidence_cpu) root=runs/evidence tables=benchmarks/evidence half=16 three_quarters=24 vocabulary=4096 ;;
+evidence_60m) root=runs/evidence_60m tables=runs/evidence_60m half=64 three_quarters=96 vocabulary=32100 ;;
+*) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
+esac
+rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
+paper=0.01
+lower=0.003                         # at this rate so small a model trains evenly; at the paper's it does not
+seeds=42,43,44
+more=42,43,44,45,46
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+tune() { # name of the comparison, overrides of tune.py
+  local output=$root/$piece/tune/$1
+  shift
+  "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" --output "$output" "$@"
+}
+
+tokens() { # the text, tokenised once
+  if [ -n "${MISSING:-}" ] && [ -f "$root/tokens/manifest.json" ]; then echo "tokens: there already" && return; fi
+  local tokenizer=(--train-tokenizer $vocabulary)
+  if [ "$experiment" = evidence_60m ]; then tokenizer=("tokenizer.path=${SPIECE:?T5\'s sentencepiece model}"); fi
+  "$python" scripts/prepare_data.py data=c4_local "data.root=${TEXT:?folder of the shards}" \
+    'data.train_files=*-train.*.json.gz' 'data.validation_files=*-validation.*.json.gz' "${tokenizer[@]}" \
+    --output "$root/tokens"
+}
+
+pairs() { # each backbone without and with DLR: find the best rate of one grid for each, then train fresh seeds at it
+  tune full pair=full "lr=$rates" seeds=41 "confirm=$more"
+  for backbone in cola lowrank lost lax cola_lax; do
+    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$more"
+  done
+}
+
+paper() { # the same pairs at the paper's single rate
+  for backbone in cola lowrank lost lax cola_lax; do
+    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$paper" "seeds=$more"
+  done
+  tune full pair=full "lr=$paper" "seeds=$more"
+}
+
+mechanism() { # residual, initial offset, and decay towards it: with and without decay, for each rounding of the updates
+  local three=cola+dlr,cola,cola+init_offset # the residual first: the others are compared with it
+  local four=$three,cola+init_offset_decay
+  tune bf16_as_the_papers "pair=$three" "lr=$lower,$paper" "seeds=$seeds" # in its rounding decay changes no weight
+  for decay in 0.0 0.1; do
+    local shared=("lr=$lower" "seeds=$seeds" "optimizer.weight_decay=$decay")
+    tune "bf16-$decay" "pair=$three" "${shared[@]}" optimizer=adamw
+    tune "bf16_sr-$decay" "pair=$three" "${shared[@]}" optimizer=adamw precision=bf16_sr
+  done
+  tune bf16_mixed-0.0 "pair=$three" "lr=$lower" "seeds=$seeds" optimizer.weight_decay=0.0 optimizer=adamw \
+    precision=bf16_mixed
+  tune bf16_mixed-0.1 "pair=$four" "lr=$lower" "seeds=$seeds" optimizer.weight_decay=0.1 optimizer=adamw \
+    precision=bf16_mixed
+}
+
+ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a higher learning rate of B
+  local controls=cola:backbone.b_gain=1.3,cola:backbone.b_gain=2,cola:optimizer.b_lr=2,cola:optimizer.b_lr=4
+  local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
+  local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
+  local ranks=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half
+  ranks+=,cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters
+  local some=cola+uncorrected,cola+random,cola+dlr:dlr.alpha=0.5,cola:backbone.b_gain=1.3,cola:optimizer.b_lr=2
+  tune residual "pair=cola+dlr,$forms,$strengths" "lr=$lower" "seeds=$seeds"
+  tune controls "pair=cola+dlr,cola,$controls" "lr=$lower" "seeds=$seeds"
+  tune rank "pair=cola+dlr,cola,$ranks" "lr=$lower" "seeds=$seeds"
+  tune at_the_papers_rate "pair=cola+dlr,cola,$some" "lr=$paper" "seeds=$seeds"
+  # The same runs, compared in three more ways after they had been seen.
+  tune without_b pair=cola,cola+no_b "lr=$lower" "seeds=$seeds"
+  tune half_rank "pair=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half" "lr=$lower" "seeds=$seeds"
+  tune three_quarters_rank "pair=cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters" \
+    "lr=$lower" "seeds=$seeds"
+}
+
+longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
+  if [ "$experiment" = evidence_60m ]; then echo "left out: evidence_60m reads all of the text already" && return; fi
+  local rate
+  for rate in $lower $paper; do
+    local shared=(pair=cola,cola+dlr "lr=$rate" "seeds=$seeds")
+    tune "base-$rate" "${shared[@]}" # the runs of mechanism
+    tune "tokens-$rate" "${shared[@]}" train.steps=4000 eval.every=1000
+    tune "parameters-$rate" "${shared[@]}" scale.hidden_size=256 scale.intermediate_size=688 scale.rank=64
+  done
+}
+
+paths() { # how the gradient splits on its way to the latents, over a run; the runs of pairs have no probe
+  tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=$lower,$paper" seeds=41 probe=on probe.every=100 \
+    "run.root=$root/probed"
+}
+
+cost() { # a step without DLR and with it, in turns in one process; the machine must be otherwise idle
+  for backbone in cola lowrank lost lax cola_lax; do
+    "$python" -m benchmarks step "experiment=$experiment" "scale.vocab_size=$vocabulary" "backbone=$backbone" \
+      --variant dlr=off --variant dlr=on --rounds 100 --json "$root/cost/$backbone.json"
+  done
+}
+
+pieces=("$@")
+[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations longer paths cost)
+for piece in "${pieces[@]}"; do
+  echo "== $piece"
+  table=$tables/$piece.jsonl.gz
+  if [ -n "${MISSING:-}" ] && [ -f "$table" ]; then echo "$table is there already" && continue; fi
+  "$piece"
+  case $piece in
+  tokens) ;;
+  cost) "$python" -m benchmarks.evidence.collect "$root/cost" "$table" ;;
+  *) if [ -d "$root/$piece/tune" ]; then "$python" -m benchmarks.evidence.collect "$root/$piece/tune" "$table"; fi ;;
+  esac
+done

@@ -1,0 +1,93 @@
+"""Comparable times: acts take turns in one process, and are compared as ratios within each round."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Spread(NamedTuple):
+    """A median with its quartiles, or with an interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def quartiles(values: Sequence[float]) -> Spread:
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(median, low, high)
+
+
+def median_interval(values: Sequence[float]) -> Spread:
+    """The median of independent ``values`` of any distribution, and an interval that has the distribution's median with
+    95 % probability or more, by order statistics. It is unbounded for fewer than six values.
+
+    The k-th smallest exceeds the median if fewer than k of n values lie below it, which has probability
+    P(Binomial(n, 1/2) < k). The interval reaches from the k-th smallest to the k-th largest, with the largest k for
+    which this is at most 2.5 %.
+    """
+    ordered, n = sorted(values), len(values)
+    k, below = 0, 1 / 2**n
+    while below <= 0.025:
+        k += 1
+        below += math.comb(n, k) / 2**n
+    ends = (ordered[k - 1], ordered[n - k]) if k else (-math.inf, math.inf)
+    return Spread(statistics.median(ordered), *ends)
+
+
+def seconds(act: Callable[[], object], device: torch.device) -> float:
+    """Seconds from the start of ``act`` to its end on ``device``, by CUDA events or by the clock."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        act()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    act()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def interleaved(
+    acts: Mapping[str, Callable[[], object]], warmup: int, rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds of each act, one value per round. Acts take turns, and each round begins with the next act."""
+    names = list(acts)
+    for act in acts.values():
+        for _ in range(warmup):
+            act()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            times[name].append(seconds(acts[name], device))
+    return times
+
+
+def ratios(times: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """The ratios of ``times`` to the ``reference`` of the same round."""
+    return [t / r for t, r in zip(times, reference, strict=True)]
+
+
+def warm_up_products(device: torch.device) -> None:
+    """Make a GPU's matrix products allocate their workspaces, 32 MB for each thread that computes products. They stay
+    until the process ends, and must not count for a step."""
+    if device.type == "cuda":
+        x = torch.ones(64, 64, device=device, requires_grad=True)
+        (x @ x).sum().backward()
+        torch.cuda.synchronize(device)
+
+
+def best_product(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of some large matrix products: what this device reaches in practice."""
+    n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2 * n**3 / min(seconds(lambda: a @ b, device) for _ in range(repeats))
