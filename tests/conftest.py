@@ -103,19 +103,16 @@ def words(corpus):
 
 @pytest.fixture
 def no_export(monkeypatch):
-    """Leave out what a run does after folding (seconds: a process with transformers, a plot); other tests cover it."""
+    """Leave out the check of the export (seconds: a process with transformers); other tests cover it."""
     monkeypatch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
-    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
 
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Exports are read by transformers here rather than in a process each, and no report is drawn."""
+    """Exports are read by transformers here rather than in a process each."""
     import torch
 
     from dlr_pretrain.deploy import foreign_reader, verify
-
-    monkeypatch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
 
     def read(folder, ids, dtype, scratch):
         question, answer = scratch / "question.pt", scratch / "answer.pt"

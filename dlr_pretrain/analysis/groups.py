@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import RunRecord
 from dlr_pretrain.config import MISSING
 from dlr_pretrain.config.identity import ORIGIN
@@ -114,7 +113,7 @@ class Group:
 def _told(evaluations: Sequence[dict], name: str) -> Spread | None:
     """A figure over evaluations; None if it is the convention's and one of the evaluations is too small for that."""
     ended = [e for e in evaluations if e.get("eval/loss") is not None]
-    if name == CONVENTION and not all(map(convention, ended)):
+    if name == CONVENTION and any(e.get(CONVENTION) is None for e in ended):
         return None
     return spread(e.get(name) for e in evaluations)
 

@@ -13,12 +13,12 @@ from time import strptime
 
 import numpy as np
 
-from dlr_pretrain.analysis.history import read_metrics, sound_records
 from dlr_pretrain.config import flatten
 from dlr_pretrain.config.identity import NEWER
 from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics, sound_records
 
 SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # must be there
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
@@ -204,7 +204,7 @@ def _metrics(path: Path) -> tuple[list[dict], str]:
     try:
         return read_metrics(path), ""
     except UserError:
-        return sound_records(path), "damaged lines of metrics.jsonl are left out"
+        return sound_records(path)[0], "damaged lines of metrics.jsonl are left out"
 
 
 def find_runs(places: Sequence[str | Path]) -> tuple[list[RunRecord], list[str]]:

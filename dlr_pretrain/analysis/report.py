@@ -9,7 +9,6 @@ import numpy as np
 
 from dlr_pretrain.analysis.drawing import BLUE, SKY, VERMILLION, subplots, unframe
 from dlr_pretrain.analysis.paths_view import plot_paths, probes, section
-from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.analysis.records import RunRecord, column, read_run
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import amount, loading, table
@@ -84,8 +83,8 @@ def final_numbers(run: RunRecord) -> dict[str, str]:
             f"evaluation loss ({precision}, {packing}{at})": _number(evaluated["eval/loss"], ".4f"),
             "perplexity, unbiased": f"**{_number(evaluated['eval/perplexity'], '.2f')}**",
         }
-        if found := convention(evaluated):
-            rows["perplexity, GaLore convention"] = f"{found[1]:.2f}"
+        if (found := evaluated["eval/perplexity_galore"]) is not None:
+            rows["perplexity, GaLore convention"] = f"{found:.2f}"
     rows[f"training loss, median of the last {tail:,} steps"] = f"{_median(train_loss[-tail:]):.4f}"
     not_finite = int((~np.isfinite(train_loss)).sum())
     if not_finite:
@@ -109,12 +108,9 @@ def why_two_perplexities(metrics: list[dict]) -> str:
     if evaluated["eval/perplexity"] is None:
         return "The evaluation is not finite: the run diverged."
     rule = "The scripts of the GaLore family, and the published tables with them, divide the sum of n losses by n + 1"
-    if (found := convention(evaluated)) is None:
+    if evaluated["eval/perplexity_galore"] is None:
         return f"{rule}, with n near 100 (10M tokens of C4): this evaluation is of too few to be compared with them."
-    return (
-        f"{rule} (n = {found[0]} here): compare the second perplexity with those tables, and use the first for "
-        "everything else."
-    )
+    return f"{rule}: compare the second perplexity with those tables, and use the first for everything else."
 
 
 def how_to_load(folded: Path, config: dict) -> str:

@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.student import estimate
+from dlr_pretrain.util.history import perplexity
 
 LEVEL = 0.95
 ENDED = ("finished", "diverged")

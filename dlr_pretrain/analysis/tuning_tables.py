@@ -13,10 +13,10 @@ from pathlib import Path
 from dlr_pretrain.analysis.drawing import BLACK, BLUE, GREY, VERMILLION, Picture, label_axes, save, subplots, wrapped
 from dlr_pretrain.analysis.groups import Spread, spread
 from dlr_pretrain.analysis.paper import SCALES, fact
-from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.tables import Cell, Figure, Table, figure, published
 from dlr_pretrain.analysis.tuning import ENDED
 from dlr_pretrain.analysis.tuning_view import draw_method, remarks, scale_of_rates
+from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import plural
 
 Compared = Sequence[tuple[Path, dict]]  # the folder of each comparison, and its tune.json

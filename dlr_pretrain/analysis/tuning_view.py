@@ -10,8 +10,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from dlr_pretrain.analysis.drawing import MARKS, SERIES, save, subplots, unframe
-from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.tuning import LEVEL
+from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import diverged_of, fill, plural, table
 
 COLUMNS = ("method", "lr", "seed", "state", "loss_a", "loss_b", "loss", "perplexity_a", "perplexity_b", "chosen", "run")

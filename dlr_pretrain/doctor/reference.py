@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from statistics import mean, stdev
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome, line
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 from dlr_pretrain.util.text import fill
 
 RECORD = Path(__file__).with_name("reference.json")

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlr_pretrain.analysis.history import newest_first
 from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.launch.queue import Queued, last_job
@@ -18,6 +17,7 @@ from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.trained import another, diverged
 from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import EXIT_STOPPED, UserError
+from dlr_pretrain.util.history import newest_first
 
 STATES = ("finished", "diverged", "running", "pending", "failed", "stopped", "not started")
 AGAIN = ("failed", "stopped")  # states of the runs that --resubmit takes
@@ -74,10 +74,9 @@ def _state(run: PlannedRun, step: int, queue: Mapping[str, Queued]) -> tuple[str
 
 
 def _folded(run_dir: Path) -> bool:
-    """Whether the run has ended: its exported model exists, and its report, which is written last."""
+    """Whether the run has ended: its exported model exists."""
     weights = ("model.safetensors", "model.safetensors.index.json")
-    exported = any((run_dir / "folded" / name).exists() for name in weights)
-    return exported and (run_dir / "report.md").exists()
+    return any((run_dir / "folded" / name).exists() for name in weights)
 
 
 def _beat(run_dir: Path) -> float:

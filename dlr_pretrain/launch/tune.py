@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dlr_pretrain.analysis.history import newest_first
-from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.analysis.tuning import ENDED, Trial, choose, compare
 from dlr_pretrain.analysis.tuning_view import console, write
 from dlr_pretrain.config import Config
@@ -24,6 +22,7 @@ from dlr_pretrain.launch.state import AGAIN, Status, look
 from dlr_pretrain.launch.trained import require_comparable_records
 from dlr_pretrain.util.command import at_least_1, command, refuse
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.history import newest_first, perplexity
 
 USAGE = "tune.py pair=A,B lr=... seeds=... [confirm=...] [key=value ...] [options] [--slurm -- options of sbatch]"
 EPILOG = """examples:

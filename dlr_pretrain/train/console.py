@@ -7,7 +7,6 @@ import shutil
 import sys
 import textwrap
 
-from dlr_pretrain.analysis.perplexity import convention
 from dlr_pretrain.config import Config
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount
@@ -74,7 +73,8 @@ class Console:
         elif evaluated or step == 1 or step % self.cfg.log.every == 0:
             self.say(line)
         if evaluated:
-            galore = f"  (galore convention {decimal(found[1], 2)})" if (found := convention(record)) else ""
+            found = record["eval/perplexity_galore"]
+            galore = f"  (galore convention {decimal(found, 2)})" if found is not None else ""
             loss, perplexity = decimal(record["eval/loss"], 4), decimal(record["eval/perplexity"], 2)
             self.say(f"  eval  loss {loss}  perplexity {perplexity}{galore}")
 

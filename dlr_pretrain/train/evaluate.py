@@ -7,15 +7,16 @@ import math
 import numpy as np
 import torch
 
-from dlr_pretrain.analysis.perplexity import perplexity
 from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.tensors import IGNORE
 
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
+FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from the published tables', which had 101
 BETWEEN_LOOKS = 16  # batches between two checks whether to stop
 STRIPES = 16  # of the validation set; they belong to its two halves in turn
 
@@ -27,12 +28,12 @@ class Evaluator:
         self.validation, self.micro_batch, self.runtime = validation, micro_batch, runtime
 
     @torch.no_grad()
-    def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float] | None:
+    def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float | None] | None:
         """Evaluate ``model``; returns None if ``interruptible`` and a rank was asked to stop meanwhile.
 
         ``eval/loss`` is the mean over all targets, in nats; ``eval/loss_a`` and ``eval/loss_b`` are those of the two
         halves (NaN if a half has no sequence). ``eval/perplexity`` follows from ``eval/loss``, and so does
-        ``eval/perplexity_galore``, by the GaLore convention.
+        ``eval/perplexity_galore``, by the GaLore convention: None if there is too little text for it.
         """
         totals = []
         for rows in halves(len(self.validation.tokens)):
@@ -47,7 +48,7 @@ class Evaluator:
             "eval/loss_a": a,
             "eval/loss_b": b,
             "eval/perplexity": perplexity(loss),
-            "eval/perplexity_galore": perplexity(galore_loss(loss, self.validation.real_tokens)),
+            "eval/perplexity_galore": galore_perplexity(loss, self.validation.real_tokens),
         }
 
     def _summed(self, model: Llama, rows: np.ndarray, interruptible: bool) -> torch.Tensor | None:
@@ -80,10 +81,13 @@ def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(~odd), np.flatnonzero(odd)
 
 
-def galore_loss(loss: float, real_tokens: int) -> float:
-    """The loss as the GaLore family of scripts reports it: L n / (n + 1), n = ceil(real tokens / (195 * 512))."""
+def galore_perplexity(loss: float, real_tokens: int) -> float | None:
+    """The perplexity as the GaLore family of scripts reports it: exp(L n / (n + 1)), n = ceil(real tokens / 195 / 512).
+
+    None for fewer than ``FEWEST_BATCHES`` batches: published figures have 101, and n decides how far they lie below.
+    """
     n = math.ceil(real_tokens / GALORE_BATCH_TOKENS)
-    return loss * n / (n + 1)
+    return perplexity(loss * n / (n + 1)) if n >= FEWEST_BATCHES else None
 
 
 def _full(rows: torch.Tensor, n: int) -> torch.Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.deploy.export import export
@@ -18,7 +17,20 @@ from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged
+from dlr_pretrain.util.history import read_metrics
 from dlr_pretrain.util.text import loading
+
+Report = Callable[[Path], None]  # writes the report of a run directory into it
+
+
+def write_report(report: Report | None, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Write the report of a run that has trained. If that fails, one line says so, and the run is complete."""
+    if report is None:
+        return
+    try:
+        report(run_dir)
+    except Exception as error:
+        say(f"warning: no report, {type(error).__name__}: {error}. Try python scripts/report.py {run_dir} --output DIR")
 
 
 def finish(
@@ -28,7 +40,7 @@ def finish(
     folded: dict[str, Tensor],
     validation: ValidationSet,
 ) -> str:
-    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``, and write the report.
+    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``.
 
     Returns a line that says what was folded and how it was checked. Raises UserError if the export is not what was
     trained; it then stays in ``<run>/.folded.partial``, and the checkpoints stay as they are. Raises Diverged, and
@@ -52,7 +64,6 @@ def finish(
 
     record.pop("time", None)
     export(run_dir / "folded", tensors, own, rows, run_dir / "spiece.model", record, check, trained=cfg)
-    write_report(run_dir)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
     return f"{'merged into dense weights' if own is not cfg else done}; {checked}"
@@ -60,6 +71,6 @@ def finish(
 
 def farewell(cfg: Config, run_dir: Path) -> str:
     """The lines that say where the result is and how to load it."""
-    folded = run_dir / "folded"
+    folded, report = run_dir / "folded", run_dir / "report.md"
     code = indent(loading(str(folded), trust=not deployed_dense(cfg)), "    ")
-    return f"report      {run_dir / 'report.md'}\ncheckpoint  {folded}\n\n{code}"
+    return f"report      {report}\n" * report.exists() + f"checkpoint  {folded}\n\n{code}"

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.identity import differences
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.written import read_record
@@ -17,6 +16,7 @@ from dlr_pretrain.train.checkpoint import Checkpoint
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import sync, sync_all, write_durably
+from dlr_pretrain.util.history import read_metrics
 
 METRICS = "metrics.jsonl"
 # If a key of DATA changes, the position in the data is void. If only RATES change, the optimizer's state stays valid.

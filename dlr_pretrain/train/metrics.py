@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dlr_pretrain.analysis.history import sound_records
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.history import sound_records
 
 SETTLING_STEPS = 10  # first steps of a start, which do not count towards throughput
 WINDOW = 20  # steps over which throughput is averaged
@@ -32,7 +32,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int, first_step: int = 1):
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._lock = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
-        kept = [line for line in sound_records(path) if line["step"] <= resumed_step]
+        kept = [line for line in sound_records(path)[0] if line["step"] <= resumed_step]
         self.missing = missing_steps((line["step"] for line in kept), first_step, resumed_step)
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.data import Batch, inputs_and_targets
+from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE

@@ -1,4 +1,4 @@
-"""``profile=on``: each rank writes a trace of a few steps to ``<run>/profile``, and rank 0 the tables of its trace."""
+"""``profile=on``: each rank writes a trace of a few steps to ``<run>/profile``, and rank 0 torch's table of it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dlr_pretrain.analysis.trace import read_trace, render, tables
 from dlr_pretrain.config import Config
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 
+ASIDE = "not training"  # the range in traces of what stands between two steps: evaluations and saves
+ROWS = 60  # of the table
 HISTORY = 200_000  # allocations of GPU memory that torch records with their place in the code
 
 
@@ -55,18 +56,16 @@ class Profiler:
             self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
 
     def _write(self, ended: profile) -> None:
-        trace = self.folder / f"trace_rank{self.runtime.rank}.json.gz"
+        if ended.step_num <= self.cfg.profile.start:  # the run ended before the first traced step was complete
+            return
         try:
             self.folder.mkdir(exist_ok=True)
-            ended.export_chrome_trace(str(trace))
-            try:
-                found = tables(read_trace(trace))
-            except ValueError:  # the run ended before the first traced step was complete
-                return trace.unlink()
+            ended.export_chrome_trace(str(self.folder / f"trace_rank{self.runtime.rank}.json.gz"))
             if self.runtime.is_main:
-                text = render(found, Path(self.cfg.run.dir).resolve().name)
-                (self.folder / "profile.md").write_text(text, encoding="utf-8")
-                self.console.say(f"profile     {self.folder / 'profile.md'}, and traces for https://ui.perfetto.dev")
+                order = "device_time_total" if self.runtime.device.type == "cuda" else "cpu_time_total"
+                text = ended.key_averages().table(sort_by=order, row_limit=ROWS)
+                (self.folder / "profile.txt").write_text(text, encoding="utf-8")
+                self.console.say(f"profile     {self.folder / 'profile.txt'}, and traces for https://ui.perfetto.dev")
         except OSError as error:
             self.console.say(f"warning: no profile: {error}")
         self.written = True

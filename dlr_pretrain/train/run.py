@@ -12,7 +12,6 @@ import torch
 
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk
-from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
@@ -39,7 +38,7 @@ from dlr_pretrain.train.checkpoint import Checkpoint, Keep
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.finish import farewell, finish
+from dlr_pretrain.train.finish import Report, farewell, finish, write_report
 from dlr_pretrain.train.fork import adapt, best_after, fork
 from dlr_pretrain.train.health import Suspects
 from dlr_pretrain.train.lock import HEARTBEAT, RunLock
@@ -67,9 +66,10 @@ from dlr_pretrain.util.text import amount, plural
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 
 
-def run(cfg: Config) -> None:
+def run(cfg: Config, report: Report | None = None) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
+    ``report`` writes the report of a run directory; a run that has trained does not fail with it.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
@@ -78,7 +78,7 @@ def run(cfg: Config) -> None:
         token = runtime.on_main(lock.acquire)
         decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
         try:
-            Run(cfg, runtime, lock).complete()
+            Run(cfg, runtime, lock, report).complete()
         except Diverged as error:
             if runtime.is_main:
                 with suppress(OSError, UserError):  # a failure to record the error must not hide it
@@ -116,8 +116,8 @@ def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list
 class Run:
     """A run from start to finish, as one of its ranks executes it."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, lock: RunLock):
-        self.cfg, self.runtime, self.lock, self.dir = cfg, runtime, lock, Path(cfg.run.dir)
+    def __init__(self, cfg: Config, runtime: Runtime, lock: RunLock, report: Report | None):
+        self.cfg, self.runtime, self.lock, self.dir, self.report = cfg, runtime, lock, Path(cfg.run.dir), report
         self.console = Console(cfg, enabled=runtime.is_main)
         self.started = time.time()
         self.source: Source
@@ -138,7 +138,8 @@ class Run:
         trained = snapshot is not None and snapshot.step == self.cfg.train.steps
         if trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md")):
             # A kill between the export and the report leaves no report.
-            self.runtime.on_main(lambda: (self.dir / "report.md").exists() or write_report(self.dir))
+            if not (self.dir / "report.md").exists():
+                self.runtime.on_main(lambda: write_report(self.report, self.dir, self.console.say))
             asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
             late = f": no step is left for {' and '.join(asked)}" if asked else ""
             self.console.say(f"{self.dir} is complete{late}.")
@@ -158,6 +159,7 @@ class Run:
         self.runtime.finishing()
         tensors = weights.folded(keep=self.runtime.is_main)
         folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.validation))
+        self.runtime.on_main(lambda: write_report(self.report, self.dir, self.console.say))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.console.say(farewell(self.cfg, self.dir))
 

@@ -13,7 +13,6 @@ import torch
 from torch.profiler import record_function
 
 from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
-from dlr_pretrain.analysis.trace import ASIDE
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
 from dlr_pretrain.models.linear import require_tied
@@ -27,7 +26,7 @@ from dlr_pretrain.train.health import SpikeScore, Suspects
 from dlr_pretrain.train.metrics import Pending, Throughput, finite_or_none
 from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.probe import Probe
-from dlr_pretrain.train.profile import Profiler
+from dlr_pretrain.train.profile import ASIDE, Profiler
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import NotSaved, Saver
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
@@ -303,7 +302,7 @@ class Trainer:
             return None
         return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
 
-    def evaluate(self, interruptible: bool) -> dict[str, float] | None:
+    def evaluate(self, interruptible: bool) -> dict[str, float | None] | None:
         with self.weights.published():
             return self.evaluator(self.weights.model, interruptible)
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.written import read_config, read_record
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.metrics import missing_steps
 from dlr_pretrain.train.wandb_sender import choose_mode, lacks_key, last_step, log, open_run, redacted
 from dlr_pretrain.train.wandb_view import draw_id, keep_id, wandb_id
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 
 
 def replay(run_dir: Path, say: Callable[[str], None], partial: bool = False, new_id: bool = False, **logger) -> None:

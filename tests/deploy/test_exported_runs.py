@@ -47,7 +47,6 @@ def trained(corpus, tmp_path_factory) -> dict:
     data = (f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model", "scale.num_layers=3", "train.steps=4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
-        patch.setattr("dlr_pretrain.train.finish.write_report", lambda *_: None)
         for backbone, dlr, precision in KINDS:
             name = title((backbone, dlr, precision))
             own = (f"backbone={backbone}", f"dlr={dlr}", f"precision={precision}", f"run.dir={root}/{name}")

@@ -7,10 +7,9 @@ import pickle
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.analysis.trace import read_trace, tables
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -34,9 +33,8 @@ def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
     a, b = (saved(folder / "checkpoints" / "step_00000008") for folder in (plain, looked))
     assert all(torch.equal(value, b[name]) for name, value in a.items())
     assert read_metrics(looked / "metrics.jsonl")[0]["probe/0.self_attn.q_proj/rho"] > 0
-    found = tables(read_trace(looked / "profile" / "trace_rank0.json.gz"))
-    assert found.steps == 3
-    assert all(found.gpu[part] > 0 for part in ("publish", "forward", "backward", "optimizer"))
+    table = (looked / "profile" / "profile.txt").read_text()
+    assert all(part in table for part in ("publish", "forward", "backward", "optimizer", "Self CUDA time total"))
 
 
 def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):

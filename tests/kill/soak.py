@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 
 STEPS = 120

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train import trainer
 from dlr_pretrain.train.checkpoint import MANIFEST, directories, newest
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
 from tests.resume.test_resume import assert_same, final
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import distributed_c10d
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.util.errors import EXIT_LOST
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
 from tests.kill.test_kill import start, wait_for_step
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.util.errors import EXIT_STOPPED
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.kill import soak
 

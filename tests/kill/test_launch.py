@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.kill.test_kill import wait_for_step
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import pytest
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.util.errors import EXIT_STOPPED, say
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 
 LONG = ("train.steps=100000", "checkpoint.every=100000", "eval.every=100000")

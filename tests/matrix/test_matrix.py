@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
 
 METHODS = {

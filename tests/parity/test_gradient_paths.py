@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from dlr_pretrain.analysis.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.models import active, build
 from dlr_pretrain.models.dlr import marks
+from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from tests.parity.reference import VOCAB, r_transposed, small
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train.checkpoint import load, newest
 from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.history import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_export")
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train.checkpoint import load
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.gradients import global_norm, norms
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT, forked, saved, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")

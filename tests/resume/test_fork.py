@@ -8,10 +8,10 @@ import shutil
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train import fork as fork_module
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
 

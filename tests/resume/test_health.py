@@ -7,12 +7,12 @@ import statistics
 
 import pytest
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train import evaluate
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.health import SETTLED, WINDOW, SpikeScore
 from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.history import read_metrics
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")

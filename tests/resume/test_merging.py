@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests import conftest
 from tests.conftest import torchrun
 from tests.resume.test_resume import assert_same, final

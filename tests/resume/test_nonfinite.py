@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.analysis.records import read_run
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.config.written import read_record
@@ -18,6 +17,7 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
 from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final

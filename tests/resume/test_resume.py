@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.optim import build as optim
@@ -22,6 +21,7 @@ from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
+from dlr_pretrain.util.history import read_metrics
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "sinfo", "squeue", "scontrol", "scancel")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.launch.trained import last_saved
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.slurm.conftest import ask, assert_same_run
 

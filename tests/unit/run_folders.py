@@ -19,7 +19,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.identity import NEWER
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.train.evaluate import galore_loss
+from dlr_pretrain.train.evaluate import galore_perplexity
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.record import open_record, record_start, update_record
 
@@ -86,7 +86,7 @@ def a_record(cfg: Config, step: int, level: float, final: float | None, judged: 
     if step % cfg.eval.every and step != cfg.train.steps:
         return record
     evaluated = final if final is not None and step == cfg.train.steps else loss + noise(0.1, 0.02)
-    galore = math.exp(galore_loss(evaluated, judged))
+    galore = galore_perplexity(evaluated, judged)
     return record | {
         "eval/loss": evaluated, "eval/loss_a": evaluated, "eval/loss_b": evaluated,
         "eval/perplexity": math.exp(evaluated), "eval/perplexity_galore": galore,

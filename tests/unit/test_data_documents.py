@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -9,9 +9,9 @@ import pytest
 from loopback_hub import Hub, serving_here
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.data import documents, hub, remote
 from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -213,9 +213,9 @@ def test_the_validation_set_is_that_of_the_text(tmp_path, model, packing):
 
 
 def test_a_run_on_text_goes_on_with_tokens_made_from_it(words, made, tmp_path, no_export):
-    from dlr_pretrain.analysis.history import read_metrics
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
+    from dlr_pretrain.util.history import read_metrics
 
     def train(folder, *overrides):
         given = words(f"run.dir={tmp_path / folder}", "train.steps=6", *overrides)
@@ -255,9 +255,9 @@ def test_a_run_goes_on_under_its_own_order_alone(train, tmp_path, no_export, mon
 
 def test_four_ranks_then_two_then_one_see_the_tokens_of_one(words, made, tmp_path, no_export):
     """Text on one rank undisturbed; and tokens on four ranks, gone on with as text on two, and as tokens on one."""
-    from dlr_pretrain.analysis.history import read_metrics
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
+    from dlr_pretrain.util.history import read_metrics
     from tests.conftest import forked
 
     def given(folder, source, *overrides):

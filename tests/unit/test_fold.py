@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.merge import deployed
 from dlr_pretrain.models import build, fold_
 from dlr_pretrain.models.dlr import active, residuals
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.parity.reference import VOCAB, small
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.analysis.history import newest_first, read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, to_dict
 from dlr_pretrain.launch import command, saved
@@ -23,6 +22,7 @@ from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.lock import RunLock
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import newest_first, read_metrics
 from tests.conftest import ROOT, commands
 
 SBATCH = """#!/bin/sh

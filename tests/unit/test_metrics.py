@@ -10,10 +10,10 @@ import threading
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SETTLING_STEPS, WINDOW, MetricsFile, Pending, Throughput, missing_steps
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 
 
 def write(path, steps, resumed_step: int = 0) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
-import time
+import gzip
+import json
+from collections import Counter
 
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
-from dlr_pretrain.analysis.trace import ASIDE, PARTS, read_trace, tables
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.profile import ASIDE
 from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
-COMMON = ("backbone=cola", "dlr=on", "train.steps=8", "eval.every=100", "checkpoint.every=100")
+COMMON = ("backbone=cola", "dlr=on", "train.steps=8", "eval.every=4", "checkpoint.every=100")
 PROFILE = ("profile=on", "profile.start=2", "profile.steps=3")
+CALLS = {"data": 1, "publish": 2, "forward": 4, "backward": 4, "optimizer": 1}  # in a step
 
 
 def assert_same(one, other) -> None:
@@ -27,32 +28,22 @@ def assert_same(one, other) -> None:
         assert all(x[name] == y[name] for name in x if name.startswith("train/"))
 
 
-def test_training_is_the_same_and_its_parts_add_up(train, tmp_path, capsys):
+def ranges(trace) -> Counter:
+    with gzip.open(trace, "rt") as file:
+        return Counter(event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X")
+
+
+def test_training_is_the_same_and_its_parts_are_named(train, tmp_path, capsys):
     plain, profiled = train(tmp_path / "plain", *COMMON), train(tmp_path / "profiled", *COMMON, *PROFILE)
     assert_same(plain, profiled)
     assert not (plain / "profile").exists()
-    assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["profile.md", "trace_rank0.json.gz"]
-
-    events = read_trace(profiled / "profile" / "trace_rank0.json.gz")
-    calls = {name: sum(e["name"] == name for e in events) / 3 for name in PARTS}
-    assert calls == {"data": 1, "publish": 2, "forward": 4, "backward": 4, "communication": 2, "optimizer": 1}
-    found = tables(events)
-    assert found.steps == 3 and found.host["forward"] > 0 and found.host["other"] > 0
-    assert sum(found.host.values()) == pytest.approx(found.wall)
-    text = (profiled / "profile" / "profile.md").read_text()
-    assert all(re.search(rf"^\| {name} \| [\d.,]+ \| [\d.]+% \|$", text, re.MULTILINE) for name in (*PARTS, "other"))
-    assert "| `aten::mm` |" in text or "| `aten::bmm` |" in text
-    assert "profile.md, and traces" in capsys.readouterr().out
-
-
-def test_an_evaluation_between_traced_steps_is_no_part_of_them(train, tmp_path, monkeypatch):
-    call = Evaluator.__call__
-    monkeypatch.setattr(Evaluator, "__call__", lambda *given: time.sleep(3) or call(*given))
-    run = train(tmp_path / "run", "backbone=cola", "train.steps=8", "eval.every=3", "checkpoint.every=100", *PROFILE)
-    events = read_trace(run / "profile" / "trace_rank0.json.gz")
-    assert max(event["dur"] for event in events if event["name"] == ASIDE) > 3e6
-    found = tables(events)
-    assert found.steps == 3 and found.wall < 1000 and sum(found.host.values()) == pytest.approx(found.wall)
+    assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["profile.txt", "trace_rank0.json.gz"]
+    found = ranges(profiled / "profile" / "trace_rank0.json.gz")
+    assert {name: found[name] for name in CALLS} == {name: 3 * calls for name, calls in CALLS.items()}
+    assert found[ASIDE] > 0 and found["communication"] == 3 * 2 + 1  # one evaluation, between two traced steps
+    text = (profiled / "profile" / "profile.txt").read_text()
+    assert all(name in text for name in ("forward", "backward", "optimizer", "aten::mm"))
+    assert "profile.txt, and traces" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -62,8 +53,7 @@ def test_every_rank_leaves_its_trace(words, tmp_path):
     forked(words(f"run.dir={profiled}", *COMMON, *PROFILE), 2)
     assert_same(plain, profiled)
     names = sorted(path.name for path in (profiled / "profile").iterdir())
-    assert names == ["profile.md", "trace_rank0.json.gz", "trace_rank1.json.gz"]
-    assert tables(read_trace(profiled / "profile" / "trace_rank1.json.gz")).collectives > 0
+    assert names == ["profile.txt", "trace_rank0.json.gz", "trace_rank1.json.gz"]
 
 
 def test_a_start_that_ends_before_its_profile_says_so(train, tmp_path, capsys):
@@ -73,7 +63,7 @@ def test_a_start_that_ends_before_its_profile_says_so(train, tmp_path, capsys):
         train(tmp_path / "run", *COMMON, "train.stop_after=6")
     train(tmp_path / "run", *COMMON, *PROFILE)
     assert "warning: no profile: profile.start=2 was not reached" in capsys.readouterr().out
-    assert list((tmp_path / "run" / "profile").iterdir()) == []
+    assert not (tmp_path / "run" / "profile").exists()
 
 
 def test_a_disk_that_refuses_costs_a_warning(train, tmp_path, capsys):

@@ -62,7 +62,7 @@ def test_the_whole_record(tmp_path):
         (tmp_path / "folded" / name).touch()
     text = a_run(tmp_path, lines)
     for words in (
-        "After step 300 of 300", "cola, rank 32, DLR on (alpha 1)", "bf16_mixed", "packed", "n = 101 here", "**34.12**",
+        "After step 300 of 300", "cola, rank 32, DLR on (alpha 1)", "bf16_mixed", "packed", "**34.12**",
         "1,228,800 positions, of which 1,200,000 real tokens", "trust_remote_code=True", f'"{tmp_path / "folded"}"',
         "| command | train.py +scale=tiny |", "| starts | 2 |", "torch 2.13",
         "| positions a second, median | 1,000 |", "| peak memory of a rank, GB | 1.25 |",
@@ -106,11 +106,6 @@ def test_odd_records(tmp_path, lines):
     assert f"After step {len(lines)} of 300" in text
     assert "| anything | a 1 2 |" in text
     assert "There is none" in text
-
-
-def test_a_convention_of_few_batches_is_not_shown(tmp_path):
-    few = a_run(tmp_path, [a_line(1, **an_evaluation(9.0, n=2))])
-    assert "of too few to be compared" in few and "GaLore convention" not in few
 
 
 def test_steps_without_a_finite_loss_are_counted(tmp_path):

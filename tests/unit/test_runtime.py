@@ -8,13 +8,13 @@ import platform
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.data import ValidationSet
@@ -23,6 +23,7 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT, on_ranks
 
 
@@ -176,12 +177,16 @@ def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 7
 
 
-def test_the_report_of_a_run_that_was_killed_after_its_fold_is_made_up_for(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
-    folder = train(tmp_path / "run", "train.steps=2")
-    (folder / "report.md").unlink()
-    train(folder, "train.steps=2")
-    assert (folder / "report.md").exists()
+def test_a_report_that_fails_fails_no_run_and_one_that_is_missing_is_written(words, tmp_path, no_export, capsys):
+    def fails(_run_dir: Path) -> None:
+        raise RuntimeError("no such colour")
+
+    cfg = load(words(f"run.dir={tmp_path}", "train.steps=2"))
+    run(cfg, report=fails)
+    said = capsys.readouterr().out
+    assert "warning: no report, RuntimeError: no such colour" in said and "checkpoint  " in said
+    run(cfg, report=lambda run_dir: (run_dir / "report.md").touch())
+    assert (tmp_path / "report.md").exists() and "is complete" in capsys.readouterr().out
 
 
 def test_evaluation_needs_no_sequence_on_every_rank():

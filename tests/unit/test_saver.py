@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.benchmark import saving
@@ -18,6 +17,7 @@ from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import on_ranks
 
 ALONE = SimpleNamespace(

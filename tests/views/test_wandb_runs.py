@@ -8,10 +8,10 @@ import sys
 import pytest
 from loopback_wandb import KEY
 
-from dlr_pretrain.analysis.history import read_metrics
 from dlr_pretrain.train import wandb_view
 from dlr_pretrain.train.wandb_view import wandb_id
 from dlr_pretrain.util.errors import Stopped
+from dlr_pretrain.util.history import read_metrics
 
 pytest.importorskip("wandb")
 pytestmark = pytest.mark.usefixtures("wandb_alone", "no_export")

@@ -1,15 +1,20 @@
-"""Reading the metrics that a run has logged."""
+"""The lines of ``metrics.jsonl`` that a run has written, and the perplexity of a loss."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity of a loss in nats per token; infinite if it exceeds the range of a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def read_metrics(path: Path) -> list[dict]:
@@ -20,13 +25,15 @@ def read_metrics(path: Path) -> list[dict]:
     return [_record(path, line) for line in _lines(path)]
 
 
-def sound_records(path: Path) -> list[dict]:
-    """The records of ``read_metrics``, except that damaged lines, as after a power failure, are left out."""
-    found = []
-    for line in _lines(path):
-        with suppress(UserError):
+def sound_records(path: Path) -> tuple[list[dict], int]:
+    """The records of ``read_metrics``, and how many damaged lines, as after a power failure, were left out."""
+    found, lines = [], _lines(path)
+    for line in lines:
+        try:
             found.append(_record(path, line))
-    return found
+        except UserError:
+            continue
+    return found, len(lines) - len(found)
 
 
 def _lines(path: Path) -> list[bytes]:
