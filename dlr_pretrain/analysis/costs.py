@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.records import VOCABULARY, RunRecord
 from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.util.errors import UserError
 
 IRRELEVANT = (

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import dlr
+from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes

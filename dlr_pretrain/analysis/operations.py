@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from dlr_pretrain.analysis.flops import attention_as_on_a_gpu
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import dlr
+from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import build
 from dlr_pretrain.models.precision import WORKING_DTYPE
 

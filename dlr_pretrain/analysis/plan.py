@@ -27,12 +27,12 @@ from dataclasses import asdict, replace
 
 import torch
 
-from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.table1 import counts, token_budget
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.models.dlr import learned_strengths
+from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.models.precision import STATE_DTYPE

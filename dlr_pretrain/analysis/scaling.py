@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import Memory, memory
 from dlr_pretrain.analysis.operations import Operation, work
 from dlr_pretrain.analysis.table1 import Counts, counts
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.tree import MAX_STREAMS, largest_divisor
+from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import amount, fill
 

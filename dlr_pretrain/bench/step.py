@@ -18,7 +18,7 @@ and for each arm
     seconds           one value per round; ms is their median
     ratio             median, low, high (quartiles) of its seconds over the first arm's of the same round
     tokens_per_second, real_tokens_per_second (null for batches from the loader)
-    flops_per_token   structural, see analysis/flops.py; mfu, hfu: share of each peak in the arm's own working dtype,
+    flops_per_token   structural, see models/flops.py; mfu, hfu: share of each peak in the arm's own working dtype,
                       hfu counts recomputation too
     memory            resident and peak bytes of this arm alone (null on a CPU)
     compile_s         cold, warm; only if asked for
@@ -35,7 +35,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.bench.arms import Arm, fixed_batch, require_comparable
 from dlr_pretrain.bench.gate import References, Verdict, difference, losses
 from dlr_pretrain.bench.peers import Peer, as_batch, peer_ids
@@ -46,6 +45,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
 from dlr_pretrain.data.sources import open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.runtime import Runtime
 

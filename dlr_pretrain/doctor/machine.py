@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import torch
 from packaging.requirements import Requirement
 
-from dlr_pretrain.analysis.flops import peak_flops
 from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
+from dlr_pretrain.models.flops import peak_flops
 from dlr_pretrain.train.wandb_sender import choose_mode
 from dlr_pretrain.util.process import cores
 

@@ -12,9 +12,9 @@ from typing import NoReturn
 import torch
 from torch.profiler import record_function
 
-from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.analysis import flops
-from dlr_pretrain.analysis.flops import flops_per_token, peak_flops
 from dlr_pretrain.cli import load
+from dlr_pretrain.models import flops
+from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.models.llama import padded
 
 SHAPES = {"tiny": (128, 344, 4, 32), "1b": (2048, 5461, 24, 512)}  # D, F, L, r

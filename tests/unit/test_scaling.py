@@ -11,7 +11,6 @@ from dataclasses import asdict, replace
 import pytest
 
 from dlr_pretrain.analysis import operations as counting
-from dlr_pretrain.analysis.flops import flops_per_token
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.operations import Operation, work
 from dlr_pretrain.analysis.scaling import (
@@ -28,6 +27,7 @@ from dlr_pretrain.analysis.scaling import (
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
+from dlr_pretrain.models.flops import flops_per_token
 from tests.conftest import ROOT
 
 SMALL = [
