@@ -14,9 +14,10 @@ from dlr_pretrain.config import Config
 
 def train(cfg: Config) -> None:
     """Run one configuration. torch is imported only now, after the checks of the configuration."""
+    from dlr_pretrain.analysis.memory import peak_bytes
     from dlr_pretrain.train.run import run
 
-    run(cfg, report)
+    run(cfg, report, peak_bytes)
 
 
 def report(run_dir: Path) -> None:

@@ -5,33 +5,25 @@ import json
 import sys
 from dataclasses import asdict
 from difflib import get_close_matches
-from pathlib import Path
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import Config, ConfigError, Problem
-from dlr_pretrain.launch.runs import expand
+from dlr_pretrain.config import Config
 from dlr_pretrain.util.command import at_least_1, command, refuse
-from dlr_pretrain.util.errors import UserError
 
-DEVICE = "h200"
-AUTO = "train.micro_batch=auto: by the estimate for one {}; a run tries real steps"
+AUTO = "train.micro_batch=auto: the largest that is counted to fit on one {} (in {:.1f} GB); a run tries real updates"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         usage="plan.py [options] [key=value ...]",
-        description="Parameters, arithmetic, memory, batch, tokens and schedule of a run; needs no data, GPU, network.",
+        description="Parameters, FLOPs, memory, batch, tokens, rates and time of a run; needs no data, GPU, network.",
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
+    parser.add_argument("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     parser.add_argument(
-        "--gpus", type=numbers, metavar="N[,N...]", help="estimates of speed on so many GPUs; overrides may be lists"
+        "--mfu", type=share, metavar="SHARE", help="model FLOPs utilisation for the time (default: from 0.11 to 0.35)"
     )
-    devices = ("a100", "h100", "h200", "b200")
-    parser.add_argument("--device", choices=devices, help=f"GPU that is estimated for ({DEVICE})")
-    parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="an assumption of --gpus")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="results of benchmark.py step beside estimates")
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
@@ -39,81 +31,34 @@ def main() -> int:
         name = word.partition("=")[0]
         if word.startswith("--") and (meant := get_close_matches(name, parser._option_string_actions)):
             parser.error(f"{name}: did you mean {meant[0]}?")
-    if words and (given.table1 or given.measured):
-        fixed = "--table1 is of the recipes" if given.table1 else "--measured is of the configurations in FILE"
-        parser.error(f"{fixed} as they stand: leave out {' '.join(words)}")
     if given.table1:
-        refuse(parser, given, ("--ranks", "--gpus", "--device", "--assume", "--measured"), "says nothing of --table1")
-    elif given.measured:
-        refuse(parser, given, ("--ranks", "--gpus", "--json"), "has no place beside --measured")
-    elif given.gpus:
-        refuse(parser, given, ("--ranks",), "is what --gpus lists: leave it out")
-    else:
-        refuse(parser, given, ("--assume",), "is of estimates: add --gpus")
-    return command(lambda: print(text(given, words)))
+        refuse(parser, given, ("--gpus", "--mfu"), "says nothing of --table1")
+        if words:
+            parser.error(f"--table1 is of the recipes as they stand: leave out {' '.join(words)}")
+        return command(lambda: print(table1(given.json)))
+    return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
 
 
-def text(given: argparse.Namespace, words: list[str]) -> str:
-    """The output that the flags ask for."""
-    if given.table1:
-        return table1(given.json)
-    if given.measured:
-        return measured(given)
-    if given.gpus:
-        return scaling(words, given)
-    return one(words, given.ranks or 1, given.json, given.device)
+def share(text: str) -> float:
+    """A number above 0 and at most 1, as the type of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0 and at most 1")
+    return value
 
 
-def numbers(text: str) -> list[int]:
-    return [at_least_1(number) for number in text.split(",")]
+def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
+    cfg = load(words, gpus, machine=False)
+    from dlr_pretrain.analysis.plan import GPU, GPU_BYTES, MFU, plan, render  # torch, after the arguments are checked
 
-
-def one(words: list[str], ranks: int, as_json: bool, device: str | None) -> str:
-    cfg = load(words, ranks, machine=False)
-    if device and cfg.train.micro_batch != "auto":
-        raise ConfigError([Problem("--device", device, "changes nothing", "Add --gpus, or train.micro_batch=auto")])
-    device = device or DEVICE
-    from dlr_pretrain.analysis.plan import plan, render  # imports torch, so only after all checks of the arguments
-    from dlr_pretrain.analysis.scaling import assume, on_paper
-
-    found = plan(on_paper(cfg, ranks, assume(device)), ranks)
+    found = plan(cfg, gpus, MFU if mfu is None else [mfu])
     if as_json:
         return json.dumps(found, indent=2)
-    return render(found) + (f"\n{AUTO.format(device)}" if cfg.train.micro_batch == "auto" else "")
-
-
-def scaling(words: list[str], given: argparse.Namespace) -> str:
-    """Estimates for every configuration of a sweep such as ``scale=60m,1b backbone=full,cola``."""
-    configs = [load(list(run.words), None, machine=False) for run in expand(words)]
-    from dlr_pretrain.analysis.scaling import Scaling, assume, render, titled
-
-    device = given.device or DEVICE
-    assumed = assume(device, given.assume, {cfg.precision.name for cfg in configs})
-    found = [(cfg, Scaling(cfg, assumed).estimates(given.gpus)) for cfg in configs]
-    if not given.json:
-        return render(found, assumed, device)
-    runs = [{"run": titled(cfg), "estimates": [e and asdict(e) for e in of.values()]} for cfg, of in found]
-    return json.dumps({"device": device, "assumptions": asdict(assumed), "runs": runs}, indent=2)
-
-
-def measured(given: argparse.Namespace) -> str:
-    """Results of ``scripts/benchmark.py step`` beside the estimates for the same steps."""
-    from dlr_pretrain.analysis.scaling import against, assume
-
-    try:
-        found = json.loads(given.measured.read_text())
-        on = found["device"] if found["arms"] else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"--measured {given.measured}: no results of scripts/benchmark.py step ({error})") from None
-    device = given.device or DEVICE
-    if device not in str(on).lower():
-        rule = f"measured on {on}, and the estimates are for --device {device}"
-        raise UserError(f"--measured {given.measured}: {rule}. Name the GPU that it was measured on")
-    configs = {
-        tuple(arm["words"]): load(arm["words"], machine=False) for arm in found["arms"] if arm["words"] is not None
-    }
-    assumed = assume(device, given.assume, {cfg.precision.name for cfg in configs.values()})
-    return against(found, lambda words: configs[tuple(words)], assumed)
+    auto = f"\n{AUTO.format(GPU, GPU_BYTES / 1e9)}" if cfg.train.micro_batch == "auto" else ""
+    return render(found) + auto
 
 
 def table1(as_json: bool) -> str:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.groups import Group
 from dlr_pretrain.analysis.records import VOCABULARY, RunRecord
-from dlr_pretrain.analysis.scaling import with_micro_batch
 from dlr_pretrain.analysis.table1 import counts
 from dlr_pretrain.config.composition import recorded
 from dlr_pretrain.models.flops import flops_per_token
@@ -70,7 +69,7 @@ def _cost(run: RunRecord, vocabulary: int | None) -> Cost:
     ranks = run.starts[-1]["world_size"] if run.starts else 1
     auto = run.manifest.get("micro_batch", {}).get(str(ranks)) if cfg.train.micro_batch == "auto" else None
     if auto:
-        cfg = with_micro_batch(cfg, auto)
+        cfg = cfg.with_micro_batch(auto)
     return Cost(counts(cfg, vocabulary).trained, flops_per_token(cfg, vocabulary, cfg.micro_batch(ranks)))
 
 

@@ -1,12 +1,12 @@
 """Memory of one GPU in training, counted from the tensors that the model's own code makes, on the meta device.
 
-The figure is what the allocator hands out to eager code. ``torch.compile`` keeps fewer activations and makes fewer
+The figures are what the allocator hands out to eager code. ``torch.compile`` keeps fewer activations and makes fewer
 temporaries. The CUDA context, library workspaces and fragmentation come on top in both cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -52,6 +52,11 @@ class Memory:
 def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """The memory of ``cfg`` on one of ``ranks`` GPUs."""
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
+
+
+def peak_bytes(cfg: Config, vocab_size: int, ranks: int) -> int:
+    """The peak of ``memory``, as the commands hand it to a run, which does not import the plan."""
+    return memory(cfg, vocab_size, ranks).total
 
 
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
@@ -138,13 +143,12 @@ def step_bytes(
     held: bool,
     saved: bool = True,
     masked: bool = False,
-    others: Collection[Tensor] = (),
 ) -> StepBytes:
     """Run forward and backward of a micro-batch on the device of ``model``, and count the bytes.
 
     With ``held``, every parameter has a gradient beforehand, to which the backward pass adds. With ``saved``, a copy of
-    the entries of B is kept while residuals are published into them (not needed if there are masters). With ``masked``,
-    documents do not see each other. ``others`` are tensors that exist already, and are not counted.
+    the entries of B is kept while residuals are added to them (not needed if there are masters). With ``masked``,
+    documents do not see each other.
     """
     device = next(model.parameters()).device
     with dlr.active(model):
@@ -152,7 +156,7 @@ def step_bytes(
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
-    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model), *others]
+    known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
     attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
     with attention, _Alive(device, known) as alive, dlr.active(model) if saved else nullcontext():
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)

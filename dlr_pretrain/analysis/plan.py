@@ -1,13 +1,14 @@
-"""What a run will take, computed before it starts: parameters, arithmetic, memory, batch, tokens and schedule.
+"""What a run will take, computed before it starts: parameters, FLOPs, memory, disk, batch, steps, rates and time.
 
 Everything is counted on the meta device, without data, GPU or network. ``plan`` returns plain values with stable keys:
 
     run               scale, backbone, dlr, optimizer, precision, data, dir
     vocabulary        size; assumed (true if the tokenizer will decide it)
     parameters        total; trainable; folded (of the model that is deployed)
-    flops_per_token   forward and backward, see ``flops``; flops_total for all steps
-    memory            bytes on one GPU, see ``memory.Memory``: weights, masters, gradients, optimizer_state,
-                      activations, temporaries, total (the peak)
+    flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
+    memory            bytes on one GPU, of eager code, see ``memory.Memory``: weights, masters, gradients,
+                      optimizer_state, activations, temporaries, total (the peak)
+    host_memory       bytes of the pinned copies, on all ranks together, that checkpoints are written from
     disk              checkpoint, in bytes; run: bytes of all that it keeps at a time, with a checkpoint being written
     paper_memory      bytes as the DLR paper estimates them: weights (2 each), optimizer_state (in bf16), indices, total
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
@@ -15,38 +16,46 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     tokens            positions of the whole run; paper_budget at this scale, and budget_steps, its updates (or null)
     schedule          update (from 0) and lr, at the corners of the schedule and between them
     restart_every     updates between restarts of the rate (or null)
-    probe             if gradient paths are probed (else null): projections; every, the updates between two looks
-    resume            if the data are gzipped text (else null): streams of a rank; bytes and seconds that it takes at
-                      most to find the place in them again, for shards of C4's size
+    speed             gpu, peak_flops (each one's), and estimates: mfu, tokens_per_second, hours; null in fp32
+    paper_measured    what the paper measured for this scale and method, see ``paper_measured`` (or null)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import csv
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
 
-from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.memory import memory as memory_of
+from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.table1 import counts, token_budget
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.probing import probed
 from dlr_pretrain.models.dlr import learned_strengths
-from dlr_pretrain.models.flops import flops_per_token
+from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
-from dlr_pretrain.models.precision import STATE_DTYPE
+from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import rate, restarts
 from dlr_pretrain.util.text import fill
 
-SHARD_BYTES = 319_000_000  # one gzipped shard of the 1,024 of C4's en
-SEEK_RATE = 80e6  # gzipped bytes a second that a core decompresses without parsing: scripts/benchmark.py data
+GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which speed and ``auto`` are estimated
+GPU_BYTES = 0.92 * 80e9  # of its memory, for the tensors that are counted; context and fragments take the rest
+MFU = (0.11, 0.35)  # what the paper's figure for CoLA + DLR at 1b implies, and what well-tuned code reaches
 
 
-def plan(cfg: Config, ranks: int) -> dict:
-    """The plan of ``cfg`` on ``ranks`` GPUs, as described above."""
+def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``.
+
+    ``train.micro_batch=auto`` becomes the largest that is estimated to fit on ``GPU`` (1 if none does).
+    """
     vocab_size = cfg.planned_vocab_size
+    if cfg.train.micro_batch == "auto":
+        sizes = map(cfg.with_micro_batch, reversed(cfg.micro_batches(ranks)))
+        cfg = next((c for c in sizes if peak_bytes(c, vocab_size, ranks) <= GPU_BYTES), cfg.with_micro_batch(1))
     batch = _batch(cfg, ranks)
     positions = cfg.train.steps * batch["positions"]
     flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])
@@ -54,14 +63,16 @@ def plan(cfg: Config, ranks: int) -> dict:
     of = counts(cfg, vocab_size)
     paper = {"weights": of.weight_bytes, "optimizer_state": of.state, "indices": of.index_bytes}
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
+    kept = disk(cfg, vocab_size)
     return {
         "run": {group: getattr(cfg, group).name for group in groups} | {"data": cfg.data.source, "dir": cfg.run.dir},
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
         "parameters": {"total": of.total, "trainable": of.trained, "folded": folded_parameters(cfg, vocab_size)},
         "flops_per_token": flops,
         "flops_total": flops * positions,
-        "memory": asdict(memory(cfg, vocab_size, ranks)),
-        "disk": disk(cfg, vocab_size),
+        "memory": asdict(memory_of(cfg, vocab_size, ranks)),
+        "host_memory": kept["checkpoint"],
+        "disk": kept,
         "paper_memory": paper | {"total": sum(paper.values())},
         "batch": batch,
         "steps": cfg.train.steps,
@@ -73,8 +84,8 @@ def plan(cfg: Config, ranks: int) -> dict:
         },
         "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
         "restart_every": (restarts(cfg) or [None])[0],
-        "probe": {"projections": probed(cfg), "every": cfg.probe.every} if cfg.probe.enabled else None,
-        "resume": _resume(cfg, ranks),
+        "speed": _speed(cfg, ranks, flops, positions, utilisations),
+        "paper_measured": paper_measured(cfg),
     }
 
 
@@ -101,6 +112,40 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
+def paper_measured(cfg: Config) -> dict | None:
+    """What the paper measured for this method (the backbone, with or without DLR) at this scale; None if nothing.
+
+    memory_gb on one GPU with micro_batch sequences, and tokens_per_second on 32 H100, compiled (null at 7b).
+    """
+    name = {"1b": "system_1b", "7b": "table7b"}.get(cfg.scale.name)
+    if name is None:
+        return None
+    method = cfg.backbone.name + ("+dlr" if cfg.dlr.enabled else "")
+    with Path(__file__).with_name(f"{name}.csv").open() as file:
+        row = next((row for row in csv.DictReader(file) if row["method"].split(" (")[0] == method), None)
+    if row is None:
+        return None
+    speed, memory = row.get("tokens_per_s_32xh100"), row.get("memory_gb") or row.get("mem_gb")
+    rows = int(
+        row.get("batch_per_gpu") or cfg.scale.micro_batch
+    )  # at 1b the scale's, as in the paper's table of scales
+    return {
+        "method": method,
+        "micro_batch": rows,
+        "memory_gb": float(memory),
+        "tokens_per_second": int(speed) if speed else None,
+    }
+
+
+def _speed(cfg: Config, gpus: int, flops: float, positions: int, utilisations: Sequence[float]) -> dict | None:
+    """Tokens/s of all GPUs and hours of the whole run, from FLOPs and model FLOPs utilisation alone."""
+    if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the table of peaks is of bf16 products
+        return None
+    rates = {mfu: gpus * PEAK_FLOPS[GPU] * mfu / flops for mfu in utilisations}
+    estimates = [{"mfu": mfu, "tokens_per_second": r, "hours": positions / r / 3600} for mfu, r in rates.items()]
+    return {"gpu": GPU, "peak_flops": PEAK_FLOPS[GPU], "estimates": estimates}
+
+
 def _batch(cfg: Config, ranks: int) -> dict[str, int]:
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     return {
@@ -111,14 +156,6 @@ def _batch(cfg: Config, ranks: int) -> dict[str, int]:
         "seq_len": cfg.train.seq_len,
         "positions": batch * cfg.train.seq_len,
     }
-
-
-def _resume(cfg: Config, ranks: int) -> dict[str, float] | None:
-    """The cost of a resume in gzipped text, at most: each stream decompresses its shard up to its position."""
-    if cfg.data.source not in ("c4", "c4_local") or not cfg.data.train_files.endswith(".gz"):
-        return None
-    streams = cfg.num_streams // ranks
-    return {"streams": streams, "bytes": streams * SHARD_BYTES, "seconds": streams * SHARD_BYTES / SEEK_RATE}
 
 
 def _corners(cfg: Config) -> list[int]:
@@ -148,32 +185,22 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "model", f"{choices}; vocabulary {p['vocabulary']['size']:,}{assumed}"
     frozen = "" if sizes["total"] == sizes["trainable"] else f" of {sizes['total']:,}"
     yield "parameters", f"{sizes['trainable']:,}{frozen} trained; {sizes['folded']:,} in the folded model"
-    flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP a position, {p['flops_total']:.2e} FLOP in all"
+    flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP a token, {p['flops_total']:.2e} FLOP in all"
     yield "arithmetic", f"{flops}, forward and backward"
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
-    yield "batch", f"{batch['positions']:,} positions = {factors} (ranks, micro-batches, sequences, length)"
-    yield "steps", f"{p['steps']:,} updates, {tokens['positions'] / 1e9:,.2f}B positions"
+    yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
+    yield "steps", f"{p['steps']:,} updates, {tokens['positions'] / 1e9:,.2f}B tokens, padding included"
     if tokens["paper_budget"]:
         yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
     anew = f"; anew every {p['restart_every']:,} updates" if p["restart_every"] else ""
     yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"]) + anew
-    if probe := p["probe"]:
-        names = ", ".join(probe["projections"][:7]) + (", ..." if len(probe["projections"]) > 7 else "")
-        looked = f"{len(probe['projections'])} projections before update 1, 2, 4, 11, ... and after every"
-        yield "probe", f"{looked} {probe['every']:,}: {names}"
-    if resume := p["resume"]:
-        streams, minutes, fetched = resume["streams"], resume["seconds"] / 60, resume["bytes"] / 1e9
-        passed = f"{streams} shards of {SHARD_BYTES / 1e6:.0f} MB (as C4's) at {SEEK_RATE / 1e6:.0f} MB/s"
-        yield "resume", f"the data take a rank up to {minutes:.1f} min of one core, shared by those it has: {passed}"
-        if run["data"] == "c4":
-            yield "", f"and {fetched:,.1f} GB are fetched for it, where data.cache does not hold them"
-        yield "", "data=tokens resumes at once"
-    sizes = p["disk"]
-    yield (
-        "disk",
-        f"{sizes['checkpoint'] / 1e9:.2f} GB a checkpoint, {sizes['run'] / 1e9:.2f} GB for what is kept at a time",
-    )
-    yield "memory", "of one GPU, in GB, as eager code allocates it; torch.compile needs less"
+    yield "disk", f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, {p['disk']['run'] / 1e9:.2f} GB at a time"
+    yield from _memory_lines(p)
+    yield from _speed_lines(p)
+
+
+def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
+    yield "memory", "of one GPU in GB, counted for eager code; compiled code keeps less"
     labels = {"optimizer_state": "optimizer", "total": "peak"}
     notes = {
         "activations": "kept for the backward pass of a micro-batch",
@@ -183,10 +210,26 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     for part, size in p["memory"].items():
         if size:
             yield "", f"{labels.get(part, part):<12}{size / 1e9:8.2f}  {notes.get(part, '')}".rstrip()
+    yield "", f"{'host copy':<12}{p['host_memory'] / 1e9:8.2f}  pinned by the checkpoint writer, all ranks"
     paper = p["paper_memory"]
     indices = f" + {paper['indices'] / 1e9:.2f} indices" if paper["indices"] > 5e6 else ""
-    yield (
-        "",
-        f"by the paper's convention {paper['total'] / 1e9:.2f}: {paper['weights'] / 1e9:.2f} weights + "
-        f"{paper['optimizer_state'] / 1e9:.2f} optimizer{indices}",
-    )
+    parts = f"{paper['weights'] / 1e9:.2f} weights + {paper['optimizer_state'] / 1e9:.2f} optimizer{indices}"
+    yield "", f"by the paper's convention {paper['total'] / 1e9:.2f}: {parts}"
+
+
+def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
+    speed, measured = p["speed"], p["paper_measured"]
+    if speed is None:
+        yield "time", f"not estimated: the known peaks are of bf16 products, not of {p['run']['precision']}"
+    else:
+        gpus = f"{p['batch']['ranks']} x {speed['gpu']}, {speed['peak_flops'] / 1e12:.0f} TFLOP/s each"
+        yield "time", f"on {gpus}, at an assumed utilisation (MFU),"
+        yield "", "without evaluations, checkpoints and compilation"
+        for e in speed["estimates"]:
+            yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {e['hours']:>10,.1f} hours"
+    if measured:
+        rate, held = measured["tokens_per_second"], f"{measured['memory_gb']:.2f} GB a GPU"
+        share = rate * p["flops_per_token"] / (32 * PEAK_FLOPS[GPU]) if rate else 0.0
+        fast = f"{rate:,} tokens/s on 32 H100, compiled (MFU {share:.2g} by the FLOPs above); " if rate else ""
+        rows = f"with micro-batches of {measured['micro_batch']}"
+        yield "", f"the paper measured for {measured['method']}: {fast}{held} {rows}"

@@ -265,13 +265,22 @@ class Config:
     def micro_batch(self, world_size: int) -> int:
         """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the paper's.
 
-        Raises ValueError for ``auto``, which a run replaces by a number when it starts: see ``train/micro_batch.py``.
+        Raises ValueError for ``auto``, which a run replaces by a number when it starts: see ``train/memory.py``.
         """
         if self.train.micro_batch == "auto":
             raise ValueError("train.micro_batch=auto is not settled yet")
         if self.train.micro_batch is not None:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
+
+    def micro_batches(self, world_size: int) -> list[int]:
+        """The micro-batches that divide a rank's share of the global batch evenly, ascending."""
+        share = self.train.global_batch // world_size
+        return [n for n in range(1, share + 1) if share % n == 0]
+
+    def with_micro_batch(self, rows: int) -> Config:
+        """This configuration with ``train.micro_batch=rows``."""
+        return dataclasses.replace(self, train=dataclasses.replace(self.train, micro_batch=rows))
 
     @property
     def num_streams(self) -> int:

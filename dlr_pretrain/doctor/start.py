@@ -14,9 +14,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.plan import disk
-from dlr_pretrain.analysis.scaling import Assumptions
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
@@ -25,7 +24,7 @@ from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.checkpoint import Keep
 from dlr_pretrain.train.descent import Descent
-from dlr_pretrain.train.micro_batch import choose
+from dlr_pretrain.train.memory import largest_that_fits
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.trial import noise, trial
@@ -37,6 +36,7 @@ from dlr_pretrain.util.process import available_memory, peak_memory, resident_me
 WRITTEN = 64 << 20  # bytes that the disk test writes, at most
 BLOCK = os.urandom(1 << 20)
 SLOW_DISK = 100e6  # bytes/s below which the disk check warns
+ADAPTER = 50.0  # GB/s of one NDR InfiniBand adapter (400 Gbit/s), which each GPU of a usual node has
 REDUCED = 64 << 20  # bytes of the all-reduce test; four times as many on a GPU
 SAVED = 1e9  # bytes of the largest checkpoint that the test writes whole
 HEAD_STD = 0.02  # of a new head's weights; on normed states its logits are normal with this times sqrt(width)
@@ -150,10 +150,9 @@ def collectives(cfg: Config) -> Outcome:
         rate = 2 * (world - 1) / world * tensor.nbytes / median(seconds[1:]) / 1e9
         backend = "NCCL" if on_gpu else "gloo"
         text = f"all-reduce of {tensor.nbytes / 1e6:.0f} MB over {world} ranks by {backend}: {rate:.2f} GB/s of a ring"
-        usual = Assumptions.infiniband_gbs
-        if on_gpu and rate < usual:
+        if on_gpu and rate < ADAPTER:
             fix = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and IB rather than sockets"
-            return Outcome(WARN, f"{text}, less than one adapter's {usual:g}", fix)
+            return Outcome(WARN, f"{text}, less than one adapter's {ADAPTER:g}", fix)
         return Outcome(OK, text)
 
 
@@ -163,12 +162,12 @@ def step(cfg: Config) -> Outcome:
     with Runtime(cfg) as runtime:
         runtime.use_device()
         auto = cfg.train.micro_batch == "auto"
-        rows = choose(cfg, runtime, vocab_size) if auto else cfg.micro_batch(runtime.world_size)
+        rows = largest_that_fits(cfg, runtime, vocab_size, peak_bytes) if auto else cfg.micro_batch(runtime.world_size)
         share = cfg.train.global_batch // runtime.world_size
         few = min(2, share // rows)
         train = replace(cfg.train, global_batch=runtime.world_size * rows * few, micro_batch=rows)
         short = replace(cfg, train=train)
-        planned = memory(short, vocab_size, runtime.world_size).total
+        planned = peak_bytes(short, vocab_size, runtime.world_size)
         updates = trial(short, runtime, vocab_size)
         batch = noise(short, runtime, vocab_size)
         try:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import (
@@ -32,6 +30,7 @@ from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
+from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, Keep
@@ -42,9 +41,8 @@ from dlr_pretrain.train.finish import Report, farewell, finish, write_report
 from dlr_pretrain.train.fork import adapt, best_after, fork
 from dlr_pretrain.train.health import Suspects
 from dlr_pretrain.train.lock import HEARTBEAT, RunLock
+from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.micro_batch import settled
-from dlr_pretrain.train.out_of_memory import explained
 from dlr_pretrain.train.record import (
     describe_code,
     describe_device,
@@ -66,10 +64,11 @@ from dlr_pretrain.util.text import amount, plural
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 
 
-def run(cfg: Config, report: Report | None = None) -> None:
+def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory | None = None) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    ``report`` writes the report of a run directory; a run that has trained does not fail with it.
+    ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned_memory`` is
+    the plan's estimate: it is shown at the start, and ``train.micro_batch=auto`` needs it.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     with Runtime(cfg) as runtime, RunLock(Path(cfg.run.dir)) as lock:
@@ -78,7 +77,7 @@ def run(cfg: Config, report: Report | None = None) -> None:
         token = runtime.on_main(lock.acquire)
         decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
         try:
-            Run(cfg, runtime, lock, report).complete()
+            Run(cfg, runtime, lock, report, planned_memory).complete()
         except Diverged as error:
             if runtime.is_main:
                 with suppress(OSError, UserError):  # a failure to record the error must not hide it
@@ -116,8 +115,16 @@ def newest(run_dir: Path, say: Callable[[str], None]) -> tuple[Path | None, list
 class Run:
     """A run from start to finish, as one of its ranks executes it."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, lock: RunLock, report: Report | None):
+    def __init__(
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        lock: RunLock,
+        report: Report | None,
+        planned_memory: PlannedMemory | None,
+    ):
         self.cfg, self.runtime, self.lock, self.dir, self.report = cfg, runtime, lock, Path(cfg.run.dir), report
+        self.planned_memory = planned_memory
         self.console = Console(cfg, enabled=runtime.is_main)
         self.started = time.time()
         self.source: Source
@@ -151,8 +158,10 @@ class Run:
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
         world, device, text = self.runtime.world_size, self.runtime.device, self.source.describe()
         self.runtime.on_main(lambda: record_start(self.dir, world, device, text))
-        self.cfg = settled(self.cfg, self.runtime, self.vocab_size, self.dir, resumed=snapshot is not None)
-        with explained(self.cfg, self.runtime, self.vocab_size):
+        self.cfg = resolve_micro_batch(
+            self.cfg, self.runtime, self.vocab_size, self.planned_memory, self.dir, resumed=snapshot is not None
+        )
+        with explained(self.cfg, self.runtime):
             weights = self.build_weights(snapshot, start)
             self.summarize(weights, snapshot)
             self.train(weights, snapshot)
@@ -268,9 +277,9 @@ class Run:
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
             "code": describe_code(read_record(self.dir)["starts"][-1]),
         }
-        if self.runtime.device.type == "cuda":
+        if self.runtime.device.type == "cuda" and self.planned_memory:
             there = torch.cuda.mem_get_info(self.runtime.device)[1]
-            table["memory"] = describe_memory(memory(cfg, vocabulary, world).total, there)
+            table["memory"] = describe_memory(self.planned_memory(cfg, vocabulary, world), there)
         if cfg.train.init_from and not snapshot:
             table["start"] = f"the dense model in {cfg.train.init_from}"
         if snapshot:
@@ -327,7 +336,7 @@ class Run:
             opened.enter_context(saver)
             with runtime.patient():
                 saver.rehearse()
-            runtime.on_main(lambda: self.warn_of_space(root))
+            runtime.on_main(lambda: self.warn_of_space(root, weights))
             updates = Descent(cfg, runtime, weights)
             trainer = Trainer(cfg, runtime, updates, evaluator, self.console, write, saver, suspects)
             opened.enter_context(trainer.profiler)
@@ -338,8 +347,9 @@ class Run:
             opened.enter_context(closing(loader))
             trainer.train(loader)
 
-    def warn_of_space(self, root: Path) -> None:
-        free, size = shutil.disk_usage(root).free, disk(self.cfg, self.vocab_size)["checkpoint"]
+    def warn_of_space(self, root: Path, weights: Weights) -> None:
+        free, state = shutil.disk_usage(root).free, weights.state.values()
+        size = sum(t.numel() * t.itemsize for t in state) + state_bytes(self.cfg.optimizer, weights.optimized)
         if free < size:
             sizes = f"{free / 1e9:.1f} GB are free on its disk, and a checkpoint takes {size / 1e9:.1f} GB"
             self.console.say(f"warning: {root}: {sizes}. Make room before the first is due")

@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from dlr_pretrain.analysis.scaling import with_micro_batch
+from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.bench.rounds import warm_up_products
 from dlr_pretrain.cli import load
-from dlr_pretrain.train import micro_batch
+from dlr_pretrain.train import memory
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial
 from tests.conftest import ROOT
@@ -30,15 +30,15 @@ def test_the_largest_micro_batch_is_found_and_nothing_stays_behind(left):
         runtime.use_device()
         warm_up_products(runtime.device)
         free, total = torch.cuda.mem_get_info()
-        taken = int(free - left - (1 - micro_batch.GPU_SHARE) * total)  # the bound is of all that the allocator holds
+        taken = int(free - left - (1 - memory.GPU_SHARE) * total)  # the bound is of all that the allocator holds
         ballast = torch.empty(taken, dtype=torch.uint8, device="cuda")
         try:
             state, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-            rows = micro_batch.choose(cfg, runtime, 32_000)
+            rows = memory.largest_that_fits(cfg, runtime, 32_000, peak_bytes)
             assert torch.cuda.memory_allocated() == held and torch.equal(torch.cuda.get_rng_state(), state)
             assert 1 <= rows < 256 and 256 % rows == 0
-            assert not micro_batch.fits(cfg, runtime, 32_000, 2 * rows)
-            pinned = with_micro_batch(cfg, rows)
+            assert not memory.fits(cfg, runtime, 32_000, 2 * rows)
+            pinned = cfg.with_micro_batch(rows)
             updates = trial(pinned, runtime, 32_000)
             updates.update(noise(pinned, runtime, 32_000), 0, 1e-3)
             torch.cuda.synchronize()

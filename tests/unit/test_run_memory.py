@@ -1,0 +1,128 @@
+"""train.micro_batch=auto takes the largest micro-batch that fits, and running out of memory says what helps."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dlr_pretrain.analysis.memory import peak_bytes
+from dlr_pretrain.cli import load
+from dlr_pretrain.train import memory
+from dlr_pretrain.train.descent import Descent
+from dlr_pretrain.train.memory import dump, explained, largest
+from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
+from tests.conftest import forked, saved
+
+# ---------------------------------------------------------------------------------------------------- auto
+
+
+@pytest.mark.parametrize(("limit", "start"), [(8, 1), (8, 8), (8, 16), (1, 16), (16, 2), (0, 4), (0, 1)])
+def test_sizes_are_tried_up_and_down_from_the_estimate(limit, start):
+    tried = []
+
+    def fit(size: int) -> bool:
+        tried.append(size)
+        return size <= limit
+
+    assert largest([1, 2, 4, 8, 16], start, fit) == limit
+    assert len(tried) == len(set(tried))
+
+
+def room_for(rows: int, cfg, ranks: int, monkeypatch) -> None:
+    """Let the machine have just the memory that ``rows`` sequences are estimated to take on each rank."""
+    size = peak_bytes(cfg.with_micro_batch(rows), 120, ranks)
+    monkeypatch.setattr(memory, "available_memory", lambda: int(size * ranks / memory.CPU_SHARE) + 1000)
+
+
+def recorded(folder) -> dict:
+    return json.loads((folder / "manifest.json").read_text())["micro_batch"]
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_run_keeps_what_it_chose_when_it_goes_on(train, words, tmp_path, monkeypatch):
+    """Bit for bit the undisturbed run of that number, though the machine has less memory by then.
+
+    What was noted by a start that saved nothing does not count.
+    """
+    asked = ("train.micro_batch=auto", "train.steps=6", "checkpoint.every=3", "backbone=cola", "dlr=on")
+    cfg = load(words(*asked))
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "manifest.json").write_text('{"identity": {}, "starts": [], "micro_batch": {"1": 8}}')
+    room_for(4, cfg, 1, monkeypatch)
+    with pytest.raises(Stopped):
+        train(tmp_path / "auto", *asked, "train.stop_after=3")
+    assert recorded(tmp_path / "auto") == {"1": 4}
+    room_for(1, cfg, 1, monkeypatch)
+    train(tmp_path / "auto", *asked)
+    assert recorded(tmp_path / "auto") == {"1": 4}
+    train(tmp_path / "four", "train.micro_batch=4", *asked[1:])
+    one, other = (saved(tmp_path / name / "checkpoints/step_00000006") for name in ("auto", "four"))
+    assert all(one[name].equal(other[name]) for name in one | other)
+
+
+@pytest.mark.usefixtures("no_export")
+def test_ranks_take_the_smallest_answer(words, tmp_path, monkeypatch):
+    """Rank 1 has room for one sequence, rank 0 for all four of its share."""
+    given = words("train.micro_batch=auto", "train.steps=2", f"run.dir={tmp_path}/run")
+    one = peak_bytes(load(given, 2).with_micro_batch(1), 120, 2)
+    monkeypatch.setattr(memory, "free_memory", lambda runtime: one if runtime.rank == 1 else 1e12)
+    forked(given, 2)
+    assert recorded(tmp_path / "run") == {"2": 1}
+
+
+def test_what_does_not_fit_at_all_is_said_before_the_model_is_made(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(UserError, match=r"micro_batch=auto: not one sequence of train.seq_len=32 fits in 0.0 GB. Use"):
+        train(tmp_path / "run", "train.micro_batch=auto")
+
+
+# ---------------------------------------------------------------------------------------------------- out of memory
+
+ERROR = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.2 GiB is free."
+)
+
+
+def test_a_run_that_is_out_of_memory_says_what_helps_and_then_goes_on(train, tmp_path, monkeypatch):
+    def fails(self, batch, index, lr, failed):
+        if index == 3:
+            raise torch.OutOfMemoryError(ERROR)
+        return update(self, batch, index, lr, failed)
+
+    update = Descent.update
+    monkeypatch.setattr(Descent, "update", fails)
+    with pytest.raises(UserError) as caught:
+        train(tmp_path / "run", "backbone=cola", "dlr=on")
+    text = str(caught.value)
+    assert caught.value.exit_code == EXIT_FAILED
+    assert text.startswith("out of GPU memory on rank 0 with train.micro_batch=2: 2.50 GiB were asked for. ")
+    assert "train.micro_batch=auto" in text and "scripts/plan.py" in text and "\n" not in text
+    monkeypatch.setattr(Descent, "update", update)
+    assert (train(tmp_path / "run", "backbone=cola", "dlr=on", "train.micro_batch=1") / "folded").exists()
+
+
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError(ERROR),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),  # past the allocator
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+])  # fmt: skip
+def test_a_gpu_says_what_it_held_and_leaves_a_snapshot(error, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 77_100_000_000)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1_000_000_000, 84_940_000_000))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: open(path, "w").close())
+    rank_1 = SimpleNamespace(device=torch.device("cuda", 1), rank=1, world_size=2, is_main=False)
+    cfg = load(words(f"run.dir={tmp_path}/run"), 2)
+    with pytest.raises(UserError, match="out of GPU memory on rank 1") as caught, explained(cfg, rank_1):
+        raise error
+    text = str(caught.value)
+    assert "77.10 GB were allocated at the peak, and the GPU has 84.94 GB" in text
+    assert (tmp_path / "run" / "profile" / "out_of_memory_rank1.pickle").exists() and f"{tmp_path}/run/profile" in text
+    assert capfd.readouterr().err == f"error: {text}\n"  # a rank that fails alone speaks for itself
+
+    with pytest.raises(RuntimeError, match="an illegal memory access"), explained(cfg, rank_1):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    (tmp_path / "profile").write_text("in the way")
+    assert dump(tmp_path / "profile", rank_1).startswith(". No snapshot of the memory: ")
