@@ -36,6 +36,13 @@ WRITTEN = re.compile(  # names in an export; fold.py adds fold.json
     r"README\.md|(config|generation_config|fold|tokenizer|tokenizer_config|special_tokens_map)\.json|spiece\.model|"
     rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|{re.escape(MODELING.name)}"
 )
+AUTO_CLASSES = {
+    "AutoConfig": "Config",
+    "AutoModel": "Model",
+    "AutoModelForCausalLM": "ForCausalLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+}
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -223,11 +230,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     return {
         "model_type": "lowrank_llama",
         "architectures": ["LowRankLlamaForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{MODELING.stem}.LowRankLlamaConfig",
-            "AutoModel": f"{MODELING.stem}.LowRankLlamaModel",
-            "AutoModelForCausalLM": f"{MODELING.stem}.LowRankLlamaForCausalLM",
-        },
+        "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{own}" for auto, own in AUTO_CLASSES.items()},
         "backbone": cfg.backbone.name,
         **{name: value for name, value in cfg.backbone.knobs.items() if name in exported_layers()[1]},
         **shape,

@@ -1,7 +1,7 @@
 """LLaMA with low-rank linear layers, for transformers 4.57 and 5.x.
 
-This file travels with the checkpoint (``trust_remote_code=True``) and needs torch and transformers only. Attention,
-cache, generation and everything else are the library's own LLaMA; the seven projections of each block are
+This file travels with the checkpoint (``trust_remote_code=True``) and needs torch and transformers only. Cache,
+attention kernels, generation and everything else are the library's own LLaMA; the seven projections of each block are
 
     lowrank    y = s B A x
     cola       y = s B silu(A x)
@@ -9,26 +9,36 @@ cache, generation and everything else are the library's own LLaMA; the seven pro
     lax        y = B z, where z joins A x with the latent from the same projection of the previous block
     cola_lax   the same, with a SiLU between the factors
 
-The library's blocks pass on hidden states alone. The latents of lax and cola_lax also pass from block to block, within
-one forward pass: a ``CrossedBlock`` takes them as inputs and returns them, so that gradient checkpointing sees them,
-and leaves them in a ``Crossing``, from which the next block takes them. A latent belongs to its position, so that a
-cached position needs no latent, and the next call finds no latents left. Blocks must not run side by side in one
-process: ``nn.DataParallel``, and a second thread while one runs the model, raise RuntimeError.
+The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, and the
+library's loop passes it to every block as an argument. A latent belongs to its position, so that a cached position
+needs none.
 """
 
-import threading
+from functools import wraps
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers import AutoModel, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+try:
+    from transformers.initialization import copy_  # leaves alone what a checkpoint has set
+except ImportError:  # transformers 4 does not ask for modules that are set
+    copy_ = Tensor.copy_
 
 
 class LowRankLlamaConfig(LlamaConfig):
@@ -41,7 +51,6 @@ class LowRankLlamaConfig(LlamaConfig):
     """
 
     model_type = "lowrank_llama"
-    base_model_tp_plan = None  # the library's plan splits dense projections
 
     def __init__(
         self,
@@ -71,6 +80,42 @@ class LowRankLlamaConfig(LlamaConfig):
         self.recursive = recursive
         super().__init__(**kwargs)
 
+    @property
+    def crosses(self) -> bool:
+        """Whether latents pass from block to block."""
+        return self.backbone in ("lax", "cola_lax")
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str] | None:
+        """Ranks divide the factor of a projection that touches the heads, or the wide side of the MLP.
+
+        x_I of lost are channels of the whole x, so that its products are gathered, and o and down are not divided. A
+        LayerNorm of the output needs the whole output: such a model is not divided at all.
+        """
+        inward = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+        if self.backbone == "lost":
+            gathered = LlamaForCausalLM._tp_plan["lm_head"]  # its name differs between versions
+            return {f"layers.*.{name}.{factor}": gathered for name in inward for factor in "bs"}
+        if self.crosses and self.norm == "output":
+            return None
+        outward = ("self_attn.o_proj", "mlp.down_proj")
+        return {f"layers.*.{n}.b": "colwise" for n in inward} | {f"layers.*.{n}.a": "rowwise" for n in outward}
+
+    @property
+    def base_model_pp_plan(self) -> dict[str, tuple] | None:
+        """None where latents cross: a stage gets hidden states alone."""
+        return None if self.crosses else LlamaConfig.base_model_pp_plan
+
+
+class Latents:
+    """What crosses in one forward pass: (block, projection) -> latent [..., rank]. No container that hooks would copy.
+
+    A block that is computed again for gradient checkpointing keeps the latents of its first run, whose graph they are.
+    """
+
+    def __init__(self):
+        self.of: dict[tuple[int, str], Tensor] = {}
+
 
 class LowRankLinear(nn.Module):
     """y = s B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
@@ -78,8 +123,9 @@ class LowRankLinear(nn.Module):
     ``initial`` gives, for each parameter of a module, the function of ``nn.init`` that starts it, and its arguments.
     """
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__()
+        self.block, self.name = block, name
         self.a = nn.Linear(d_in, config.rank, bias=False)
         self.b = nn.Linear(config.rank, d_out, bias=False)
         std = (config.rank * (d_in + d_out)) ** -0.25  # Var[(B A)_ij] = 1 / (d_in + d_out)
@@ -92,7 +138,7 @@ class LowRankLinear(nn.Module):
     def activate(self, h: Tensor) -> Tensor:
         return h
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         z = self.activate(self.a(x))
         return self.b(z * (self.theta.tanh() if hasattr(self, "theta") else self.scale))
 
@@ -107,14 +153,19 @@ class ColaLinear(LowRankLinear):
 class LostLinear(LowRankLinear):
     """y = gamma B phi(A x) + (1 - gamma) S x_I; I are the ``channels``."""
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
-        super().__init__(d_in, d_out, config, block)
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
+        super().__init__(d_in, d_out, config, block, name)
         count = max(1, int(config.sparsity * d_in))
+        self.d_in = d_in
         self.s = nn.Linear(count, d_out, bias=False)
-        self.register_buffer("channels", torch.arange(count) * d_in // count)
+        self.channels = nn.Buffer(self.spread(count))
         self.gamma, self.silu = config.gamma, config.activation == "silu"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def spread(self, count: int) -> Tensor:
+        """The channels before a checkpoint says which: ``count`` of all, equally far apart."""
+        return torch.arange(count) * self.d_in // count
+
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         h = self.a(x)
         z = F.silu(h) if self.silu else h
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
@@ -166,26 +217,24 @@ class LaxLinear(LowRankLinear):
     if ``recursive`` is false. With norm "output" the norm is applied to y instead.
     """
 
-    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int):
-        super().__init__(d_in, d_out, config, block)
-        self.first, self.last = block == 0, block == config.num_hidden_layers - 1
+    def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
+        super().__init__(d_in, d_out, config, block, name)
+        self.last = block == config.num_hidden_layers - 1
         self.recursive, self.pre_act = config.recursive, config.crossing == "pre_act"
-        self.received: Tensor | None = None  # the latent of the previous block, while this block runs
-        self.latent: Tensor | None = None
-        self.norm_of = "none" if self.first else config.norm
-        if not self.first:
+        self.norm_of = config.norm if block else "none"
+        if block:
             self.gate = GATES[config.gate](config.rank)
         if self.norm_of != "none":
             self.norm = nn.LayerNorm(config.rank if self.norm_of == "latent" else d_out, eps=1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, latents: Latents) -> Tensor:
         h = self.a(x)
         z = own = self.activate(h)
-        if not self.first:
-            crossed = self.gate(self.received.to(h.device))
+        if self.block:
+            crossed = self.gate(latents.of[self.block - 1, self.name].to(h.device))
             z = self.activate(self.normalise(h + crossed)) if self.pre_act else self.normalise(own + crossed)
         if not self.last:
-            self.latent = z if self.recursive else own
+            latents.of.setdefault((self.block, self.name), z if self.recursive else own)
         y = self.b(z)
         return self.norm(y) if self.norm_of == "output" else y
 
@@ -209,139 +258,134 @@ LAYERS = {
 }
 
 
-class Crossing:
-    """The latents that pass from one block to the next, one for each projection. It serves one thread at a time."""
+class LowRankLlamaAttention(LlamaAttention):
+    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
+        nn.Module.__init__(self)  # the library's own would build dense projections
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.num_key_value_groups = heads // key_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        layer, wide, narrow = LAYERS[config.backbone], heads * self.head_dim, key_heads * self.head_dim
+        self.q_proj = layer(config.hidden_size, wide, config, layer_idx, "q_proj")
+        self.k_proj = layer(config.hidden_size, narrow, config, layer_idx, "k_proj")
+        self.v_proj = layer(config.hidden_size, narrow, config, layer_idx, "v_proj")
+        self.o_proj = layer(wide, config.hidden_size, config, layer_idx, "o_proj")
 
-    def __init__(self):
-        self.latents: list[Tensor] | None = None
-        self.sender: int | None = None  # the thread that sent the latents
-        self.running: dict[str, int] = {}  # the thread that is inside a block; a lock could not be copied
-
-    def enter(self) -> None:
-        here = _thread()
-        if self.running.setdefault("thread", here) != here:  # setdefault is atomic
-            raise RuntimeError(ONE_THREAD)
-
-    def leave(self) -> None:
-        self.running.clear()
-
-    def send(self, latents: list[Tensor]) -> None:
-        self.latents, self.sender = latents, _thread()
-
-    def take(self) -> list[Tensor]:
-        if self.latents is None:
-            raise RuntimeError("a block runs without the block before it")
-        if self.sender != _thread():
-            raise RuntimeError(ONE_THREAD)
-        latents, self.latents = self.latents, None
-        return latents
-
-
-ONE_THREAD = "latents cross between blocks, and another thread runs this model: take turns, or give each its own copy"
-
-
-def _thread() -> int:
-    return 0 if torch.compiler.is_compiling() else threading.get_ident()
-
-
-class CrossedBlock(LlamaDecoderLayer):
-    """The library's block with lax projections: latents go in and come out beside the hidden states.
-
-    They are positional arguments, because reentrant checkpointing follows gradients through those alone.
-    """
-
-    def __init__(self, config: LowRankLlamaConfig, block: int, crossing: Crossing):
-        super().__init__(config, block)
-        self.crossing, self.first = crossing, block == 0
-
-    def __call__(self, hidden_states: Tensor, **kwargs) -> Tensor:
-        if getattr(self, "_is_replica", False):
-            raise RuntimeError("latents cross between blocks: use DistributedDataParallel instead of nn.DataParallel")
-        self.crossing.enter()
-        try:
-            latents = [] if self.first else self.crossing.take()
-            hidden_states, *latents = super().__call__(hidden_states, *latents, **kwargs)
-            self.crossing.send(latents)
-            return hidden_states
-        finally:
-            self.crossing.leave()
-
-    def forward(self, hidden_states: Tensor, *latents: Tensor, **kwargs) -> tuple[Tensor, ...]:
-        crossed = [m for m in self.modules() if isinstance(m, LaxLinear)]
-        try:
-            for projection, latent in zip(crossed, latents, strict=not self.first):
-                projection.received = latent
-            hidden_states = super().forward(hidden_states, **kwargs)
-            return hidden_states, *(projection.latent for projection in crossed if not projection.last)
-        finally:  # a recomputation for checkpointing may end in the middle
-            for projection in crossed:
-                projection.received = projection.latent = None
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        latents: Latents | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(hidden_states, latents).view(shape).transpose(1, 2) for p in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        if cache is not None:  # transformers 5.24
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        elif past is not None:
+            k, v = past.update(k, v, self.layer_idx, {"cache_position": kwargs.get("cache_position")})
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        y, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(y.reshape(*shape[:-2], -1), latents), weights
 
 
-class WholeWeights:
-    """``from_pretrained`` that raises ValueError for missing and for unexpected weights.
+class LowRankLlamaMLP(LlamaMLP):
+    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
+        nn.Module.__init__(self)
+        layer, narrow, wide = LAYERS[config.backbone], config.hidden_size, config.intermediate_size
+        self.config, self.hidden_size, self.intermediate_size = config, narrow, wide
+        self.gate_proj = layer(narrow, wide, config, layer_idx, "gate_proj")
+        self.up_proj = layer(narrow, wide, config, layer_idx, "up_proj")
+        self.down_proj = layer(wide, narrow, config, layer_idx, "down_proj")
+        self.act_fn = ACT2FN[config.hidden_act]
 
-    The library's own would draw missing weights at random, and drop unexpected ones.
-    """
-
-    other_parts: tuple[str, ...] = ()  # prefixes of a checkpoint's tensors that this class ignores
-
-    @classmethod
-    def from_pretrained(cls, *args, output_loading_info: bool = False, **kwargs):
-        model, report = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        kinds = {kind: sorted(report[f"{kind}_keys"]) for kind in ("missing", "unexpected")}
-        kinds["unexpected"] = [name for name in kinds["unexpected"] if not name.startswith(cls.other_parts)]
-        wrong = [f"{name} ({kind})" for kind, names in kinds.items() for name in names]
-        if any(".dlr_" in name for name in kinds["unexpected"]):
-            wrong.insert(0, "a residual that was not folded (dlr_pretrain.models.fold_ does)")
-        if wrong:
-            more = f" and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-            raise ValueError(f"these weights are not those of {cls.__name__}: {', '.join(wrong[:10])}{more}")
-        on_disk = "disk" in getattr(model, "hf_device_map", {}).values()
-        if on_disk and model.config.backbone == "lost" and int(transformers.__version__.split(".")[0]) < 5:
-            raise ValueError("transformers 4 does not read the channels of lost where blocks stay on the disk; 5 does")
-        return (model, report) if output_loading_info else model
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x, latents)) * self.up_proj(x, latents), latents)
 
 
-class LowRankLlamaModel(WholeWeights, LlamaModel):
-    """The library's LLaMA without its head, the projections of each block replaced by the backbone's layers."""
+class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
+    def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
+        nn.Module.__init__(self)
+        self.hidden_size = config.hidden_size
+        self.self_attn = LowRankLlamaAttention(config, layer_idx)
+        self.mlp = LowRankLlamaMLP(config, layer_idx)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
+    def forward(self, hidden_states: Tensor, latents: Latents | None = None, **kwargs) -> Tensor:
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), latents=latents, **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), latents)
+
+
+class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
     config_class = LowRankLlamaConfig
-    _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")
-    other_parts = ("lm_head.",)
-
-    def __init__(self, config: LowRankLlamaConfig):
-        super().__init__(config)
-        layer = LAYERS[config.backbone]
-        if issubclass(layer, LaxLinear):
-            crossing = Crossing()
-            self.layers = nn.ModuleList(CrossedBlock(config, i, crossing) for i in range(len(self.layers)))
-        for i, block in enumerate(self.layers):
-            for part, names in PROJECTIONS.items():
-                parent = getattr(block, part)
-                for name in names:
-                    dense = getattr(parent, name)
-                    setattr(parent, name, layer(dense.in_features, dense.out_features, config, i))
-        self.post_init()  # again, for the new layers
+    _no_split_modules: ClassVar = ["LowRankLlamaDecoderLayer"]
+    _can_record_outputs: ClassVar = {"hidden_states": LowRankLlamaDecoderLayer, "attentions": LowRankLlamaAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
-        initial = getattr(module, "initial", None)
-        if initial is None:
-            super()._init_weights(module)
-        else:
-            for name, (draw, arguments) in initial.items():
+        if isinstance(module, LostLinear):
+            copy_(module.channels, module.spread(len(module.channels)))
+        if hasattr(module, "initial"):
+            for name, (draw, arguments) in module.initial.items():
                 getattr(nn.init, draw)(getattr(module, name), **arguments)
+        else:
+            super()._init_weights(module)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
+        """As the library's, but not reentrant, which follows gradients through hidden states alone."""
+        settings = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        if settings["use_reentrant"] and self.config.crosses:
+            raise ValueError("use_reentrant=True loses the gradients of latents that cross between blocks: give False")
+        super().gradient_checkpointing_enable(settings, **kwargs)
 
 
-class LowRankLlamaForCausalLM(WholeWeights, LlamaForCausalLM):
-    """``LowRankLlamaModel`` with its head: loss, cache and generation are the library's."""
-
-    config_class = LowRankLlamaConfig
-    _no_split_modules = ("LlamaDecoderLayer", "CrossedBlock")
+class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):
+    """The library's LLaMA without its head, with low-rank blocks."""
 
     def __init__(self, config: LowRankLlamaConfig):
-        super(LlamaForCausalLM, self).__init__(config)  # not LlamaForCausalLM's own, which builds a dense model
+        LlamaPreTrainedModel.__init__(self, config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(LowRankLlamaDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @wraps(LlamaModel.forward)
+    def forward(self, *args, **kwargs):
+        if self.config.crosses:
+            kwargs["latents"] = Latents()
+        return super().forward(*args, **kwargs)
+
+
+class LowRankLlamaForCausalLM(LowRankLlamaPreTrainedModel, LlamaForCausalLM, GenerationMixin):
+    """``LowRankLlamaModel`` with its head: loss, cache and generation are the library's."""
+
+    def __init__(self, config: LowRankLlamaConfig):
+        LlamaPreTrainedModel.__init__(self, config)
         self.model = LowRankLlamaModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+
+class LowRankLlamaForSequenceClassification(GenericForSequenceClassification, LowRankLlamaPreTrainedModel):
+    """A class of the whole text, from its last token."""
+
+
+class LowRankLlamaForTokenClassification(GenericForTokenClassification, LowRankLlamaPreTrainedModel):
+    """A class of each token."""
+
+
+AutoModel.register(LowRankLlamaConfig, LowRankLlamaModel, exist_ok=True)  # the generic heads ask it for their body
