@@ -5,7 +5,7 @@ test:       # everything that this machine can run
 	python -m pytest -n 3
 
 fast:       # a minute or two: no compilation, no torchrun
-	python -m pytest -m "not slow and not exhaustive"
+	python -m pytest -m "not slow and not exhaustive and not full"
 
 matrix:     # every backbone, DLR, optimizer: 20 steps on 1 and 2 ranks with inductor, resumed, exported, reloaded
 	DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix

@@ -1,0 +1,38 @@
+"""The command line gives the numbers of ``recording.json`` and the answers of ``mistakes``: see the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.frozen.suite import RECORDING, differences, machine
+
+pytestmark = pytest.mark.full
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def suite(*words: str) -> subprocess.CompletedProcess:
+    """The suite in a process that has not imported the library, as conftest has in this one."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests.frozen.suite", *words], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_every_loss_and_folded_tensor_is_that_of_the_recording(tmp_path, record_property):
+    done = suite("record", str(tmp_path / "found.json"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, found = (json.loads(path.read_text()) for path in (RECORDING, tmp_path / "found.json"))
+    if expected["machine"] != machine():
+        note = f"recorded on {expected['machine']}, this is {machine()}: losses of fp32 to 1e-5, no hashes"
+        record_property("note", note)
+        print(note)
+    assert differences(expected, found) == []
+
+
+def test_mistakes_are_answered_with_what_a_user_needs():
+    done = suite("errors")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
