@@ -112,9 +112,9 @@ class ShardedGradients:
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The l2 norm over all that ``collect`` returned, on all ranks."""
-        sharded = [sharded.is_sharded(p) for p in self.weights.optimized.values()]
-        rows = [g for g, is_sharded in zip(gradients, sharded, strict=True) if is_sharded]
-        scalars = [g for g, is_sharded in zip(gradients, sharded, strict=True) if not is_sharded]
+        whole = [not sharded.is_sharded(p) for p in self.weights.optimized.values()]
+        rows = [g for g, is_whole in zip(gradients, whole, strict=True) if not is_whole]
+        scalars = [g for g, is_whole in zip(gradients, whole, strict=True) if is_whole]
         square = global_norm(rows).square()
         dist.all_reduce(square)
         return torch.sqrt(square + global_norm(scalars).square() if scalars else square)
