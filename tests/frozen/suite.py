@@ -55,10 +55,6 @@ def document(rng: random.Random, words: list[str]) -> str:
     return " ".join(f"{sentence}." for sentence in sentences)
 
 
-# ----------------------------------------------------------------------------------------------------
-# What a run leaves
-
-
 def losses(run: Path) -> dict[int, dict]:
     """The records of metrics.jsonl by step; the last of a step counts. Empty while there is no file."""
     try:
@@ -92,10 +88,6 @@ def expect(ended: Ended, *codes: int) -> Ended:
     if any(code not in codes for code in ended.codes):
         raise RuntimeError(f"exit codes {ended.codes}, expected {codes}:\n{ended.said[-3000:]}")
     return ended
-
-
-# ----------------------------------------------------------------------------------------------------
-# The cases: each takes the commands and its folder, and gives results by name
 
 
 class Cases:
@@ -226,10 +218,6 @@ def machine() -> dict[str, str]:
         cpu = next((row.partition(":")[2].strip() for row in info.read_text().splitlines() if "model name" in row), cpu)
     capability = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "kernels": capability, "cpu": cpu, "threads": "1"}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Files and differences
 
 
 def save(recording: dict, path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -101,6 +102,25 @@ def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys
     assert records[5]["train/loss"] is None and records[5]["train/grad_norm"] is None
     assert all(math.isfinite(r["train/loss"]) for r in records if r["step"] != 6)
     assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "was left out; its batch is in" in out
+
+
+def test_a_gradient_that_is_not_finite_is_enough(train, tmp_path, monkeypatch):
+    """The loss of step 3 is finite, and one entry of its gradient is not."""
+    collect, step = Gradients.collect, itertools.count(1)
+
+    def poisoned(self):
+        gradients = collect(self)
+        if next(step) == 3:
+            gradients[0].view(-1)[5] = torch.inf
+        return gradients
+
+    monkeypatch.setattr(Gradients, "collect", poisoned)
+    folder = train(tmp_path / "run", *SKIP, "backbone=cola", "dlr=on", "checkpoint.every=1", "train.steps=4")
+    before, left_out, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (2, 3, 4))
+    assert all(torch.equal(before[name], left_out[name]) for name in before)
+    assert any(not torch.equal(after[name], left_out[name]) for name in after)
+    record = read_metrics(folder / "metrics.jsonl")[2]
+    assert math.isfinite(record["train/loss"]) and record["train/grad_norm"] is None
 
 
 def test_the_weights_at_the_time_are_saved_too(train, tmp_path, poison):

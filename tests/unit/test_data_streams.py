@@ -52,6 +52,8 @@ def test_epochs_streams_and_seeds_have_orders_of_their_own(monkeypatch):
     first, second = epochs(source, 0, 2, 2)
     assert first != second and sorted(first) == sorted(second)
     assert epochs(source, 0, 2, 1, seed=43)[0] != first
+    first, second = epochs(MemorySource(corpus(1, 50)), 0, 1, 2)
+    assert first != second  # also where there is one order of shards
 
 
 def test_documents_are_shuffled_within_their_block_and_no_further(monkeypatch):
