@@ -20,13 +20,11 @@ if [ "${chosen[*]}" != list ] && ! "$python" -c 'import sys, torch; sys.exit(not
   exit 2
 fi
 
-asked() { [ ${#chosen[@]} -eq 0 ] || [ "${chosen[*]}" = list ] || [[ " ${chosen[*]} " == *" $1 "* ]]; } # piece
-
-run() { # piece, its result, a command that writes it; what fails stays aside, and is tried again the next time
+run() { # piece, its result, a command that writes it; a result that failed is moved away, and tried again the next time
   local piece=$1 result=$out/$2 start=$SECONDS
   shift 2
   if [ "${chosen[*]}" = list ]; then printf '%s:' "$piece"; printf ' %q' "$@"; echo; return; fi
-  if ! asked "$piece"; then return; fi
+  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $piece "* ]]; then return; fi
   if [ -e "$result" ]; then echo "$piece: done before ($result)"; return; fi
   mkdir -p "$out"
   if ! timeout 590 "$@" >"$out/$piece.log" 2>&1; then
@@ -39,10 +37,10 @@ run() { # piece, its result, a command that writes it; what fails stays aside, a
   tail -n 25 "$out/$piece.log"
 }
 
-bench() { # piece, words of scripts/benchmark.py
+bench() { # piece, arguments of benchmarks
   local piece=$1
   shift
-  run "$piece" "$piece.json" "$python" scripts/benchmark.py "$@" device=cuda \
+  run "$piece" "$piece.json" "$python" -m benchmarks "$@" device=cuda \
     --json "$out/$piece.json" --markdown "$out/$piece.md"
 }
 
@@ -52,12 +50,12 @@ tests() { # piece, arguments of pytest
   TORCHINDUCTOR_COMPILE_THREADS=8 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
 }
 
-compare() { # piece, checkout, words
+compare() { # piece, checkout, arguments
   local piece=$1 checkout=$2
   shift 2
-  if [ "$checkout" = any ] || [ -d "$PEERS_DIR/$checkout" ] || [ "${chosen[*]}" = list ]; then
+  if [ -d "$PEERS_DIR/$checkout" ] || [ "${chosen[*]}" = list ]; then
     bench "$piece" compare "$@"
-  elif asked "$piece"; then
+  else
     echo "$piece: left out, $PEERS_DIR/$checkout is not there"
   fi
 }
@@ -76,41 +74,40 @@ for file in tests/gpu/test_*.py; do
     tests "$piece" "$file"
   fi
 done
+
 bench step-60m step $small
-bench step-60m-loader step $small --loader --arm dlr=on
-bench step-60m-backbones step $small --arm backbone=cola --arm "backbone=cola dlr=on" --arm backbone=lowrank \
-  --arm backbone=full
-bench step-60m-others step $small --arm backbone=cola --arm backbone=lost --arm backbone=lax --arm backbone=cola_lax \
-  --arm backbone=sltrain
+bench step-60m-loader step $small --loader --variant dlr=on
+bench step-60m-backbones step $small --variant backbone=cola --variant "backbone=cola dlr=on" \
+  --variant backbone=lowrank --variant backbone=full
+bench step-60m-others step $small --variant backbone=cola --variant backbone=lost --variant backbone=lax \
+  --variant backbone=cola_lax --variant backbone=sltrain
 bench step-1b step $large train.global_batch=64
-bench step-1b-full step $large train.global_batch=64 --arm backbone=full --arm "backbone=cola dlr=on"
-kept="--arm train.activation_checkpointing=block --arm train.activation_checkpointing=latent"
-bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --arm train.activation_checkpointing=none
-bench step-7b-kept step scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 $kept --rounds 10
-bench compile-60m step $small --arm dlr=on --rounds 2 --warmup 0 --compile-times
-bench compile-1b step $large train.global_batch=64 --arm dlr=on --rounds 2 --warmup 0 --compile-times
+bench step-1b-full step $large train.global_batch=64 --variant backbone=full --variant "backbone=cola dlr=on"
+kept="--variant train.activation_checkpointing=block --variant train.activation_checkpointing=latent"
+bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --variant train.activation_checkpointing=none
+seven="scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8"
+bench step-7b-kept step $seven $kept --rounds 10
+bench compile-60m step $small --variant dlr=on --rounds 6 --warmup 0 --compile-times
+bench compile-1b step $large train.global_batch=64 --variant dlr=on --rounds 6 --warmup 0 --compile-times
 bench fold-60m fold $small train.global_batch=128 dlr=on
 bench fold-1b fold $large train.global_batch=16 dlr=on
-bench memory-1b memory $large train.global_batch=16 dlr=on $eager  # the plan's figures are of eager code
-bench memory-7b memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
-  --setting "train.activation_checkpointing=latent $eager" --setting "train.activation_checkpointing=none $eager" \
-  --setting train.activation_checkpointing=latent
-bench memory-7b-8bit memory scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8 \
-  optimizer=adamw_8bit precision=bf16_sr \
-  --setting "train.activation_checkpointing=latent $eager" --setting train.activation_checkpointing=latent
+latent=train.activation_checkpointing=latent
+bench memory-1b memory $large train.global_batch=16 dlr=on $eager # the plan's figures are of eager code
+bench memory-7b memory $seven --variant "$latent $eager" \
+  --variant "train.activation_checkpointing=none $eager" --variant $latent
+bench memory-7b-8bit memory $seven optimizer=adamw_8bit precision=bf16_sr --variant "$latent $eager" --variant $latent
+
 peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters
-PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}" compare compare-60m-cola CoLA scale=60m backbone=cola $peers \
-  --peer $adapter/cola.py --peer $adapter/cola.py:build_lean
-PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}" compare compare-60m-cola-eager CoLA scale=60m backbone=cola $peers \
-  compile=false --peer $adapter/cola.py
-PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}" compare compare-1b-cola CoLA scale=1b backbone=cola dlr=on \
-  train.global_batch=16 --peer $adapter/cola.py
 compare compare-60m-dlr DLR scale=60m backbone=cola $peers --peer $adapter/dlr.py --peer $adapter/dlr.py:build_off \
   --peer $adapter/dlr.py:build_random
 compare compare-1b-dlr DLR scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/dlr.py
-compare compare-60m-hf any scale=60m backbone=full train.global_batch=64 --peer $adapter/hf.py
 compare compare-60m-sltrain SLTrain scale=60m backbone=sltrain train.global_batch=64 --peer $adapter/sltrain.py
+bench compare-60m-hf compare scale=60m backbone=full train.global_batch=64 --peer $adapter/hf.py
+PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}"
+compare compare-60m-cola CoLA scale=60m backbone=cola $peers --peer $adapter/cola.py --peer $adapter/cola.py:build_lean
+compare compare-60m-cola-eager CoLA scale=60m backbone=cola $peers compile=false --peer $adapter/cola.py
+compare compare-1b-cola CoLA scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/cola.py
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "failed: ${failed[*]}; their logs are in $out"

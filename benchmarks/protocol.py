@@ -6,27 +6,22 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 
-class Spread(NamedTuple):
-    """A median with its quartiles, or with an interval."""
+class Median(NamedTuple):
+    """The median of a sample, and an interval that contains the distribution's with 95 % probability or more."""
 
     median: float
     low: float
     high: float
 
 
-def quartiles(values: Sequence[float]) -> Spread:
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(median, low, high)
-
-
-def median_interval(values: Sequence[float]) -> Spread:
-    """The median of independent ``values`` of any distribution, and an interval that has the distribution's median with
-    95 % probability or more, by order statistics. It is unbounded for fewer than six values.
+def median_interval(values: Sequence[float]) -> Median:
+    """From independent ``values`` of any distribution, by order statistics; unbounded for fewer than six.
 
     The k-th smallest exceeds the median if fewer than k of n values lie below it, which has probability
     P(Binomial(n, 1/2) < k). The interval reaches from the k-th smallest to the k-th largest, with the largest k for
@@ -38,7 +33,7 @@ def median_interval(values: Sequence[float]) -> Spread:
         k += 1
         below += math.comb(n, k) / 2**n
     ends = (ordered[k - 1], ordered[n - k]) if k else (-math.inf, math.inf)
-    return Spread(statistics.median(ordered), *ends)
+    return Median(statistics.median(ordered), *ends)
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:
@@ -72,9 +67,9 @@ def interleaved(
     return times
 
 
-def ratios(times: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """The ratios of ``times`` to the ``reference`` of the same round."""
-    return [t / r for t, r in zip(times, reference, strict=True)]
+def paired(times: Sequence[float], reference: Sequence[float]) -> Median:
+    """The median ratio of ``times`` to the ``reference`` of the same round."""
+    return median_interval([t / r for t, r in zip(times, reference, strict=True)])
 
 
 def warm_up_products(device: torch.device) -> None:
@@ -86,6 +81,7 @@ def warm_up_products(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@cache
 def best_product(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of the fastest of some large matrix products: what this device reaches in practice."""
     n, repeats = (8192, 20) if device.type == "cuda" else (2048, 50)

@@ -3,12 +3,11 @@
 ``build`` is the step of its main script, ``build_lean`` the same without its waits for the host and with any attention.
 """
 
-import os
 import sys
 
-from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
+from benchmarks.peers import EPS, PAD, AuthorsStep, checkout
 
-CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "CoLA")
+CHECKOUT = checkout("CoLA")
 
 
 class Step(AuthorsStep):

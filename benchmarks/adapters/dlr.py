@@ -4,12 +4,11 @@ They publish no training script: the step is the lean one. ``build`` has DLR on,
 random map.
 """
 
-import os
 import sys
 
-from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
+from benchmarks.peers import EPS, PAD, AuthorsStep, checkout
 
-CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "DLR")
+CHECKOUT = checkout("DLR")
 SHAPES = {"60M": (512, 1376, 8, 8, 128), "130M": (768, 2048, 12, 12, 256), "350M": (1024, 2736, 16, 24, 256),
           "1B": (2048, 5461, 32, 24, 512), "7B": (4096, 11008, 32, 32, 1024)}  # fmt: skip
 

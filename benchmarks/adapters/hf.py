@@ -1,13 +1,7 @@
 """The dense LLaMA of transformers, with the lean step."""
 
-import importlib.util
-from pathlib import Path
-
-from dlr_pretrain.bench.peers import EPS, AuthorsStep
-
-spec = importlib.util.spec_from_file_location("adapter_shapes", Path(__file__).with_name("dlr.py"))
-shapes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(shapes)
+from benchmarks.adapters.dlr import llama
+from benchmarks.peers import EPS, AuthorsStep
 
 
 class Step(AuthorsStep):
@@ -20,4 +14,4 @@ def ours(scale):
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None):
-    return Step(shapes.llama(scale, layers).to(device=device, dtype=dtype), compile, lean=True)
+    return Step(llama(scale, layers).to(device=device, dtype=dtype), compile, lean=True)

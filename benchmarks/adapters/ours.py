@@ -2,8 +2,8 @@
 
 import os
 
-from dlr_pretrain.bench.arms import Arm
-from dlr_pretrain.bench.peers import as_batch
+from benchmarks.peers import as_batch
+from benchmarks.variants import Variant
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.runtime import Runtime
 
@@ -16,11 +16,11 @@ class Ours:
         cfg = load(words)
         runtime = Runtime(cfg)
         runtime.use_device()
-        self.arm = Arm("ours", cfg, runtime)
-        self.n = sum(p.numel() for p in self.arm.updates.weights.optimized.values())
+        self.variant = Variant("ours", cfg, runtime)
+        self.n = sum(p.numel() for p in self.variant.trainer.weights.optimized.values())
 
     def step(self, ids):
-        return self.arm.step(as_batch(ids, ids.numel()))
+        return self.variant.step(as_batch(ids, ids.numel()))
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None):

@@ -2,13 +2,12 @@
 
 import contextlib
 import io
-import os
 import sys
 import tempfile
 
-from dlr_pretrain.bench.peers import EPS, PAD, AuthorsStep
+from benchmarks.peers import EPS, PAD, AuthorsStep, checkout
 
-CHECKOUT = os.path.join(os.environ.get("PEERS_DIR", "peers"), "SLTrain")
+CHECKOUT = checkout("SLTrain")
 SETTINGS = {"60M": (128, 32), "130M": (256, 16), "350M": (256, 16), "1B": (512, 8), "7B": (1024, 8)}  # rank, alpha
 NAMES = {"lora_A": "a.weight", "lora_B": "b.weight", "sparse_value": "values", "sparse_index": "index"}
 

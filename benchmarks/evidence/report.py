@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from scipy.stats import t as student
 
-from benchmarks.protocol import median_interval
+from benchmarks.protocol import paired
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "evidence.md"
@@ -285,10 +285,11 @@ def cost(piece: Piece) -> str:
     """A row a backbone, whose variants are: without DLR, again without DLR, with DLR."""
     rows = []
     for plain, again, dlr in (line.get("variants") or line["arms"] for line in piece.lines):
-        ratios = [np.divide(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
-        shown = ("{:.4f} [{:.4f}, {:.4f}]".format(*median_interval(list(values))) for values in ratios)
+        ratios = [paired(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
+        shown = ("{:.4f} [{:.4f}, {:.4f}]".format(*ratio) for ratio in ratios)
         speeds = [f"{v['ms']:.1f}" for v in (plain, dlr)] + [f"{v['tokens_per_second']:,.0f}" for v in (plain, dlr)]
-        rows.append([plain["config"]["backbone"], *speeds, *shown])
+        words = dict(word.split("=") for word in plain.get("overrides") or plain["words"])
+        rows.append([words["backbone"], *speeds, *shown])
     note = (
         "ratio: seconds with DLR over those without in the same round, median [its 95 % interval]. The last column is "
         "the same of a second step without DLR."

@@ -21,12 +21,13 @@ from dlr_pretrain.data import Batch, TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Outcome
 from dlr_pretrain.doctor.machine import existing, file_system
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.benchmark import bare_trainer
 from dlr_pretrain.train.checkpoint import Keep
+from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.memory import largest_that_fits
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.trial import noise, trial
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
@@ -215,7 +216,8 @@ def saved_and_read(cfg: Config, scratch: Path | None) -> Outcome:
     with Runtime(short) as runtime:
         runtime.use_device()
         with Saver(scratch / "checkpoints", runtime, Keep(1)) as saver:
-            trainer = bare_trainer(short, runtime, vocab_size, lambda _: None, saver)
+            updates, console = trial(short, runtime, vocab_size), Console(short, False)
+            trainer = Trainer(short, runtime, updates, lambda *_: {}, console, lambda _: None, saver, None)
             trainer.descent.update(noise(short, runtime, vocab_size), 0, cfg.train.lr)
             trainer.step = 1
             began = time.perf_counter()

@@ -12,14 +12,14 @@ import itertools
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
-from dlr_pretrain.train.benchmark import bare_trainer
+from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.trial import trial
 from tests.conftest import SMALL
 
 CURVES = Path(__file__).with_name("curves.json")
@@ -55,16 +55,14 @@ def batches(batch_size: int, seq_len: int):
 
 
 def curve(*overrides: str) -> list[float]:
-    """The loss of every step of a run of the trainer, without data room and run directory."""
+    """The loss of every update of a run, without its loop, data and run directory."""
     kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
     kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
     cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
-    records: list[dict] = []
+    steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
     with Runtime(cfg) as runtime:
-        trainer = bare_trainer(cfg, runtime, VOCAB, records.append)
-        steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
-        trainer.train(SimpleNamespace(take=lambda *_: next(steps)))
-    return [record["train/loss"] for record in records]
+        updates = trial(cfg, runtime, VOCAB)
+        return [updates.update(batch, i, rate(cfg, i))[0].item() for i, batch in enumerate(steps)]
 
 
 def main() -> None:

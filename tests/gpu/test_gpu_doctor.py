@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
+from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis.memory import peak_bytes
-from dlr_pretrain.bench.rounds import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import memory
 from dlr_pretrain.train.runtime import Runtime

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis.memory import memory
-from dlr_pretrain.bench.rounds import warm_up_products
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial

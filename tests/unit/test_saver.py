@@ -11,7 +11,6 @@ import torch
 
 from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.train import checkpoint, saver
-from dlr_pretrain.train.benchmark import saving
 from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
@@ -223,12 +222,6 @@ def test_training_goes_on_meanwhile(train, tmp_path, monkeypatch):
     names = [d.name for d in checkpoint.directories(tmp_path / "run" / "checkpoints")]
     assert names == ["step_00000012", "step_00000010", "step_00000005"]
     assert load(tmp_path / "run" / "checkpoints" / "step_00000005").step == 5
-
-
-def test_the_benchmark_measures_every_quantity(words):
-    found = {m.name: m.values for m in saving(load_config(words("scale.vocab_size=120")), rounds=2)}
-    assert all(len(values) == (1 if name == "checkpoint" else 2) for name, values in found.items()) and len(found) == 7
-    assert min(v for values in found.values() for v in values) > 0
 
 
 def last_logged(folder) -> int:

@@ -12,20 +12,28 @@ file may have ``ours(scale)``, which returns the overrides with which we compute
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dlr_pretrain.bench.arms import LR
+from benchmarks.variants import LR
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.util.errors import UserError
 
 PAD = 1
+EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates
+
+
+def checkout(name: str) -> str:
+    """The folder of a peer's checkout: $PEERS_DIR/name, or peers/name."""
+    return os.path.join(os.environ.get("PEERS_DIR", "peers"), name)
 
 
 class Peer:
@@ -33,7 +41,11 @@ class Peer:
 
     def __init__(self, place: str, scale: str):
         path, _, function = place.partition(":")
-        module = _imported(Path(path))
+        if not Path(path).is_file():
+            raise ConfigError([Problem("--peer", path, "no such file", "The adapters are in benchmarks/adapters")])
+        spec = importlib.util.spec_from_file_location(f"adapter_{Path(path).stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
         self.name = Path(path).stem + function.removeprefix("build")
         self.scale, self.make = scale.upper(), getattr(module, function or "build", None)
         if self.make is None:
@@ -57,6 +69,7 @@ class PeerStep:
 
     def __init__(self, built):
         self.built = built
+        self.tensors: Callable[[], dict[str, Tensor]] = getattr(built, "tensors", dict)
 
     def step(self, batch: Batch) -> Tensor:
         return self.built.step(peer_ids(batch))
@@ -64,9 +77,6 @@ class PeerStep:
     def on(self, batch: Batch) -> Callable[[], object]:
         ids = peer_ids(batch)
         return lambda: self.built.step(ids)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.built.tensors()
 
 
 def peer_ids(batch: Batch) -> Tensor:
@@ -82,21 +92,18 @@ def as_batch(ids: Tensor, real_tokens: int) -> Batch:
     return Batch(tokens, (ids != PAD).sum(1, dtype=torch.int32), real_tokens, {})
 
 
-EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates
-
-
 class AuthorsStep:
     """One update as the main scripts of GaLore's family write it (CoLA's and SLTrain's among them).
 
     The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged;
-    ``lean`` omits both. ``repo_sdp`` forbids flash and memory-efficient attention, as these scripts do.
+    ``lean`` omits both. ``repo_sdp`` leaves attention to plain products, as these scripts do: they forbid flash and
+    memory-efficient attention, and the torch of their time had no cuDNN attention.
     """
 
     def __init__(self, model: nn.Module, compile: bool, lean: bool = False, repo_sdp: bool = False):
         self.model = model.train()
         self.forward = torch.compile(model, dynamic=False) if compile else model
         self.trained = [p for p in model.parameters() if p.requires_grad]
-        self.n = sum(p.numel() for p in self.trained)
         self.optimizer = torch.optim.AdamW(self.trained, lr=LR, weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
         self.lean, self.repo_sdp = lean, repo_sdp
@@ -105,7 +112,7 @@ class AuthorsStep:
         mask = ids != PAD
         if not self.lean:
             mask.sum().item()
-        with _without_flash(self.repo_sdp):
+        with sdpa_kernel(SDPBackend.MATH) if self.repo_sdp else nullcontext():
             loss = self.forward(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 0.5)
@@ -115,24 +122,3 @@ class AuthorsStep:
         self.schedule.step()
         self.optimizer.zero_grad()
         return loss.detach()
-
-
-@contextmanager
-def _without_flash(forbidden: bool) -> Iterator[None]:
-    backends = torch.backends.cuda
-    before = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()
-    if forbidden:
-        backends.enable_flash_sdp(False), backends.enable_mem_efficient_sdp(False)
-    try:
-        yield
-    finally:
-        backends.enable_flash_sdp(before[0]), backends.enable_mem_efficient_sdp(before[1])
-
-
-def _imported(path: Path):
-    if not path.is_file():
-        raise ConfigError([Problem("--peer", path, "no such file", "The adapters are in benchmarks/adapters")])
-    spec = importlib.util.spec_from_file_location(f"adapter_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

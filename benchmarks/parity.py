@@ -1,6 +1,6 @@
-"""The check before timing: a step's time counts only if its losses agree with those of the plain model.
+"""The parity check: a step's time counts only if its losses agree with those of the plain model.
 
-The step and the plain form of its configuration take ``STEPS`` updates on one batch from one start. The plain form is
+The step and the plain form of its configuration make ``STEPS`` updates on one batch from one start. The plain form is
 eager code, with each projection by itself, nothing recomputed, and the residual as the paper's branch. fp32 losses must
 agree to 1e-5. The bound for bf16 is ``SPREAD`` times the largest difference between plain runs that differ only in the
 rounding of their start: to the nearest, or at random.
@@ -15,7 +15,7 @@ from itertools import combinations
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.bench.arms import Arm
+from benchmarks.variants import Variant
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
@@ -60,22 +60,21 @@ class References:
 
     def judge(self, cfg: Config, found: list[float]) -> Verdict:
         """Compare ``found``, the losses of ``cfg``, with those of its plain form."""
-        expected = self._losses(cfg, None)
-        return Verdict("the plain model", difference(found, expected), self.bound(cfg))
+        return Verdict("the plain model", difference(found, self.losses(cfg)), self.bound(cfg))
 
     def bound(self, cfg: Config) -> float:
         """How far the losses of two forms of ``cfg`` may be from each other."""
         if WORKING_DTYPE[cfg.precision.name] == torch.float32:
             return FP32_BOUND
-        runs = [self._losses(cfg, seed) for seed in (None, *AT_RANDOM)]
+        runs = [self.losses(cfg, seed) for seed in (None, *AT_RANDOM)]
         return SPREAD * max(difference(a, b) for a, b in combinations(runs, 2))
 
-    def _losses(self, cfg: Config, rounding: int | None) -> list[float]:
+    def losses(self, cfg: Config, rounding: int | None = None) -> list[float]:
         cfg = plain(cfg)
         key = repr(replace(cfg, run=None)), rounding  # the run's name changes no loss
         if key not in self.known:
             model = plain_model(cfg, self.runtime, rounding)
-            self.known[key] = losses(Arm("plain", cfg, self.runtime, model).step, self.batch)
+            self.known[key] = losses(Variant("plain", cfg, self.runtime, model).step, self.batch)
         return self.known[key]
 
 
@@ -93,9 +92,8 @@ def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
     ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
     dtype = STATE_DTYPE[cfg.precision.name]
     model = build(ungrouped, cfg.planned_vocab_size, runtime.device, dtype if rounding is None else torch.float32)
-    if rounding is None:
-        return model
-    round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
+    if rounding is not None:
+        round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
     return model.to(dtype)
 
 

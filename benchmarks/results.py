@@ -1,0 +1,117 @@
+"""Results as Markdown and JSON: what was measured, on what, by which command."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dlr_pretrain.train.record import git_state, versions
+
+Columns = Mapping[str, Callable[[dict], str | None]]
+
+
+def about() -> dict[str, str]:
+    """Command, machine, versions and commit."""
+    listed = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in listed if line.startswith("model name")]
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "machine": f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores{load}, {platform.system()}",
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "commit": git_state() or "unknown",
+    }
+
+
+def write(found: dict, title: str, columns: Columns, to_json: Path | None, to_markdown: Path | None) -> None:
+    """Print the facts and the table of ``found``, and write them and all results to the files that were asked for."""
+    facts = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            value = ", ".join(f"{key} {shown}" for key, shown in value.items())
+        if isinstance(value, str):
+            facts.append(f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}")
+    text = "\n".join([f"# {title}", "", *facts, "", table(columns, found["variants"])]) + "\n"
+    print(text)
+    for path, content in ((to_json, json.dumps(found, indent=1) + "\n"), (to_markdown, text)):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
+def table(columns: Columns, variants: Sequence[dict]) -> str:
+    """A Markdown table, padded so that its source is readable too, without the columns that have no value."""
+    filled = {name: [cell(variant) or "" for variant in variants] for name, cell in columns.items()}
+    filled = {name: cells for name, cells in filled.items() if any(cells)}
+    widths = [max(map(len, [name, *cells])) for name, cells in filled.items()]
+
+    def line(first: str, *others: str) -> str:
+        cells = (other.rjust(width) for other, width in zip(others, widths[1:], strict=True))
+        return "| " + " | ".join((first.ljust(widths[0]), *cells)) + " |"
+
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return "\n".join([line(*filled), f"|{rule}|", *(line(*row) for row in zip(*filled.values(), strict=True))])
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def ratio(variant: dict) -> str:
+    return "{median:.4f} [{low:.4f}, {high:.4f}]".format(**variant["ratio"])
+
+
+def parity(variant: dict) -> str:
+    if not (verdict := variant["parity"]):
+        return "not compared"
+    text = f"{verdict['difference']:.1e} / {verdict['bound']:.1e}"
+    return text if verdict["passes"] else f"DIFFER, the times do not count: {text}"
+
+
+def share(variant: dict, peak: str) -> str | None:
+    found = variant.get("mfu", {}).get(peak)
+    return found and f"{100 * found:.1f}%"
+
+
+def compile_seconds(variant: dict, cache: str) -> str | None:
+    return f"{variant['compile_s'][cache]:.1f}" if "compile_s" in variant else None
+
+
+STEPS: Columns = {  # ratio: seconds over the first variant's of the same round, median [95 % interval]
+    "variant": lambda v: v["name"],
+    "ms/step": lambda v: number(v["ms"]),
+    "ratio": ratio,
+    "tokens/s": lambda v: number(v["tokens_per_second"]),
+    "MFU, data sheet": lambda v: share(v, "datasheet"),
+    "MFU, large products": lambda v: share(v, "measured"),
+    "compile s, cold": lambda v: compile_seconds(v, "cold"),
+    "warm": lambda v: compile_seconds(v, "warm"),
+    "parity / bound": parity,  # largest relative difference of a loss in 20 updates
+}
+FOLDS: Columns = {
+    "logits of": lambda v: v["name"],
+    "ms": lambda v: number(v["ms"]),
+    "ratio to the base": ratio,
+    "largest difference from the folded": lambda v: None if v["difference"] is None else f"{v['difference']:.1e}",
+    "equal bit for bit": lambda v: {True: "yes", False: "NO", None: ""}[v["equal"]],
+}
+MEMORY: Columns = {
+    "variant": lambda v: v["name"],
+    "peak GB": lambda v: f"{v['peak'] / 1e9:.2f}",
+    "plan's GB (eager)": lambda v: f"{v['estimate'] / 1e9:.2f}",
+    "peak / plan's": lambda v: f"{v['peak'] / v['estimate']:.3f}",
+    "step s": lambda v: f"{v['step_s']:.3g}",
+}
+DATA: Columns = {
+    "measure": lambda v: f"{v['name']}, {v['unit']}",
+    "median": lambda v: f"{sorted(v['values'])[len(v['values']) // 2]:.4g}",
+    "lowest": lambda v: f"{min(v['values']):.4g}",
+    "highest": lambda v: f"{max(v['values']):.4g}",
+    "by processor time": lambda v: "processor" in v and f"{sorted(v['processor'])[len(v['processor']) // 2]:.4g}",
+}

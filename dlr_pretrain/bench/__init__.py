@@ -1,1 +1,0 @@
-"""Benchmarks side by side: our steps and those of peers, folding, memory, compile times."""
