@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from dlr_pretrain.bench.words import joined
+from benchmarks.__main__ import parser as benchmarks_parser
+from benchmarks.variants import joined
 from dlr_pretrain.config.arguments import read
 from dlr_pretrain.config.composition import build, session
 from dlr_pretrain.launch.grid import read_grid
@@ -89,8 +90,8 @@ def test_a_command_is_understood(command, understood):
         assert listed.returncode == 0 and len(listed.stdout.splitlines()) > 20, listed.stderr
         for line in listed.stdout.splitlines():
             piece = shlex.split(line.partition(": ")[2])
-            if "scripts/benchmark.py" in piece:
-                overrides_compose(*understood(piece[1:]))
+            if piece[2] == "benchmarks":
+                measured(piece[3:])
             else:
                 assert piece[1:5] == ["-m", "pytest", "-m", "gpu"] and (ROOT / piece[5]).is_file()
         return
@@ -106,8 +107,14 @@ def test_a_command_is_understood(command, understood):
 
 
 def overrides_compose(given: argparse.Namespace, overrides: list[str]) -> None:
-    for arm in getattr(given, "arm", []) or getattr(given, "setting", []) or [""]:
-        composes(["-m", *joined(overrides, arm.split())])
+    for variant in getattr(given, "variant", []) or [""]:
+        composes(["-m", *joined(overrides, variant.split())])
+
+
+def measured(words: list[str]) -> None:
+    """What ``python -m benchmarks`` checks first."""
+    given = benchmarks_parser().parse_intermixed_args(words)
+    overrides_compose(given, given.overrides)
 
 
 def composes(words: list[str]) -> None:
@@ -139,4 +146,8 @@ def test_what_is_fetched_is_what_the_configuration_names():
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m ")])
 def test_a_module_that_is_run_is_there(command):
-    assert command == "python -m pytest -n 3"
+    _, _, module, *words = shlex.split(command)
+    if module == "benchmarks":
+        measured(words)
+    else:
+        assert command == "python -m pytest -n 3"
