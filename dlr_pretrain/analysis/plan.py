@@ -61,7 +61,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])
     budget = token_budget(cfg.scale.name)
     of = counts(cfg, vocab_size)
-    paper = {"weights": of.weight_bytes, "optimizer_state": of.state, "indices": of.index_bytes}
+    paper = {"weights": 2 * of.total, "optimizer_state": of.state, "indices": 8 * of.indices}
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     kept = disk(cfg, vocab_size)
     return {

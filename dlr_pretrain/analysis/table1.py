@@ -20,7 +20,7 @@ from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.util.text import fill
 
 GB, GIB = 1e9, 2.0**30
-LAX = ("lax", "cola_lax")
+OUTSIDE = ("model.embed_tokens", "lm_head", "model.norm")
 
 CONVENTIONS = {
     "a": "2 bytes a weight and the optimizer's state in bf16, each rounded to 0.01 GB, then added",
@@ -29,11 +29,13 @@ CONVENTIONS = {
     "d": "as a, and 8 bytes for each index",
     "e": "8 bytes for each of the millions of parameters, in GiB: with gradients, unlike all other rows",
 }
-SLTRAIN = (
-    "no one share of trained entries gives 47, 104, 215 and 732: the authors' 3% gives 44, 97, 194 and 646, 10% 45, "
-)
+OF_BACKBONE = {  # the convention of its row; the others' is b
+    **dict.fromkeys(("full", "galore", "fira"), "a"),
+    **{"lora": "c", "sltrain": "d", "lax": "e", "cola_lax": "e"},
+}
 UNREACHABLE = {
-    ("sltrain", "parameters"): SLTRAIN + "102, 215 and 730",
+    ("sltrain", "parameters"): "no one share of trained entries gives 47, 104, 215 and 732: the authors' 3% gives 44, "
+    "97, 194 and 646, 10% 45, 102, 215 and 730",
     ("sltrain", "memory"): "follows from its parameters; 10% gives 0.29, 0.68, 1.53 and 5.35",
     ("lax", "parameters"): "609 has no gate with weights; the table of measured memory has 610, as we count",
     ("cola_lax", "parameters"): "as lax",
@@ -48,7 +50,7 @@ class Row:
 
     method: str
     scale: str
-    tokens_b: float
+    tokens_b: str
     params_m: str
     mem_gb: str
 
@@ -60,6 +62,10 @@ class Row:
     @property
     def recipe(self) -> str:
         return f"table1/{self.method.replace('+', '_')}"
+
+    @property
+    def convention(self) -> str:
+        return OF_BACKBONE.get(self.backbone, "b")
 
 
 @dataclass(frozen=True)
@@ -83,19 +89,14 @@ class Cell:
 
 
 def rows() -> list[Row]:
+    names = ("method", "scale", "tokens_b", "params_m", "mem_gb")
     with Path(__file__).with_name("table1.csv").open() as file:
-        return [
-            Row(r["method"], r["scale"], float(r["tokens_b"]), r["params_m"], r["mem_gb"]) for r in csv.DictReader(file)
-        ]
+        return [Row(**{name: row[name] for name in names}) for row in csv.DictReader(file)]
 
 
 def token_budget(scale: str) -> float | None:
     """The tokens that the paper's table names for a scale; None for a scale that is not in it."""
-    return next((row.tokens_b * 1e9 for row in rows() if row.scale == scale), None)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Counting
+    return next((float(row.tokens_b) * 1e9 for row in rows() if row.scale == scale), None)
 
 
 @dataclass(frozen=True)
@@ -108,48 +109,32 @@ class Counts:
     indices: int
     state: int
 
-    @property
-    def weight_bytes(self) -> int:
-        return 2 * self.total
-
-    @property
-    def index_bytes(self) -> int:
-        return 8 * self.indices
-
 
 def counts(cfg: Config, vocab_size: int | None = None) -> Counts:
     model = build(cfg, vocab_size or cfg.planned_vocab_size, torch.device("meta"), torch.bfloat16)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    outside = [model.model.embed_tokens, model.lm_head, model.model.norm]
-    for block in model.model.layers:
-        outside += [block.input_layernorm, block.post_attention_layernorm]
+    outside = (p for name, p in model.named_parameters() if name.startswith(OUTSIDE) or "layernorm" in name)
     return Counts(
         total=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in trained.values()),
-        outside=sum(module.weight.numel() for module in outside),
+        outside=sum(p.numel() for p in outside),
         indices=sum(b.numel() for b in model.buffers()),
         state=state_bytes(cfg.optimizer, trained),
     )
 
 
-def convention(row: Row) -> str:
-    special = {"lora": "c", "sltrain": "d", **dict.fromkeys(LAX, "e"), **dict.fromkeys(("full", "galore", "fira"), "a")}
-    return special.get(row.backbone, "b")
-
-
 def printed_memory(row: Row, of: Counts) -> str:
     """Our memory by the convention of ``row``, in the paper's format."""
-    how = convention(row)
-    unit = GIB if how in "bc" and row.scale == "60m" else GB
+    unit = GIB if row.convention in "bc" and row.scale == "60m" else GB
     trained = round(2 * of.trained / unit, 2) + round(of.state / unit, 2)
     memory = {
         "a": trained,
         "b": trained,
         "c": round(2 * (of.total - of.trained + of.outside) / GB, 2) + trained,
-        "d": trained + round(of.index_bytes / GB, 2),
+        "d": trained + round(8 * of.indices / GB, 2),
         "e": 8e6 * round(of.trained / 1e6) / GIB,
     }
-    return f"{memory[how]:.2f}"
+    return f"{memory[row.convention]:.2f}"
 
 
 def compare(configure: Callable[[str, str], Config]) -> Iterator[Cell]:
@@ -158,11 +143,7 @@ def compare(configure: Callable[[str, str], Config]) -> Iterator[Cell]:
         of = counts(configure(row.recipe, row.scale))
         millions = f"{of.trained / 1e6:.0f}"
         yield Cell(row.method, row.scale, "parameters", row.params_m, millions, "trained parameters")
-        yield Cell(row.method, row.scale, "memory", row.mem_gb, printed_memory(row, of), convention(row))
-
-
-# ----------------------------------------------------------------------------------------------------
-# Showing
+        yield Cell(row.method, row.scale, "memory", row.mem_gb, printed_memory(row, of), row.convention)
 
 
 def render(cells: list[Cell]) -> str:

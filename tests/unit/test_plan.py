@@ -23,10 +23,9 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.composition import build as compose
 from dlr_pretrain.config.composition import session
 from dlr_pretrain.models import build
-from tests.conftest import ROOT
+from tests.conftest import ROOT, script
 
-SHAPES = {"60m": (512, 1376, 8, 128), "130m": (768, 2048, 12, 256), "350m": (1024, 2736, 24, 256),
-          "1b": (2048, 5461, 24, 512), "7b": (4096, 11008, 32, 1024)}  # fmt: skip
+SHAPES = {"60m": (512, 1376, 8, 128), "1b": (2048, 5461, 24, 512), "7b": (4096, 11008, 32, 1024)}  # D, F, L, r
 V = 32_000
 TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_batch=2", "data=sample", "logger=jsonl"]
 
@@ -43,22 +42,17 @@ def closed_form(scale: str, backbone: str) -> int:
     d, f, layers, r = SHAPES[scale]
     outside = 2 * V * d + layers * 2 * d + d
     shapes = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
-    dense = sum(m * n for m, n in shapes)
     factors = sum(m + n for m, n in shapes)
-    if backbone == "full":
-        return outside + layers * dense
-    if backbone == "sltrain":
-        share = 0.05 if scale == "7b" else 0.03
-        return outside + layers * (r * factors + sum(int(share * m * n) for m, n in shapes))
-    if backbone == "lost":
-        r = {"60m": 124, "130m": 251, "350m": 249, "1b": 499, "7b": 998}[scale]
-        return outside + layers * (r * factors + sum(max(1, int(0.01 * m)) * n for m, n in shapes))
-    gate = 0
-    if "lax" in backbone:
-        dense_gate = scale == "60m" or (backbone == "cola_lax" and scale in ("130m", "350m"))
-        n1, n2 = {128: (8, 16), 256: (16, 16), 512: (16, 32), 1024: (32, 32)}[r]
-        gate = (r * r + r if dense_gate else n1 * n1 + n2 * n2) + 2 * r  # and a LayerNorm over the latent
-    return outside + layers * r * factors + (layers - 1) * 7 * gate
+    n1, n2 = {128: (8, 16), 512: (16, 32), 1024: (32, 32)}[r]
+    gate = (r * r + r if scale == "60m" else n1 * n1 + n2 * n2) + 2 * r  # and a LayerNorm over the latent
+    sparse, lost_rank = {"60m": (0.03, 124), "1b": (0.03, 499), "7b": (0.05, 998)}[scale]
+    block = {
+        "full": sum(m * n for m, n in shapes),
+        "sltrain": r * factors + sum(int(sparse * m * n) for m, n in shapes),
+        "lost": lost_rank * factors + sum(max(1, int(0.01 * m)) * n for m, n in shapes),
+    }
+    crossing = (layers - 1) * 7 * gate if "lax" in backbone else 0
+    return outside + layers * block.get(backbone, r * factors) + crossing
 
 
 @pytest.mark.parametrize("backbone", ["full", "lowrank", "cola", "lora", "lost", "lax", "cola_lax", "sltrain"])
@@ -73,18 +67,13 @@ def test_parameters_are_those_of_the_closed_form_to_the_unit(backbone):
 
 def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
     """learned alphas are gone, B that was frozen is a weight, LoRA and SLTrain are plain LLaMAs"""
-    plain = closed_form("60m", "cola")
-    for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - sum_of_b("60m"))):
+    plain, of_b = closed_form("60m", "cola"), 8 * 128 * (5 * 512 + 2 * 1376)
+    for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - of_b)):
         cfg = config("backbone=cola", f"dlr={option}")
         assert (counts(cfg).trained, folded_parameters(cfg, V)) == (trained, plain)
     for backbone in ("lora", "sltrain"):
         assert folded_parameters(config(f"backbone={backbone}"), V) == closed_form("60m", "full")
     assert counts(config("backbone=lora")).total - closed_form("60m", "lora") == 8 * (4 * 512**2 + 3 * 512 * 1376)
-
-
-def sum_of_b(scale: str) -> int:
-    d, f, layers, r = SHAPES[scale]
-    return layers * r * (5 * d + 2 * f)
 
 
 # ---------------------------------------------------------------------------------------------------- Table 1
@@ -99,8 +88,8 @@ NOT_REACHED = {
 }
 
 
-@pytest.fixture(scope="module")
-def cells():
+@pytest.mark.full
+def test_every_cell_of_table_1_agrees_that_can_and_the_others_say_why():
     with session():
 
         def configure(recipe: str, scale: str) -> Config:
@@ -108,48 +97,46 @@ def cells():
             assert problems == []
             return cfg
 
-        return list(compare(configure))
-
-
-def test_every_cell_of_table_1_agrees_that_can_and_the_others_say_why(cells):
+        cells = list(compare(configure))
     assert len(cells) == 16 * 4 * 2
     assert {(c.method, c.scale, c.column) for c in cells if not c.agrees} == NOT_REACHED
     assert all((c.reason is None) == c.agrees and c.reason != "unknown" for c in cells)
     assert {(c.method.removesuffix("+dlr"), c.column) for c in cells if not c.agrees} == set(UNREACHABLE)
     assert [token_budget(scale) for scale in (*SCALES, "7b")] == [1.4e9, 2.6e9, 7.8e9, 13.1e9, None]
 
-
-def test_the_reasons_name_the_right_figures():
-    by_key = {(row.method, row.scale): row for row in rows()}
+    by_key = {(row.method, row.scale): row for row in rows()}  # the figures that the reasons name
     for share, millions in ((0.03, "44 97 194 646"), (0.1, "45 102 215 730")):
         found = [counts(config(f"scale={s}", "backbone=sltrain", f"backbone.sparsity={share}")) for s in SCALES]
         assert [f"{of.trained / 1e6:.0f}" for of in found] == millions.split()
-    assert [printed_memory(by_key["sltrain", s], of) for s, of in zip(SCALES, found, strict=True)] == [
-        *("0.29", "0.68", "1.53", "5.35")
-    ]
+    memories = [printed_memory(by_key["sltrain", s], of) for s, of in zip(SCALES, found, strict=True)]
+    assert memories == ["0.29", "0.68", "1.53", "5.35"]
     galore = config("scale=350m", "backbone=full", "optimizer=galore", "optimizer.rank=384")
     assert printed_memory(by_key["galore", "350m"], counts(galore)) == "1.59"
+
+
+def test_recipes_have_the_papers_parameters_and_memory():
+    """One scale of the table; all of it is in the test above."""
+    for row in rows():
+        if row.scale == "130m" and row.backbone != "sltrain":
+            of = counts(config("scale=130m", f"experiment={row.recipe}"))
+            assert (f"{of.trained / 1e6:.0f}", printed_memory(row, of)) == (row.params_m, row.mem_gb), row.method
 
 
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "backbone=cola dlr=on",
-        "backbone=cola dlr=on dlr.impl=branch train.activation_checkpointing=block",
-        "backbone=lowrank train.activation_checkpointing=latent",
-        "backbone=cola_lax dlr=on backbone.gate=tensor",
-        "backbone=lost dlr=no_b",
-        "backbone=sltrain",
-        "backbone=lora",
-        "backbone=cola data.mask_documents=true",
-        "backbone=full scale.intermediate_size=341",
-    ],
-)
-def test_meta_tensors_count_as_real_ones(monkeypatch, words, held):
+@pytest.mark.parametrize("words", [
+    "backbone=cola dlr=on",
+    "backbone=cola dlr=on dlr.impl=branch train.activation_checkpointing=block",
+    "backbone=lowrank train.activation_checkpointing=latent",
+    "backbone=cola_lax dlr=on backbone.gate=tensor",
+    "backbone=lost dlr=no_b",
+    "backbone=sltrain",
+    "backbone=lora",
+    "backbone=cola data.mask_documents=true",
+    "backbone=full scale.intermediate_size=341",
+])  # fmt: skip
+def test_meta_tensors_count_as_real_ones(monkeypatch, words):
     """The same operators on both: attention is that of a CPU. (Its LayerNorm keeps bf16 statistics, a GPU's fp32.)"""
 
     def cpu_attention(q, k, v, bias, is_causal):
@@ -159,10 +146,10 @@ def test_meta_tensors_count_as_real_ones(monkeypatch, words, held):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cpu_attention)
     cfg = config(*TINY, "scale.num_layers=2", *words.split())
     dtype = torch.float32 if "lax" in words else torch.bfloat16
-    models = (build(cfg, 500, torch.device(at), dtype) for at in ("meta", "cpu"))
-    on_meta, real = (step_bytes(model, 2, 64, held, masked=cfg.data.mask_documents) for model in models)
-    assert on_meta == real
-    assert 0 < real.kept < real.peak
+    models = [build(cfg, 500, torch.device(at), dtype) for at in ("meta", "cpu")]
+    for held in (False, True):
+        on_meta, real = (step_bytes(model, 2, 64, held, masked=cfg.data.mask_documents) for model in models)
+        assert on_meta == real and 0 < real.kept < real.peak
 
 
 def test_the_count_is_what_the_allocator_hands_out():
@@ -201,12 +188,9 @@ def test_checkpointing_keeps_the_latents_or_the_input_of_each_block(checkpointin
     cfgs = [config(*words, f"scale.num_layers={n}") for n in (3, 5)]
     kept = [step_bytes(build(cfg, 500, torch.device("meta"), torch.bfloat16), 2, 64, True).kept for cfg in cfgs]
     assert (kept[1] - kept[0]) / 2 == 2 * 64 * values * 2
-
-
-def test_a_mask_between_documents_is_kept_once_for_all_blocks():
-    plain, masked = (memory(config(*TINY, f"data.mask_documents={on}"), 500, 1) for on in (False, True))
-    rows = config(*TINY).micro_batch(1)
-    assert masked.activations - plain.activations == pytest.approx(rows * 64 * 64 * 2, rel=0.1)
+    if checkpointing == "block":  # a mask between documents is kept once for all blocks
+        masked = step_bytes(build(cfgs[1], 500, torch.device("meta"), torch.bfloat16), 2, 64, True, masked=True)
+        assert masked.kept - kept[1] == pytest.approx(2 * 64 * 64 * 2, rel=0.1)
 
 
 def test_what_precision_ranks_and_accumulation_add():
@@ -238,35 +222,27 @@ def test_gradients_that_wait_for_others_add_to_the_peak():
 
 
 KEYS = {
-    "run": {"scale", "backbone", "dlr", "optimizer", "precision", "data", "dir"},
-    "vocabulary": {"size", "assumed"},
-    "parameters": {"total", "trainable", "folded"},
-    "flops_per_token": None,
-    "flops_total": None,
-    "memory": {"weights", "masters", "gradients", "optimizer_state", "activations", "temporaries", "total"},
-    "host_memory": None,
-    "disk": {"checkpoint", "run"},
-    "paper_memory": {"weights", "optimizer_state", "indices", "total"},
-    "batch": {"ranks", "global_batch", "micro_batch", "micro_batches", "seq_len", "positions"},
-    "steps": None,
-    "warmup_steps": None,
-    "tokens": {"positions", "paper_budget", "budget_steps"},
-    "schedule": None,
-    "restart_every": None,
-    "speed": {"gpu", "peak_flops", "estimates"},
-    "paper_measured": None,
+    *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "host_memory", "disk", "batch"),
+    *("paper_memory", "steps", "warmup_steps", "tokens", "schedule", "restart_every", "speed", "paper_measured"),
 }
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "scripts/plan.py", *words], cwd=ROOT, capture_output=True, text=True)
+def command(*words: str) -> int:
+    """The exit code of the script, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["scripts/plan.py", *words])
+        try:
+            return script("plan").main()
+        except SystemExit as ended:  # argparse's
+            return ended.code
 
 
-def test_the_command_prints_json_with_stable_keys_and_needs_no_data():
-    done = command("scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json")
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
-    assert {key: set(value) if isinstance(value, dict) else None for key, value in found.items()} == KEYS
+def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
+    assert command("scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json") == 0
+    done = capsys.readouterr()
+    assert done.err == ""
+    found = json.loads(done.out)
+    assert set(found) == KEYS
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
     assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "micro_batches": 1, "seq_len": 256,
                               "positions": 131_072}  # fmt: skip
@@ -306,6 +282,7 @@ def test_auto_becomes_the_largest_micro_batch_that_is_counted_to_fit(monkeypatch
         assert plan(cfg, 1)["batch"]["micro_batch"] == expected
 
 
+@pytest.mark.full
 def test_a_reader_that_has_gone_ends_it_without_a_word():
     reader, writer = os.pipe()
     os.close(reader)
@@ -325,7 +302,7 @@ def test_a_reader_that_has_gone_ends_it_without_a_word():
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: did you mean --gpus?"),
 ])  # fmt: skip
-def test_mistakes_are_told_as_by_the_training_command(words, error):
-    done = command(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert error in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_told_as_by_the_training_command(words, error, capsys):
+    assert command(*words) == 2
+    done = capsys.readouterr()
+    assert done.out == "" and error in done.err and "Traceback" not in done.err
