@@ -14,9 +14,9 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, identity
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.doctor import machine, reference, start
+from dlr_pretrain.doctor import machine, start
 from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
-from dlr_pretrain.util.command import command, refuse
+from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 
 
@@ -29,18 +29,9 @@ def main(argv: list[str]) -> int:
         epilog="Everything else is an override, as train.py takes them. By torchrun, all ranks are checked.",
         allow_abbrev=False,
     )
-    parser.add_argument("--reference", action="store_true", help="train a recipe of minutes whose loss is known")
     parser.add_argument("--patience", type=_factor, default=1.0, metavar="X", help="times the time of each check")
     given, words = parser.parse_known_args(argv)
-    if given.reference:
-        refuse(parser, given, ("--patience",), "is of the checks, and --reference trains")
-
-    def act() -> int:
-        if given.reference:
-            return 0 if reference.train(words) else 1
-        return _examine(*configuration(words), Ranks(), given.patience)
-
-    return command(act)
+    return command(lambda: _examine(*configuration(words), Ranks(), given.patience))
 
 
 def _factor(text: str) -> float:

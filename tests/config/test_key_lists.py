@@ -11,7 +11,6 @@ from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS
 from dlr_pretrain.deploy import card
-from dlr_pretrain.doctor import reference
 from dlr_pretrain.launch.trained import FINGERPRINTS
 from dlr_pretrain.train import fork
 
@@ -31,7 +30,6 @@ LISTS = {
     "groups.TEXT": groups.TEXT,
     "identity.ORIGIN": ORIGIN,
     "paper.UNMARKED": paper.UNMARKED,
-    "reference.FREE": reference.FREE,
     "compare.PLACES": compare.PLACES,
 }
 

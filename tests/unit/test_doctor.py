@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ import torch
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.doctor import command, machine, reference, start
+from dlr_pretrain.doctor import command, machine, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Check, Outcome, Ranks, run
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
@@ -275,36 +274,3 @@ def test_data_that_the_tokenizer_does_not_know_is_warned_of(words, corpus, tmp_p
     assert found.level == OK and f"{corpus}" in found.text and "120 pieces" in found.text
     small = load(words("scale.vocab_size=119"))
     assert start.data(small, 0, 1).fix == "Set scale.vocab_size=120 or more"
-
-
-# ---------------------------------------------------------------------------------------------------- the reference
-
-
-RUNS = [{"text": "a", "loss": loss} for loss in (5.0, 5.1, 5.2)] + [{"text": "b", "loss": 6.0}]
-
-
-def test_the_band_is_that_of_the_runs_on_the_same_text():
-    low, high, basis = reference.band(RUNS, "a")
-    assert (low, high) == (pytest.approx(4.8), pytest.approx(5.4)) and basis == "3 runs on this very text"
-    assert reference.judge(5.35, RUNS, "a").level == OK
-    assert reference.judge(5.6, RUNS, "a").level == reference.judge(4.6, RUNS, "a").level == FAIL
-    assert reference.judge(float("nan"), RUNS, "a").level == FAIL
-
-
-def test_another_text_has_a_wider_band_and_no_certainty():
-    low, high, basis = reference.band(RUNS, "c")
-    assert low < 4.8 and high > 6.0 and "2 texts, fewer than three of them on this one" in basis
-    assert (reference.judge(6.0, RUNS, "c").level, reference.judge(9.0, RUNS, "c").level) == (OK, WARN)
-
-
-def test_every_run_that_was_made_lies_in_its_band():
-    record = json.loads(reference.RECORD.read_text())
-    assert len(record) >= 5 and len({one["seed"] for one in record}) >= 3
-    for one in record:
-        assert reference.judge(one["loss"], record, one["text"]).level == OK
-        assert "experiment=reference" in one["command"]
-
-
-def test_the_reference_recipe_is_not_changed_by_words():
-    with pytest.raises(UserError, match="--reference trains a recipe of its own: scale=60m"):
-        reference.train(["scale=60m"])
