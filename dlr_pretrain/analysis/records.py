@@ -86,7 +86,7 @@ class RunRecord:
 
     @property
     def diverged(self) -> bool:
-        return "diverged" in self.manifest
+        return self.manifest.get("state", {}).get("name") == "diverged"
 
     @property
     def final(self) -> dict | None:

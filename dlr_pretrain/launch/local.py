@@ -1,4 +1,4 @@
-"""Runs on this machine, several at once. Each is a process of ``train.py`` with a log like that of a SLURM job."""
+"""Runs on this machine, several at once: each is a process of ``train.py`` with a log and, if there are any, a GPU."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dlr_pretrain.config import CONFIG_DIR
-from dlr_pretrain.launch.queue import append_line, note
+import dlr_pretrain
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.launch.slurm import note
+from dlr_pretrain.launch.state import look
+from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
 
-TRAIN = CONFIG_DIR.parent / "train.py"
+TRAIN = Path(dlr_pretrain.__file__).parent.parent / "train.py"
 
 
-def train(runs: Iterable[PlannedRun], at_once: int, ended: Callable[[PlannedRun, float], None]) -> None:
-    """Train ``runs``, ``at_once`` at a time. Calls ``ended(run, seconds)`` when one has ended, for whatever reason.
+def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] = lambda: None) -> None:
+    """Train ``runs``, ``at_once`` at a time, and print how each has ended. ``check`` is called after each.
 
-    After a signal it waits until the running ones have saved, and raises Stopped.
+    After a signal, or if ``check`` raises, it waits until the running ones have saved; after a signal it raises
+    Stopped.
     """
-    if not TRAIN.is_file():
-        raise UserError(f"{TRAIN}: no such file. Install the package with pip install -e from its repository")
-    waiting, free = list(runs), list(range(at_once))
-    running: dict[subprocess.Popen, tuple[PlannedRun, int, str, float]] = {}
-    with _ended_with(running), _passed_on(running) as asked:
+    waiting, free, done = list(runs), list(range(at_once)), 0
+    running: dict[subprocess.Popen, tuple[PlannedRun, int, float]] = {}
+    with _passing_signals(running) as asked:
         while running or (waiting and not asked):
             while waiting and free and not asked:
-                run, slot, job = waiting.pop(0), free.pop(0), f"0_{time.time_ns()}"  # no job of SLURM's has that name
-                process = _start(run, slot, at_once, job)
-                running[process] = run, slot, job, time.monotonic()
+                run, slot, since = waiting.pop(0), free.pop(0), time.time()
+                process = _start(run, slot, at_once, since)
+                running[process] = run, slot, since
                 if asked:  # the signal came while the process was started
                     process.terminate()
             for process in [process for process in running if process.poll() is not None]:
-                run, slot, job, since = running.pop(process)
-                append_line(_log(run), f"job {job}: ended with exit code {process.returncode}")
+                run, slot, since = running.pop(process)
+                _note(run, since, ended=time.time(), code=process.returncode)
                 free.append(slot)
-                ended(run, time.monotonic() - since)
+                done += 1
+                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}", flush=True)
+                check()
             time.sleep(0.05)
     if asked:
         raise Stopped("asked to stop; what had begun is saved. The same command continues")
 
 
-def _start(run: PlannedRun, slot: int, at_once: int, job: str) -> subprocess.Popen:
-    run.dir.mkdir(parents=True, exist_ok=True)
+def _start(run: PlannedRun, slot: int, at_once: int, since: float) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
     if devices := _gpus():
         environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    note(run.dir, job, _log(run))
-    append_line(_log(run), f"job {job}, start 1: {run.line}")
+    _note(run, since)
     with open(_log(run), "ab") as log:
         return subprocess.Popen(
             [sys.executable, str(TRAIN), *run.line.words],
@@ -61,8 +61,12 @@ def _start(run: PlannedRun, slot: int, at_once: int, job: str) -> subprocess.Pop
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            process_group=0,  # Ctrl-C at the terminal then reaches the run once, through _passed_on
+            process_group=0,  # Ctrl-C at the terminal then reaches the run once, through _passing_signals
         )
+
+
+def _note(run: PlannedRun, since: float, **end: float) -> None:
+    note(run.dir, {"time": since, "job": f"local_{since}", "log": str(_log(run).absolute())} | end)
 
 
 def _log(run: PlannedRun) -> Path:
@@ -77,20 +81,8 @@ def _gpus() -> list[str]:
 
 
 @contextmanager
-def _ended_with(running: Iterable[subprocess.Popen]) -> Iterator[None]:
-    """When an error leaves this context, let the runs save and end: nobody would report on them."""
-    try:
-        yield
-    finally:
-        for process in running:
-            process.terminate()
-        for process in running:
-            process.wait()
-
-
-@contextmanager
-def _passed_on(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
-    """On each of ``stop_signals``, let the runs save and end. Yields the list of the signals that came."""
+def _passing_signals(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
+    """On each of ``stop_signals``, and at the end, let the runs save and end. Yields the list of signals that came."""
     asked: list[int] = []
 
     def stop(number: int, _frame) -> None:
@@ -102,5 +94,9 @@ def _passed_on(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
     try:
         yield asked
     finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -20,21 +21,22 @@ from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.config.written import MANIFEST, read_record
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
 
 PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
-    """Write ``config.yaml``, and the identity of the run to ``manifest.json``.
+    """Write ``config.yaml``, and the identity of the run and its state, running, to ``manifest.json``.
 
     The identity is the settings that affect the mathematics of the run, and the ``fingerprints`` of the data, their
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
     if "saved" not in read_record(run_dir):
-        update_record(run_dir, {"identity": {}, "diverged": None, "forked": None})
+        update_record(run_dir, {"identity": {}, "forked": None})
     hold(run_dir, identity(cfg) | fingerprints)
+    record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
 
@@ -51,6 +53,33 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
         what = told(changed, between="\n  ")
         raise UserError(f"{run_dir} holds another run:\n  {what}\n{fix}")
     update_record(run_dir, {"identity": before | entries})
+
+
+def record_state(run_dir: Path, name: str, reason: str = "") -> None:
+    """Put the run's state into ``manifest.json``, with the time and the step last saved.
+
+    ``name`` is running, stopped, failed, diverged or complete; ``reason`` says why the run ended early.
+    """
+    step = read_record(run_dir).get("saved", 0)
+    update_record(run_dir, {"state": {"name": name, "step": step, "reason": reason, "time": time.time()}})
+
+
+def record_end(run_dir: Path, error: BaseException | None) -> None:
+    """Put the state in which a run ends into ``manifest.json``: complete, or what ``error`` says.
+
+    A start that failed before ``open_record`` leaves the record as it is. A disk that refuses the write hides no error.
+    """
+    with suppress(OSError, UserError):
+        if read_record(run_dir).get("state", {}).get("name") != "running":
+            return
+        if error is None:
+            record_state(run_dir, "complete")
+        elif isinstance(error, Diverged):
+            record_state(run_dir, "diverged", first_line(error))
+        elif isinstance(error, (Stopped, KeyboardInterrupt)):
+            record_state(run_dir, "stopped", first_line(error))
+        else:
+            record_state(run_dir, "failed", first_line(error))
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:

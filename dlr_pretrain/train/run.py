@@ -48,6 +48,7 @@ from dlr_pretrain.train.record import (
     describe_device,
     hold,
     open_record,
+    record_end,
     record_start,
     update_record,
 )
@@ -57,7 +58,7 @@ from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.wandb_view import WandbView
 from dlr_pretrain.train.weights import Weights, place
-from dlr_pretrain.util.errors import Diverged, UserError
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there, write_durably
 from dlr_pretrain.util.text import amount, plural
 
@@ -76,13 +77,15 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
         runtime.stop_if_asked("before the first step")
         token = runtime.on_main(lock.acquire)
         decided(lambda: runtime.watch.start(Path(cfg.run.dir), token))
+        ended: BaseException | None = None
         try:
             Run(cfg, runtime, lock, report, planned_memory).complete()
-        except Diverged as error:
-            if runtime.is_main:
-                with suppress(OSError, UserError):  # a failure to record the error must not hide it
-                    update_record(Path(cfg.run.dir), {"diverged": str(error)})
+        except BaseException as error:
+            ended = error
             raise
+        finally:
+            if runtime.is_main:
+                record_end(Path(cfg.run.dir), ended)
 
 
 def recall(run_dir: Path) -> None:
@@ -315,7 +318,7 @@ class Run:
             self.metrics.sync()
 
         def saved(step: int) -> None:
-            update_record(self.dir, {"saved": step, "diverged": None})
+            update_record(self.dir, {"saved": step})
 
         with ExitStack() as opened:
             runtime.on_main(lambda: self.open_metrics(opened, snapshot))

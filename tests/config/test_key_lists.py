@@ -11,7 +11,7 @@ from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS
 from dlr_pretrain.deploy import card
-from dlr_pretrain.launch.trained import FINGERPRINTS
+from dlr_pretrain.launch.state import FINGERPRINTS
 from dlr_pretrain.train import fork
 
 KNOBS = {

@@ -15,11 +15,7 @@ METHODS = [
     *("full", "lora", "galore", "fira", "sltrain", "loro"),
     *(f"{b}{dlr}" for b in BACKBONES for dlr in ("", "_dlr")),
 ]
-OWN = (
-    "reference",
-    "evidence_cpu",
-    "evidence_60m",
-)  # of no paper: for doctor.py, benchmarks/evidence
+OWN = ("evidence_cpu", "evidence_60m")  # of no paper: for benchmarks/evidence
 RECIPES = sorted(
     str(p.relative_to(CONFIG_DIR / "experiment").with_suffix(""))
     for p in (CONFIG_DIR / "experiment").rglob("*.yaml")

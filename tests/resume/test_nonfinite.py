@@ -49,7 +49,8 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     with pytest.raises(UserError, match=r"step 7: loss (inf|nan).*The 6 steps before it are saved.*nonfinite"):
         train(tmp_path / "run", "train.global_batch=4", "train.micro_batch=4")
     assert (tmp_path / "run" / "checkpoints" / "step_00000006").is_dir()
-    assert read_record(tmp_path / "run")["diverged"].startswith("step 7: loss")
+    state = read_record(tmp_path / "run")["state"]
+    assert (state["name"], state["step"]) == ("diverged", 6) and state["reason"].startswith("step 7: loss")
     assert not read_run(tmp_path / "run").final.keys() - {"step"}
     kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
     assert kept["step"] == 7 and len(kept["streams"]) == 4
@@ -65,7 +66,8 @@ def test_a_run_that_goes_on_has_not_diverged(train, tmp_path, poison):
     poison(7)
     with pytest.raises(Diverged):
         train(tmp_path / "run")
-    assert "diverged" not in read_record(train(tmp_path / "run", "train.on_nonfinite=skip"))
+    state = read_record(train(tmp_path / "run", "train.on_nonfinite=skip"))["state"]
+    assert (state["name"], state["reason"]) == ("complete", "")
 
 
 def test_nothing_is_folded_where_the_last_evaluation_is_not_finite(train, tmp_path, monkeypatch):
@@ -166,7 +168,7 @@ def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path
         with pytest.raises(Diverged, match=r"the last 4 updates were not finite, and train\.max_skipped=3"):
             train(tmp_path / "run", *SKIP, "train.max_skipped=3")
         assert not (tmp_path / "run" / "folded").exists()
-        assert "the last 4 updates" in read_record(tmp_path / "run")["diverged"]
+        assert "the last 4 updates" in read_record(tmp_path / "run")["state"]["reason"]
     assert (train(tmp_path / "run", *SKIP, "train.max_skipped=4") / "folded").is_dir()
 
 

@@ -1,20 +1,26 @@
-"""Runs through a real scheduler. The temporary folder must be one that its nodes share (``--basetemp`` sets it)."""
+"""Runs through a real scheduler, with what a cluster does to them. ``--basetemp`` must be shared by its nodes."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.launch.trained import last_saved
+from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs
+from dlr_pretrain.launch.slurm import last_job, queue
+from dlr_pretrain.launch.state import Status, last_saved, look
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.slurm.conftest import ask, assert_same_run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 STEPS = 400  # seconds of training, so that a signal arrives in the middle of it
 LONG = (f"train.steps={STEPS}", "eval.every=200", "checkpoint.every=1000", "dlr=on", "backbone=cola")
@@ -22,11 +28,19 @@ TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+def wait(until: Callable[[], object], about: Callable[[], object], seconds: float = 900) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline, about()
+        time.sleep(0.2)
+
+
+# ----------------------------------------------------------------------------------------------------
+# slurm/train.sbatch
 
 
 class Job:
-    """One ``sbatch`` of slurm/train.sbatch; ended with the test if it has not ended by itself."""
+    """One ``sbatch`` of slurm/train.sbatch."""
 
     def __init__(self, folder: Path, words: list[str], *options: str):
         self.run, self.log = folder / "run", folder / "job.log"
@@ -48,14 +62,11 @@ class Job:
         words = ask("scontrol", "--oneliner", "show", "job", self.id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, until, seconds: float = 900) -> None:
-        deadline = time.monotonic() + seconds
-        while not until():
-            assert time.monotonic() < deadline, f"job {self.id}: {self.facts()['JobState']}\n{self.text()}"
-            time.sleep(0.1)
-
     def ended(self) -> bool:
         return self.facts()["JobState"] in ENDED
+
+    def wait(self, until: Callable[[], object]) -> None:
+        wait(lambda: until() or self.ended(), self.text)
 
     def steps(self) -> int:
         records = read_metrics(self.run / "metrics.jsonl")
@@ -64,11 +75,13 @@ class Job:
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else "(no output)"
 
-    def assert_completed(self, restarts: int) -> None:
+    def assert_complete(self, restarts: int) -> None:
+        wait(self.ended, self.text)
         facts = self.facts()
         assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", str(restarts)), self.text()
         assert (self.run / "folded" / "config.json").exists()
         assert [record["step"] for record in read_metrics(self.run / "metrics.jsonl")] == list(range(1, STEPS + 1))
+        assert not list(self.log.parent.glob("dlr_pretrain.*")), "the nodes' local folders (TMPDIR, here) are left"
 
 
 @pytest.fixture(scope="module")
@@ -94,84 +107,150 @@ def undisturbed(submit, words) -> Job:
     """Two ranks on one node, from the first step to the last; once for all tests."""
     if not whole:
         whole["job"] = submit(words(*LONG), *TWO_RANKS)
-    whole["job"].wait(whole["job"].ended)
+    whole["job"].assert_complete(restarts=0)
     return whole["job"]
 
 
-def assert_nothing_left(job: Job) -> None:
-    """The nodes' local folders (TMPDIR, here) are gone."""
-    assert not list(job.log.parent.glob("dlr_pretrain.*"))
-
-
-def test_two_ranks_to_the_folded_checkpoint(undisturbed):
-    undisturbed.assert_completed(restarts=0)
-    assert "1 x 2 ranks" in undisturbed.text()
-    assert_nothing_left(undisturbed)
-
-
-def test_preempted_requeued_and_bit_identical(submit, words, undisturbed):
-    job = submit(words(*LONG), *TWO_RANKS)
-    job.wait(lambda: job.steps() >= 20 or job.ended())
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_preempted_requeued_and_bit_identical(submit, words, undisturbed, nodes, two_nodes):
+    job = submit(words(*LONG), f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
+    job.wait(lambda: job.steps() >= 20)
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
     def restarted_while_told_so_again() -> bool:
         """The end of a process is no time to die of another signal."""
         subprocess.run(["scancel", "--quiet", "--signal=USR1", f"{job.id}.0"], check=False)
-        return job.facts()["Restarts"] == "1" or job.ended()
+        return job.facts()["Restarts"] == "1"
 
     job.wait(restarted_while_told_so_again)
     stopped_at = job.steps()
     assert 20 <= stopped_at < STEPS, job.text()
-    job.wait(job.ended)
-    job.assert_completed(restarts=1)
+    job.assert_complete(restarts=1)
+    assert f"{nodes} x {2 // nodes} ranks" in job.text()
     assert f"stopped after step {stopped_at} " in job.text() and "resuming" in job.text()
     assert_same_run(job.run, undisturbed.run)
-    assert_nothing_left(job)
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(submit, words, undisturbed):
     every_50 = [word for word in LONG if not word.startswith("checkpoint.every")] + ["checkpoint.every=50"]
     job = submit(words(*every_50), *TWO_RANKS)
-    job.wait(lambda: last_saved(job.run) or job.ended())
+    job.wait(lambda: last_saved(job.run))
     rank = f"-u [t]rain.py .*run.dir={job.run}"  # which is no part of this command's own words
     ask("srun", f"--jobid={job.id}", "--overlap", "pkill", "-KILL", "--newest", "--full", "--", rank)
-    job.wait(job.ended)
-    job.assert_completed(restarts=1)
+    job.assert_complete(restarts=1)
     assert re.search(r"exit code \d+, after a checkpoint at step \d*[05]0; back to the queue", job.text()), job.text()
     assert_same_run(job.run, undisturbed.run)
-    assert_nothing_left(job)
-
-
-def test_two_nodes(submit, words, two_nodes, undisturbed):
-    job = submit(words(*LONG), "--nodes=2", "--ntasks-per-node=1")
-    job.wait(lambda: job.steps() >= 20 or job.ended())
-    ask("scancel", "--signal=USR1", "--batch", job.id)
-    job.wait(job.ended)
-    job.assert_completed(restarts=1)
-    assert "2 x 1 ranks" in job.text()
-    assert_same_run(job.run, undisturbed.run)
-    assert_nothing_left(job)
 
 
 def test_a_cancelled_job_has_saved_and_stays_cancelled(submit, words):
     job = submit(words(*LONG), *TWO_RANKS)
-    job.wait(lambda: job.steps() >= 20 or job.ended())
+    job.wait(lambda: job.steps() >= 20)
     ask("scancel", job.id)
-    job.wait(lambda: "EndTime" in job.facts() and not ask("squeue", "--noheader", "--jobs", job.id).strip())
-    facts = job.facts()
-    assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0"), job.text()
+    wait(lambda: "EndTime" in job.facts() and not ask("squeue", "--noheader", "--jobs", job.id).strip(), job.text)
+    assert (job.facts()["JobState"], job.facts()["Restarts"]) == ("CANCELLED", "0"), job.text()
     assert f"stopped after step {job.steps()} " in job.text()
 
 
-def test_a_failed_run_is_not_requeued(submit, words):
-    job = submit(words(*LONG, "train.lrr=1"), *TWO_RANKS)
-    job.wait(job.ended)
-    facts = job.facts()
-    assert (facts["JobState"], facts["Restarts"], facts["ExitCode"]) == ("FAILED", "0", "2:0"), job.text()
-    assert "train.lrr" in job.text()
+@pytest.mark.parametrize(("more", "facts"), [
+    ("train.lrr=1", ("FAILED", "0", "2:0")), ("train.stop_after=3", ("COMPLETED", "0", "0:0")),
+])  # fmt: skip
+def test_a_run_that_ends_by_itself_is_not_requeued(submit, words, more, facts):
+    job = submit(words(*LONG, more), *TWO_RANKS)
+    wait(job.ended, job.text)
+    assert tuple(job.facts()[name] for name in ("JobState", "Restarts", "ExitCode")) == facts, job.text()
 
 
-def test_a_run_that_stops_where_it_was_told_to_is_neither_failed_nor_requeued(submit, words):
-    job = submit(words(*LONG, "train.stop_after=3"), *TWO_RANKS)
-    job.wait(job.ended)
-    assert (job.facts()["JobState"], job.facts()["Restarts"], job.steps()) == ("COMPLETED", "0", 3), job.text()
+# ----------------------------------------------------------------------------------------------------
+# slurm/submit.py and scripts/tune.py --slurm
+
+
+def give(script: str, words: list[str], *options: str) -> str:
+    command = [sys.executable, str(ROOT / script), *words, *options]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def empty_queue():
+    """Cancels what the test leaves in the queue."""
+    before = queue().keys()
+    yield
+    for job in queue().keys() - before:
+        subprocess.run(["scancel", "--quiet", job], check=False)
+    wait(lambda: not queue().keys() - before, queue)
+
+
+def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(words, tmp_path, two_nodes, empty_queue):
+    given = [
+        *words(*LONG[:2], "checkpoint.every=40", "backbone=cola"),
+        "dlr=off,on",
+        "seed=1,2",
+        f"run.root={tmp_path}",
+    ]
+    options = ("--", *TWO_RANKS, "--mem=1G", "--time=10")
+    runs: list[PlannedRun] = load_runs(expand(given), 2)
+
+    def table() -> str:
+        return give("slurm/submit.py", given, "--status")
+
+    def status(number: int) -> Status:
+        return look(runs[number - 1], queue())
+
+    def job(number: int) -> str:
+        return last_job(runs[number - 1].dir)["job"]
+
+    def restarts(number: int) -> int:
+        return int(re.search(r"Restarts=(\d+)", ask("scontrol", "show", "job", job(number)))[1])
+
+    def wait_for_step(number: int) -> None:
+        wait(lambda: status(number).step >= 20 or status(number).state in ("failed", "stopped"), table)
+        assert status(number).state == "running", table()
+
+    runs[2].dir.mkdir(parents=True)
+    (runs[2].dir / "checkpoints").write_text("in the way")
+    assert "Submitted 4 of 4" in give("slurm/submit.py", given, "--limit", "2", *options)
+    wait_for_step(1)
+    ask("scontrol", "requeue", job(1))
+    wait_for_step(2)
+    ask("scancel", job(2))
+    wait(lambda: status(2).state not in ("running", "pending"), table)
+    cancelled = status(2)
+    assert (cancelled.state, 20 <= cancelled.step < STEPS) == ("stopped", True), table()
+    wait(lambda: status(3).state == "failed", table)
+    assert "checkpoints" in status(3).reason, table()
+    (runs[2].dir / "checkpoints").unlink()
+    assert "Nothing to submit" in give("slurm/submit.py", given, *options)
+    assert "Submitted 2 of 4" in give("slurm/submit.py", given, "--resubmit", *options)
+
+    wait_for_step(4)
+    node = ask("squeue", "--noheader", f"--jobs={job(4)}", "--format=%N").strip()
+    ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    wait(lambda: restarts(4) == 1, table)
+    subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False)
+    wait(lambda: {status(i).state for i in range(1, 5)} <= {"complete", "failed", "stopped"}, table)
+    assert "4 runs: 4 complete" in table() and restarts(1) >= 1
+    steps = [[record["step"] for record in read_metrics(run.dir / "metrics.jsonl")] for run in runs]
+    assert steps == [list(range(1, STEPS + 1))] * 4
+
+
+def test_tune_queues_goes_on_and_compares(words, tmp_path, empty_queue):
+    short = words(f"run.root={tmp_path}/runs", "train.steps=4", "eval.every=4", "checkpoint.every=4")
+    given = [word for word in short if not word.startswith("train.lr=")]
+    given += [
+        "pair=cola,cola+dlr",
+        "lr=0.003,0.01",
+        "seeds=1",
+        "confirm=2",
+        "--output",
+        str(tmp_path / "out"),
+        "--slurm",
+    ]
+    options = ("--", "--ntasks-per-node=1", "--mem=1G", "--time=10")
+    for submitted in ("Submitted 4 of 4 as job ", "Submitted 2 of 2 as job "):
+        assert submitted in give("scripts/tune.py", given, *options)
+        wait(lambda: not queue(), queue)
+    assert "Submitted" not in (last := give("scripts/tune.py", given, *options))
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert [trial["state"] for trial in found["trials"]] == ["finished"] * 6
+    assert list(found["comparisons"][0]["by_seed"]) == ["2"] and "cola+dlr" in last

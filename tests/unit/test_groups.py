@@ -213,7 +213,7 @@ def test_milestones_of_two_seeds_one_of_which_has_no_step(tmp_path):
 def test_a_seed_that_diverged_counts_at_every_later_step(tmp_path):
     for seed in (41, 42, 43):
         a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
-    update_record(tmp_path / "43", {"diverged": "step 31: loss nan"})
+    update_record(tmp_path / "43", {"state": {"name": "diverged"}})
     (group,) = groups_in(tmp_path)
     assert (group.at(20, CONVENTION).n, group.at(20, CONVENTION).finite) == (3, True)
     assert (group.at(40, CONVENTION).n, group.at(40, CONVENTION).mean) == (3, math.inf)

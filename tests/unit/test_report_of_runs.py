@@ -287,7 +287,7 @@ def test_hours_of_a_fork_leave_out_the_pauses_of_its_origin(tmp_path):
 def test_a_seed_that_diverged_is_in_the_mean_of_its_method(tmp_path, no_figures):
     for seed in (41, 42, 43):
         a_run(tmp_path / f"runs/{seed}", *COLA, seed=seed, step=30 if seed == 43 else None)
-    update_record(tmp_path / "runs/43", {"diverged": "step 31: loss nan"})
+    update_record(tmp_path / "runs/43", {"state": {"name": "diverged"}})
     write_reports([str(tmp_path / "runs")], tmp_path / "out", "")
     page = (tmp_path / "out/report.md").read_text()
     assert "1 of 3 diverged" in page and "diverged after step 30: it counts as infinite in means" in page
@@ -518,7 +518,7 @@ def test_an_unfinished_seed_is_drawn_and_in_no_mean(tmp_path):
     (picture,) = (picture for picture in figures.draw([group], [None], tmp_path) if picture.name == "perplexity_tiny")
     assert "over the finished seeds (their number behind each name" in picture.caption
     assert "<!-- cola (2) -->" in (tmp_path / "perplexity_tiny.svg").read_text()
-    update_record(tmp_path / "runs/44", {"diverged": "step 31: loss nan"})
+    update_record(tmp_path / "runs/44", {"state": {"name": "diverged"}})
     (group,), _ = grouped(find_runs([tmp_path / "runs"])[0])
     means = figures.mean_curve(group)[1]
     assert [(at.n, at.finite) for at in means] == [(3, True), (3, False), (3, False)]
