@@ -5,125 +5,141 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, identity
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.doctor import machine, start
-from dlr_pretrain.doctor.checks import FAIL, OK, Check, Outcome, Ranks, line, run
+from dlr_pretrain.doctor.checks import FAIL, LEVELS, OK, Found, Line, in_child, perform
+from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
+
+SECONDS = 60.0  # that a check may take; those that all ranks make together may take longer
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",
-        usage="%(prog)s [options] [key=value ...]",
+        usage="%(prog)s [key=value ...]",
         description="Checks the machine and a run's configuration before GPU hours are spent; no run is touched.",
-        epilog="Everything else is an override, as train.py takes them. By torchrun, all ranks are checked.",
+        epilog="The arguments are overrides, as train.py takes them. By torchrun, all ranks are checked.",
         allow_abbrev=False,
     )
-    parser.add_argument("--patience", type=_factor, default=1.0, metavar="X", help="times the time of each check")
-    given, words = parser.parse_known_args(argv)
-    return command(lambda: _examine(*configuration(words), Ranks(), given.patience))
+    _, words = parser.parse_known_args(argv)
+    return command(lambda: 0 if sound(*configuration(words)) else 1)
 
 
-def _factor(text: str) -> float:
-    if not (0 < (number := float(text)) < 1e6):
-        raise argparse.ArgumentTypeError(f"{text}: must be a number above 0")
-    return number
+def configuration(words: list[str]) -> tuple[Config, Line]:
+    """The configuration, and the line of its own check; raises ConfigError if it is invalid on every machine.
 
-
-def _examine(cfg: Config, configured: Outcome, ranks: Ranks, patience: float) -> int:
-    if ranks.rank == 0:
-        print(line("config", configured))
-    with_scratch = Scratch(cfg, ranks)
-    try:
-        asked = [replace(check, limit=patience * check.limit) for check in checks(cfg, ranks, with_scratch.path)]
-        sound = run(asked, ranks, partial(print, flush=True)) and configured.level != FAIL
-    finally:
-        with_scratch.remove()
-    return 0 if sound else 1
-
-
-def checks(cfg: Config, ranks: Ranks, scratch: Path | None) -> list[Check]:
-    """The checks in the order in which they run: quick ones first."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # rank of its machine
-
-    def of_a_machine(act) -> Outcome:
-        return act() if first else Outcome(OK, "as its machine's first rank says")
-
-    return [
-        Check("software", 20, partial(of_a_machine, machine.software), everywhere=True),
-        Check("gpus", 30, partial(machine.gpus, cfg), everywhere=True),
-        Check("disk", 30, partial(start.disk_of_the_run, cfg, scratch)),
-        Check("caches", 10, partial(of_a_machine, partial(machine.caches, cfg)), everywhere=True),
-        Check("wandb", 15, partial(machine.wandb, cfg)),
-        Check("slurm", 15, machine.slurm),
-        Check("data", 120, partial(start.data, cfg, ranks.rank, ranks.count), everywhere=True),
-        Check("collectives", 60, partial(start.collectives, cfg), everywhere=True, together=True),
-        Check("checkpoint", 90, partial(start.saved_and_read, cfg, scratch), everywhere=True, together=True),
-        Check("step", 180, partial(start.step, cfg), everywhere=True, together=True),
-    ]
-
-
-def configuration(words: list[str]) -> tuple[Config, Outcome]:
-    """The configuration, and the outcome of its own check; raises ConfigError if it is invalid on every machine.
-
-    If only this machine lacks something, such as a file, this outcome is a failure and the other checks still run.
+    If only this machine lacks something, such as a file, the line is a failure and the other checks still run.
     """
     ranks = world_size()
     try:
         cfg = load(words, ranks)
     except ConfigError as error:
-        return load(words, ranks, machine=False), Outcome(FAIL, "; ".join(map(str, error.problems)))
-    found = directory(cfg)
-    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
-    return cfg, replace(found, text=f"{names} on {ranks} rank{'s' * (ranks > 1)}; {found.text}")
+        return load(words, ranks, machine=False), Line("config", FAIL, "; ".join(map(str, error.problems)))
+    return cfg, perform("config", machine.ANSWER, partial(run_directory, cfg, ranks))
 
 
-def directory(cfg: Config) -> Outcome:
-    """What the run directory holds; a failure if train.py would refuse to continue in it."""
+def run_directory(cfg: Config, ranks: int) -> Found:
+    """What the run is, and what its directory holds; raises UserError if train.py would refuse to continue there."""
     there = Path(cfg.run.dir)
-    try:
-        record = read_record(there)
-    except UserError as error:
-        return Outcome(FAIL, str(error))
+    record = read_record(there)
     if "saved" not in record:
-        return Outcome(OK, f"{there}, a new run")
-    if changed := differences(record["identity"], identity(cfg)):
-        return Outcome(
-            FAIL, f"{there} holds another run: {told(changed)}", "Restore these keys, or choose another run.dir"
-        )
-    if record["saved"] == cfg.train.steps and (there / "folded" / "README.md").exists():
-        return Outcome(OK, f"{there}, which has finished")
-    return Outcome(OK, f"{there}, which goes on from its last checkpoint")
+        holds = "a new run"
+    elif changed := differences(record["identity"], identity(cfg)):
+        fix = "Restore these keys, or choose another run.dir"
+        raise UserError(f"{there} holds another run: {told(changed)}. {fix}")
+    else:
+        holds = f"whose last checkpoint is of step {record['saved']:,} of {cfg.train.steps:,}"
+    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
+    return Found(f"{names} on {ranks} rank{'s' * (ranks > 1)}; {there}, {holds}")
 
 
-class Scratch:
-    """A temporary folder on the run's disk, outside the run directory, for the checks; the same on all ranks.
+def sound(cfg: Config, configured: Line) -> bool:
+    """Print the line of each check: of this machine first, then of all ranks together. Whether none has failed."""
+    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    failed = []
 
-    ``path`` is None if the folder cannot be made.
-    """
+    def say(line: Line, by: str) -> None:
+        failed.append(line.level == FAIL)
+        if is_main or (of_machine and line.level != OK):
+            print(replace(line, text=f"{by}{line.text}"), flush=True)
 
-    def __init__(self, cfg: Config, ranks: Ranks):
-        self.ranks, self.path = ranks, None
-        if ranks.rank == 0:
-            try:
-                self.path = Path(tempfile.mkdtemp(prefix=".doctor_", dir=start.room_of(cfg)))
-            except OSError:
-                self.path = None
-            ranks.tell("scratch", str(self.path) if self.path else "")
-        else:
-            told = ranks.ask("scratch", 60)
-            self.path = Path(told) if told else None
+    say(configured, "")
+    with in_scratch(cfg, is_main) as scratch:
+        for name, act in checks_of_machine(cfg, scratch).items() if of_machine else ():
+            say(perform(name, SECONDS, act), "" if is_main else f"{socket.gethostname()}: ")
+        try:
+            with Runtime(cfg) as runtime:
+                folder = runtime.on_main(lambda: scratch)
+                for name, (minutes, act) in checks_of_ranks(cfg, runtime, folder).items():
+                    lines = runtime.gather(perform(name, 60 * minutes, act))
+                    worst = max(lines, key=lambda line: LEVELS.index(line.level))
+                    if is_main:
+                        say(worst, f"rank {rank}: " if (rank := lines.index(worst)) else "")
+                    failed.append(worst.level == FAIL)
+                    if name == "collectives" and worst.level == FAIL:
+                        break  # in the next ones ranks would wait for each other
+                runtime.gather(None)  # when one ends with code 1, torchrun ends the others
+        except UserError as error:
+            say(Line("ranks", FAIL, str(error)), "")
+    return not any(failed)
 
-    def remove(self) -> None:
-        if self.path is not None and self.ranks.rank == 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+
+def checks_of_machine(cfg: Config, scratch: Path | None) -> dict[str, Callable[[], Found]]:
+    """The checks of this machine by name; those of file systems, which may hang, in children that can be killed."""
+    checks = {
+        "software": machine.software,
+        "gpus": partial(machine.gpus, cfg),
+        "caches": lambda: in_child(partial(machine.caches, cfg), SECONDS / 2),
+    }
+    if os.environ.get("RANK", "0") == "0":
+        checks["disk"] = lambda: disk_of_run(cfg, scratch)
+        checks["wandb"] = partial(machine.wandb, cfg)
+        checks["slurm"] = machine.slurm
+    return checks
+
+
+def disk_of_run(cfg: Config, scratch: Path | None) -> Found:
+    if scratch is None:
+        raise UserError(f"{cfg.run.dir}: nothing can be written there. Set run.root to another disk")
+    sizes = disk(cfg, start.vocabulary(cfg))
+    return in_child(partial(machine.disk, cfg, scratch, sizes["run"], sizes["checkpoint"]), SECONDS / 2)
+
+
+def checks_of_ranks(cfg: Config, runtime: Runtime, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:
+    """The checks that all ranks make together, by name, with their time limits in minutes. A step may compile."""
+    checks = {
+        "collectives": (2, partial(start.collectives, runtime, 90.0)),
+        "data": (5, partial(start.data, cfg, runtime)),
+        "checkpoint": (5, partial(start.saved_and_read, cfg, runtime, scratch)),
+        "step": (15, partial(start.step, cfg, runtime)),
+    }
+    return {name: check for name, check in checks.items() if scratch is not None or name != "checkpoint"}
+
+
+@contextmanager
+def in_scratch(cfg: Config, is_main: bool) -> Iterator[Path | None]:
+    """A temporary folder of rank 0 on the run's disk, outside the run directory; None if it cannot be made."""
+    made = None
+    if is_main:
+        with suppress(OSError):
+            made = Path(tempfile.mkdtemp(prefix=".doctor_", dir=machine.existing(Path(cfg.run.dir).absolute().parent)))
+    try:
+        yield made
+    finally:
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
