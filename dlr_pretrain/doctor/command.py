@@ -13,16 +13,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.cli import load, world_size
-from dlr_pretrain.config import Config, ConfigError, identity
-from dlr_pretrain.config.identity import differences, told
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.doctor import machine, start
 from dlr_pretrain.doctor.checks import FAIL, LEVELS, OK, Found, Line, in_child, perform
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import plural
 
 SECONDS = 60.0  # that a check may take; those that all ranks make together may take longer
 
@@ -50,22 +51,8 @@ def configuration(words: list[str]) -> tuple[Config, Line]:
         cfg = load(words, ranks)
     except ConfigError as error:
         return load(words, ranks, machine=False), Line("config", FAIL, "; ".join(map(str, error.problems)))
-    return cfg, perform("config", machine.ANSWER, partial(run_directory, cfg, ranks))
-
-
-def run_directory(cfg: Config, ranks: int) -> Found:
-    """What the run is, and what its directory holds; raises UserError if train.py would refuse to continue there."""
-    there = Path(cfg.run.dir)
-    record = read_record(there)
-    if "saved" not in record:
-        holds = "a new run"
-    elif changed := differences(record["identity"], identity(cfg)):
-        fix = "Restore these keys, or choose another run.dir"
-        raise UserError(f"{there} holds another run: {told(changed)}. {fix}")
-    else:
-        holds = f"whose last checkpoint is of step {record['saved']:,} of {cfg.train.steps:,}"
     names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
-    return Found(f"{names} on {ranks} rank{'s' * (ranks > 1)}; {there}, {holds}")
+    return cfg, Line("config", OK, f"{names} on {plural(ranks, 'rank')}; {cfg.run.dir}")
 
 
 def sound(cfg: Config, configured: Line) -> bool:
@@ -101,23 +88,20 @@ def sound(cfg: Config, configured: Line) -> bool:
 
 def checks_of_machine(cfg: Config, scratch: Path | None) -> dict[str, Callable[[], Found]]:
     """The checks of this machine by name; those of file systems, which may hang, in children that can be killed."""
+    device = "cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+    def run_disk() -> Found:
+        sizes = disk(cfg, start.vocabulary(cfg))
+        return in_child(partial(machine.disk, cfg, scratch, sizes["run"], sizes["checkpoint"]), SECONDS / 2)
+
     checks = {
         "software": machine.software,
         "gpus": partial(machine.gpus, cfg),
-        "caches": lambda: in_child(partial(machine.caches, cfg), SECONDS / 2),
+        "caches": lambda: in_child(partial(machine.caches, cfg, device), SECONDS / 2),
     }
     if os.environ.get("RANK", "0") == "0":
-        checks["disk"] = lambda: disk_of_run(cfg, scratch)
-        checks["wandb"] = partial(machine.wandb, cfg)
-        checks["slurm"] = machine.slurm
+        checks |= {"disk": run_disk, "wandb": partial(machine.wandb, cfg), "slurm": machine.slurm}
     return checks
-
-
-def disk_of_run(cfg: Config, scratch: Path | None) -> Found:
-    if scratch is None:
-        raise UserError(f"{cfg.run.dir}: nothing can be written there. Set run.root to another disk")
-    sizes = disk(cfg, start.vocabulary(cfg))
-    return in_child(partial(machine.disk, cfg, scratch, sizes["run"], sizes["checkpoint"]), SECONDS / 2)
 
 
 def checks_of_ranks(cfg: Config, runtime: Runtime, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:

@@ -78,8 +78,10 @@ def gpus(cfg: Config) -> Found:
     return Found(text)
 
 
-def disk(cfg: Config, scratch: Path, run_bytes: float, checkpoint_bytes: float) -> Found:
-    """Writing, fsync and renaming on the run's disk, and its free space against ``run_bytes``, which the run keeps."""
+def disk(cfg: Config, scratch: Path | None, run_bytes: float, checkpoint_bytes: float) -> Found:
+    """Writing, fsync and renaming in ``scratch``, on the run's disk, and its free space against what the run keeps."""
+    if scratch is None:
+        raise UserError(f"{cfg.run.dir}: nothing can be written there. Set run.root to another disk")
     kept = Path(cfg.run.dir, "checkpoints")
     held = sum(f.stat().st_size for f in kept.rglob("*") if f.is_file()) if kept.is_dir() else 0
     free = shutil.disk_usage(scratch).free
@@ -101,12 +103,11 @@ def disk(cfg: Config, scratch: Path, run_bytes: float, checkpoint_bytes: float) 
     return Found(text, slow if rate < SLOW_DISK else "")
 
 
-def caches(cfg: Config) -> Found:
+def caches(cfg: Config, device: str) -> Found:
     """What torch.compile needs: a compiler, and a writable cache folder with room on a disk of this machine."""
     if not cfg.compile:
         return Found("not used: compile=false")
-    on_gpu = cfg.device != "cpu" and torch.cuda.is_available()
-    if problem := compiler_problem(cfg, "cuda" if on_gpu else "cpu"):
+    if problem := compiler_problem(cfg, device):
         raise UserError(f"compile=true: {problem.rule}. {problem.fix}")
     usual = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or usual).absolute()

@@ -20,7 +20,6 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.doctor import command, machine, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Found, Line, in_child, perform
-from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
@@ -97,22 +96,6 @@ def test_two_ranks_are_checked_together(words, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_directory_is_held_against_the_run_that_is_meant(words, tmp_path):
-    given = words(f"run.dir={tmp_path}/a")
-    cfg = load(given)
-    folder = Path(cfg.run.dir)
-    assert command.configuration(given)[1].text.endswith(f"{folder}, a new run")
-    folder.mkdir()
-    update_record(folder, {"identity": {"train.lr": cfg.train.lr}, "saved": 5})
-    assert command.configuration(given)[1].text.endswith("whose last checkpoint is of step 5 of 20")
-    update_record(folder, {"identity": {"train.lr": 0.5}})
-    found = command.configuration(given)[1]
-    assert found.level == FAIL and f"holds another run: train.lr: 0.5 there, {cfg.train.lr} here" in found.text
-    (folder / "manifest.json").write_text("{")
-    found = command.configuration(given)[1]
-    assert found.level == FAIL and "manifest.json is damaged" in found.text
-
-
 # ----------------------------------------------------------------------------------------------------
 # The single checks
 
@@ -134,7 +117,7 @@ def test_a_full_disk_fails_and_what_the_run_has_saved_counts(words, tmp_path, sm
     (disk / "filled").write_bytes(b"x" * (free - 1_000_000))
     found = perform("disk", 60, lambda: machine.disk(cfg, scratch, 0, 1e6))
     assert found.level == FAIL and "No space left on device" in found.text
-    assert perform("disk", 60, lambda: command.disk_of_run(cfg, None)).level == FAIL
+    assert perform("disk", 60, lambda: machine.disk(cfg, None, 0, 1e6)).level == FAIL
 
 
 @pytest.mark.usefixtures("no_export")
@@ -188,14 +171,14 @@ def test_slurm_is_asked(tmp_path, monkeypatch, says, level):
 def test_compilation_needs_a_local_cache_and_on_a_gpu_a_compiler(words, tmp_path, monkeypatch):
     cfg = load(words("compile=true", "device=auto"), machine=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert machine.caches(cfg).text.startswith(str(tmp_path / "cache"))
+    assert machine.caches(cfg, "cpu").text.startswith(str(tmp_path / "cache"))
     monkeypatch.setattr(machine, "file_system", lambda _: "nfs")
-    assert "TORCHINDUCTOR_CACHE_DIR" in machine.caches(cfg).warning and not (tmp_path / "cache").exists()
+    assert "TORCHINDUCTOR_CACHE_DIR" in machine.caches(cfg, "cpu").warning and not (tmp_path / "cache").exists()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(UserError, match="on a GPU, and there is no no-such-compiler"):
-        machine.caches(cfg)
+        machine.caches(cfg, "cuda")
     with pytest.raises(ConfigError, match="compile=true: needs a C compiler on a GPU"):
         Runtime(cfg)  # as the trainer does before anything is built
 

@@ -22,7 +22,6 @@ from dlr_pretrain.launch.slurm import JOBS, Queued, last_job, note, resources, s
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
-from dlr_pretrain.util.history import newest_first, read_metrics
 from tests.conftest import ROOT, commands
 
 
@@ -76,15 +75,13 @@ def beat(run: PlannedRun, seconds_ago: float) -> None:
 
 
 def test_a_matrix_is_the_product_of_its_values_in_order(tmp_path):
-    lines = expand(["scale=60m,130m", "+backbone=cola", "dlr=off,on", "seed=range(41,43)", "train.lr=1e-3"])
+    lines = expand(["scale=60m,130m", "+backbone=cola", "dlr=off,on", "data.text_key='a b'", "seed=range(41,43)"])
     assert len(lines) == 8
-    assert str(lines[0]) == "scale=60m backbone=cola dlr=off seed=41 train.lr=1e-3"
-    assert str(lines[-1]) == "scale=130m backbone=cola dlr=on seed=42 train.lr=1e-3"
-    words = ["scale=60m", "data.text_key='a b'", "experiment=table1/cola_dlr", "seed=3"]
-    (run,) = loaded(words)
-    assert to_dict(run.cfg) == to_dict(load(words, machine=False))
-    (tmp_path / "one.runs").write_text(f"{run.line}\n")
-    assert read_runs(tmp_path / "one.runs")[0].words == run.line.words
+    assert lines[0].words == ("scale=60m", "backbone=cola", "dlr=off", "data.text_key='a b'", "seed=41")
+    assert lines[-1].words == ("scale=130m", "backbone=cola", "dlr=on", "data.text_key='a b'", "seed=42")
+    (tmp_path / "one.runs").write_text(f"{lines[-1]}\n")
+    (run,) = load_runs(read_runs(tmp_path / "one.runs"), 1)
+    assert to_dict(run.cfg) == to_dict(load(list(lines[-1].words), machine=False))
 
 
 def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
@@ -132,18 +129,6 @@ def test_an_override_selects_the_rows_with_its_value_and_is_added_to_those_witho
     assert command.main([str(path), "scale=130m", "--dry-run"]) == 3
     assert "no run of the table has scale=130m" in capsys.readouterr().err
     assert not (scheduler / "asked").exists() and not (tmp_path / "runs").exists()
-
-
-def test_a_task_reads_the_words_of_its_number(tmp_path):
-    path = tmp_path / "my.runs"
-    path.write_text("# first\nseed=1\n\n'data.text_key=a b' seed=2\n")
-
-    def task(number: int) -> subprocess.CompletedProcess:
-        words = [sys.executable, "-m", "dlr_pretrain.launch.runs", str(path), str(number)]
-        return subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
-
-    assert task(2).stdout.split("\0") == ["data.text_key=a b", "seed=2", ""]
-    assert (task(3).returncode, task(3).stdout) == (3, "")
 
 
 def test_the_tables_of_docs_are_valid(scheduler, monkeypatch, capsys):
@@ -286,27 +271,20 @@ def test_the_accounts_say_how_a_job_was_ended(scheduler, table, said, state):
     assert look(run, {}) == Status(state, reason)
 
 
-def test_the_step_last_saved_is_told_by_the_words_of_a_run(tmp_path):
-    def asked(*more: str) -> str:
-        words = [sys.executable, "-m", "dlr_pretrain.launch.state", "scale=tiny", f"run.dir={tmp_path}/run", *more]
-        return subprocess.run(words, capture_output=True, text=True, cwd=ROOT).stdout
+def test_the_batch_scripts_ask_for_a_run_and_for_what_it_has_saved(tmp_path):
+    def asked(module: str, *words: str) -> str:
+        command = [sys.executable, "-m", f"dlr_pretrain.launch.{module}", *words]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
 
-    assert asked() == "0\n"
+    path = tmp_path / "my.runs"
+    path.write_text("# first\nseed=1\n\n'data.text_key=a b' seed=2\n")
+    assert asked("runs", str(path), "2").split("\0") == ["data.text_key=a b", "seed=2", ""]
+    assert asked("runs", str(path), "3") == ""
+    words = ["scale=tiny", f"run.dir={tmp_path}/run"]
+    assert asked("state", *words) == "0\n"
     (tmp_path / "run").mkdir()
     update_record(tmp_path / "run", {"identity": {}, "saved": 300})
-    assert asked() == "300\n" and asked("train.lrr=1") == ""
-
-
-def test_metrics_are_read_from_their_end_without_what_a_kill_cut_off(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    assert list(newest_first(path)) == []
-    lines = [json.dumps({"step": i, "x": "y" * (i % 7)}) + "\n" for i in range(50)]
-    path.write_text("".join(lines) + '{"step": 50, "x')
-    for block in (1, 7, 64, 1 << 16):
-        assert list(newest_first(path, block)) == read_metrics(path)[::-1], block
-    path.write_text("".join(lines) + "junk\n")
-    with pytest.raises(UserError, match="damaged"):
-        next(newest_first(path))
+    assert asked("state", *words) == "300\n"
 
 
 # ----------------------------------------------------------------------------------------------------

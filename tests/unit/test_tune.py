@@ -38,34 +38,30 @@ def pretend(run: PlannedRun, text: dict[str, object]) -> None:
     (run.dir / "metrics.jsonl").write_text(json.dumps({"step": last, "train/loss": loss} | values) + "\n")
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """The runs that were trained, which is pretended. Runs whose seed is in ``trained.failing`` fail."""
+class Trained(list):
+    """Stands in for ``local.train``: the runs that were trained, which is pretended. ``text`` are the fingerprints that
+    tune.py has found; from ``changes`` runs on, the tokenizer is another. Runs with a seed in ``failing`` fail."""
 
-    class Trained(list):
-        failing: tuple[int, ...] = ()
-        text: dict[str, object]
+    failing, changes = (), math.inf
 
-    found = Trained()
-
-    def train(runs, at_once, check):
+    def __call__(self, runs, at_once, check) -> None:
         for run in runs:
-            found.append(run)
-            if run.cfg.seed in found.failing:
-                run.dir.mkdir(parents=True, exist_ok=True)
-                update_record(run.dir, {"identity": identity(run.cfg)})
+            self.append(run)
+            pretend(run, self.text | ({"tokenizer.pieces": "another"} if len(self) > self.changes else {}))
+            if run.cfg.seed in self.failing:
                 record_state(run.dir, "failed", "the disk is full")
-            else:
-                pretend(run, found.text)
             check()
 
+
+@pytest.fixture
+def trained(monkeypatch):
     def text_of(configs):
         found.text = own(configs)
         return found.text
 
-    own = tune.text_of
+    own, found = tune.text_of, Trained()
     monkeypatch.setattr(tune, "text_of", text_of)
-    monkeypatch.setattr(tune, "train", train)
+    monkeypatch.setattr(tune, "train", found)
     monkeypatch.setattr("dlr_pretrain.analysis.tuning_view.plot", lambda *_: None)
     return found
 
@@ -113,41 +109,28 @@ def test_every_method_gets_the_same_grid():
     assert grid.name != read_grid([*LISTS, "scale=60m", "train.steps=60"]).name
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("lowrank+init_offset", ["backbone=lowrank", "dlr=init_offset"]),
-        ("full+galore", ["backbone=full", "dlr=off", "optimizer=galore"]),
-        ("lowrank+dlr+loro", ["backbone=lowrank", "dlr=on", "optimizer=loro"]),
-        ("cola:train.steps=6:optimizer.eps=1e-6", ["backbone=cola", "dlr=off", "train.steps=6", "optimizer.eps=1e-6"]),
-        ("experiment=table1/cola_dlr:scale=60m", ["experiment=table1/cola_dlr", "scale=60m"]),
-    ],
-)
+@pytest.mark.parametrize(("method", "expected"), [
+    ("lowrank+init_offset", ["train.steps=60", "backbone=lowrank", "dlr=init_offset"]),
+    ("lowrank+dlr+loro", ["train.steps=60", "backbone=lowrank", "dlr=on", "optimizer=loro"]),
+    ("cola:train.steps=6:optimizer.eps=1e-6", ["backbone=cola", "dlr=off", "train.steps=6", "optimizer.eps=1e-6"]),
+    ("experiment=table1/cola_dlr:scale=60m", ["train.steps=60", "experiment=table1/cola_dlr", "scale=60m"]),
+])  # fmt: skip
 def test_a_method_is_overrides_of_train_which_replace_those_of_all(method, expected):
-    grid = read_grid([f"pair={method},full", "lr=1", "seeds=1", "train.steps=60", "data=sample"])
-    assert list(grid.words[method]) == expected
-    own = [word for word in ("train.steps=60", "data=sample") if not any(w.startswith("train.steps") for w in expected)]
-    shared = grid.line(method, 1.0, 1).words[: len(own) or 1]
-    assert list(shared) == (own or ["data=sample"])
+    grid = read_grid([f"pair={method},full", "lr=1", "seeds=1", "train.steps=60"])
+    assert list(grid.line(method, 1.0, 1).words) == [*expected, "train.lr=1.0", "seed=1"]
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([], ["pair: needs a list. Write for instance pair=cola,cola+dlr", "lr: needs a list", "seeds: needs a list"]),
-        (["pair=cola,cola", *LISTS[1:]], ["cola is given twice"]),
-        ([*LISTS[::2], "lr=0.1,x,-1,nan,inf"], ["'x' is not a learning rate above 0", "'-1'", "'nan'", "'inf'"]),
-        ([*LISTS[::2], "lr=1e-3,0.001"], ["0.001 is given twice"]),
-        ([*LISTS[:2], "seeds=1,1.5"], ["'1.5' is not a whole number from 0 on"]),
-        ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
-        ([*LISTS, "train.lr=0.1", "seed=4"], ["train.lr=0.1: is the grid's", "Write lr=", "seed=4", "Write seeds="]),
-        (["pair=cola:train.lr=0.1", *LISTS[1:]], ["train.lr=0.1: is the grid's"]),
-        ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
-        ([*LISTS, "seeds=43"], ["seeds=43: seeds=41,42 is there already. Write one list"]),
-        ([*LISTS, "confirm="], ["confirm=: needs a list"]),
-        (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: on and random are both a choice of dlr"]),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ([], ["pair: needs a list. Write for instance pair=cola,cola+dlr", "lr: needs a list", "seeds: needs a list"]),
+    (["pair=cola,cola", *LISTS[1:]], ["cola is given twice"]),
+    ([*LISTS[::2], "lr=0.1,x,-1,nan,0.10"], ["'x' is not a learning rate above 0", "'nan'", "0.10 is given twice"]),
+    ([*LISTS[:2], "seeds=1,1.5"], ["'1.5' is not a whole number from 0 on"]),
+    ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
+    (["pair=cola:train.lr=0.1", *LISTS[1:], "seed=4"], ["train.lr=0.1: is the grid's", "seed=4", "Write seeds="]),
+    ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
+    ([*LISTS, "seeds=43"], ["seeds=43: seeds=41,42 is there already. Write one list"]),
+    (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: on and random are both a choice of dlr"]),
+])  # fmt: skip
 def test_what_is_wrong_with_a_grid_is_said(given, said):
     with pytest.raises(ConfigError) as caught:
         read_grid(given)
@@ -155,15 +138,11 @@ def test_what_is_wrong_with_a_grid_is_said(given, said):
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        ("cola+dlr:train.seq_len=16", "train.seq_len=16: of cola+dlr:train.seq_len=16 is not that of cola, 32"),
-        ("cola+dlr:eval.packing=packed", "eval.packing=packed: of"),
-        ("lax:dlr.alfa=2", "lax:dlr.alfa=2 lr=0.001 seed=41: dlr.alfa=2: no such key. Did you mean dlr.alpha?"),
-        ("colla", "backbone=colla: must be one of"),
-    ],
-)
+@pytest.mark.parametrize(("own", "said"), [
+    ("cola+dlr:train.seq_len=16", "train.seq_len=16: of cola+dlr:train.seq_len=16 is not that of cola, 32"),
+    ("lax:dlr.alfa=2", "lax:dlr.alfa=2 lr=0.001 seed=41: dlr.alfa=2: no such key. Did you mean dlr.alpha?"),
+    ("colla", "backbone=colla: must be one of"),
+])  # fmt: skip
 def test_methods_that_do_not_compare_or_exist_are_refused_before_any_is_trained(words, trained, capsys, own, said):
     assert tune.main([*words(), f"pair=cola,{own}", "lr=0.001", "seeds=41"]) == 2
     assert said in capsys.readouterr().err and not trained
@@ -191,22 +170,6 @@ def test_it_goes_on_where_it_was(command, trained, capsys):
         assert wider["chosen"]["cola"]["edge"] is None
 
 
-def test_an_edge_and_unequal_budgets_are_said(command, trained, capsys):
-    found = command("pair=cola,cola:train.steps=2", "lr=0.003,0.005", "seeds=1,2")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "cola: its best rate, 0.003, is the lowest of the grid" in said
-    assert "cola 20 steps, 5,120 tokens, cola:train.steps=2 2 steps, 512 tokens." in said
-    assert found["comparisons"][0]["better"] == "none shown"
-
-
-def test_fresh_seeds_are_trained_at_the_chosen_rate_alone(command, trained):
-    found = command("pair=cola,cola+dlr", "lr=0.001,0.003", "seeds=41", "confirm=8,9")
-    later = [(run.cfg.train.lr, run.cfg.seed) for run in trained[4:]]
-    assert len(trained) == 8 and later == [(0.003, 8), (0.003, 9)] * 2
-    assert found["chosen"]["cola"]["held_out"]["losses"] == pytest.approx({"8": 3.501, "9": 3.502})
-    assert found["comparisons"][0]["better"] == "cola+dlr"
-
-
 def test_a_run_that_failed_is_no_result(command, trained, capsys):
     """It is named with its reason, nothing is decided, and the same command tries it again."""
     trained.failing = (42,)
@@ -225,7 +188,7 @@ def test_runs_without_halves_are_refused(command, trained, capsys):
     assert "one validation sequence has no halves. Raise eval.tokens=400" in capsys.readouterr().err
 
 
-def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, capsys, monkeypatch):
+def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, capsys):
     """What was trained on another text stops the command before its first run, and the first run that reads another one
     stops it there."""
     grid = ("pair=cola,cola+dlr", "lr=0.003", "seeds=41,42")
@@ -234,22 +197,9 @@ def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, c
     update_record(trained[1].dir, {"identity": identity(trained[1].cfg) | trained.text | {"data.shards": "another"}})
     command(*grid[:2], "seeds=41,42,43", code=EXIT_FAILED)
     assert "data.shards is not that of the other runs" in capsys.readouterr().err and len(trained) == 4
-    monkeypatch.setattr(tune, "train", changing := Changing(trained.text))
+    trained.changes = 5
     command(*grid[:2], "seeds=7,8", code=EXIT_FAILED)
-    assert changing.count == 2 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
-
-
-class Changing:
-    """Trains; the tokenizer changes after the first run."""
-
-    def __init__(self, text: dict[str, object]):
-        self.text, self.count = text, 0
-
-    def __call__(self, runs, at_once, check):
-        for run in runs:
-            pretend(run, self.text | ({"tokenizer.pieces": "another"} if self.count else {}))
-            self.count += 1
-            check()
+    assert len(trained) == 6 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
 
 
 def test_a_queue_trains_the_grid_and_the_same_command_goes_on(words, scheduler, tmp_path, trained):
@@ -279,32 +229,6 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(words, scheduler, 
     fresh = Path((scheduler / "asked").read_text().splitlines()[-1]).read_text().splitlines()
     assert [line.split()[-2:] for line in fresh] == [["train.lr=0.003", "seed=5"]] * 2
     assert not trained
-
-
-# ----------------------------------------------------------------------------------------------------
-# Trainings
-
-
-@pytest.mark.usefixtures("no_export")
-def test_a_tie_and_a_difference_are_reported_as_what_they_are(words, monkeypatch, tmp_path):
-    """A method against itself with a residual of strength zero, and at a tenth of the steps."""
-    from dlr_pretrain.train.run import run as train
-
-    def in_this_process(runs, at_once, check):
-        for run in runs:
-            train(run.cfg)
-            check()
-
-    monkeypatch.setattr(tune, "train", in_this_process)
-    pair = "pair=cola,cola+dlr:dlr.alpha=0,cola:train.steps=4"
-    own = [f"run.root={tmp_path}/runs", pair, "lr=0.01", "seeds=1,2,3", "--output", f"{tmp_path}/out"]
-    quick = words("train.steps=40", "train.micro_batch=8", "eval.every=40", "checkpoint.every=40")
-    assert tune.main([*quick, *own]) == 0
-    found = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert [c["better"] for c in found["comparisons"]] == ["none shown", "cola"]
-    assert list(found["comparisons"][0]["by_seed"].values()) == pytest.approx([0, 0, 0], abs=1e-4)
-    for t in found["trials"]:
-        assert min(t["loss_a"], t["loss_b"]) < t["loss"] < max(t["loss_a"], t["loss_b"])
 
 
 @pytest.mark.slow
