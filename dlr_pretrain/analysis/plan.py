@@ -44,7 +44,8 @@ from dlr_pretrain.util.text import fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which speed and ``auto`` are estimated
 GPU_BYTES = 0.92 * 80e9  # of its memory, for the tensors that are counted; context and fragments take the rest
-MFU = (0.11, 0.35)  # what the paper's figure for CoLA + DLR at 1b implies, and what well-tuned code reaches
+# What the paper's figure for CoLA + DLR at 1b implies; what torchtitan reports for a dense 8B LLaMA (0.33 to 0.39).
+MFU = (0.11, 0.35)
 
 
 def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
@@ -223,8 +224,8 @@ def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
         yield "time", f"not estimated: the known peaks are of bf16 products, not of {p['run']['precision']}"
     else:
         gpus = f"{p['batch']['ranks']} x {speed['gpu']}, {speed['peak_flops'] / 1e12:.0f} TFLOP/s each"
-        yield "time", f"on {gpus}, at an assumed utilisation (MFU),"
-        yield "", "without evaluations, checkpoints and compilation"
+        means = "by FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
+        yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {e['hours']:>10,.1f} hours"
     if measured:

@@ -35,23 +35,20 @@ PEAK_FLOPS = {
 }
 
 
-def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int, recomputed: bool = False) -> float:
+def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
     """FLOPs of forward and backward for one position, in micro-batches of ``micro_batch`` sequences.
 
     Each weight that multiplies a position costs 2 in the forward pass and 4 in the backward pass (2 if it is frozen).
     Causal attention costs 6 T d L. Products that a micro-batch needs once, whatever its size (SLTrain forms its
-    weights), are divided by its positions. Embedding rows, padding, elementwise operations and the optimizer do not
-    count. What activation checkpointing computes again counts only if ``recomputed``; for attention it is 2 T d L.
-    The count runs the model's own code on the meta device.
+    weights), are divided by its positions. Embedding rows, padding, elementwise operations, the optimizer and what
+    activation checkpointing computes again do not count. The count runs the model's own code on the meta device.
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
-    again = recomputed and cfg.train.activation_checkpointing != "none"
-    if not again:
-        cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
+    cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
     shallow = [_products(cfg, vocab_size, layers) for layers in (min(depth, 2), min(depth, 3))]
     beyond = max(depth - 3, 0)  # blocks are equal from the second on
     a_token, once = (last + beyond * (last - first) for first, last in zip(*shallow, strict=True))
-    return a_token + once / (micro_batch * cfg.train.seq_len) + (8.0 if again else 6.0) * cfg.train.seq_len * d * depth
+    return a_token + once / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
 
 
 def _products(cfg: Config, vocab_size: int, num_layers: int) -> tuple[int, int]:
