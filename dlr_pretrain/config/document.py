@@ -136,7 +136,8 @@ def _bounds(metadata: Mapping) -> str:
 
 def _kind(hint: type) -> str:
     kinds = [k for k in (typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]) if k is not type(None)]
-    return " or ".join({bool: "true, false", str: "text", int: "integer", float: "number"}[kind] for kind in kinds)
+    said = {bool: "true, false", str: "text", list[str]: "list", int: "integer", float: "number"}
+    return " or ".join(said[kind] for kind in kinds)
 
 
 def _value(value: object) -> str:

@@ -14,7 +14,13 @@ from dlr_pretrain.config.knobs import rules
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS, SECTIONS, Choice, Config
 
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+}
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 # knobs that say what an option of an open group is, not how it is tuned
 FIXED_KNOBS = ("name", "factorized")
@@ -162,6 +168,9 @@ def _convert(value: object, hint: object) -> object:
         return float(value) if number and math.isfinite(value) else MISSING
     if hint is str:  # a number is refused: Hydra has turned 2026_11_22 into 20261122, and 1e3 into 1000.0
         return value if isinstance(value, str) and value.strip() else MISSING
+    if hint == list[str]:
+        items = [value] if isinstance(value, str) else value
+        return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else MISSING
     return value
 
 

@@ -77,8 +77,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     for group in ("probe", "profile"):
         if not values[f"{group}.enabled"]:
             idle |= {name: f"{group}=off" for name in values if name.startswith(f"{group}.")}
-    if cfg.logger.name != "wandb":
-        idle |= dict.fromkeys(["logger.project", "logger.entity"], f"logger={cfg.logger.name}")
+    if cfg.logger.view != "wandb":
+        idle |= {name: f"logger={cfg.logger.view}" for name in values if name.startswith("logger.")}
     if cfg.run.dir is not None and "run.dir" in given:
         idle["run.root"] = "run.dir is given"
     return [
@@ -212,10 +212,11 @@ def _strings(cfg: Config) -> Iterator[Problem]:
 
 
 def _packages(cfg: Config) -> Iterator[Problem]:
-    wandb = importlib.util.find_spec("wandb") if cfg.logger.name == "wandb" else None
-    if cfg.logger.name == "wandb" and (wandb is None or wandb.origin is None):  # a folder of W&B runs has no origin
-        rule = "needs the package wandb, which is not installed"
-        yield Problem("logger", "wandb", rule, "Install it, or use logger=jsonl")
+    view = cfg.logger.view
+    found = importlib.util.find_spec(view) if view != "jsonl" else None
+    if view != "jsonl" and (found is None or found.origin is None):  # a folder of W&B runs has no origin
+        rule = f"needs the package {view}, which is not installed"
+        yield Problem("logger", view, rule, "Install it, or use logger=jsonl")
     if cfg.data.source == "c4" and importlib.util.find_spec("huggingface_hub") is None:
         rule = "needs the package huggingface_hub, which is not installed"
         yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")

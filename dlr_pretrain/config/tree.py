@@ -181,9 +181,13 @@ class Log:
 
 @dataclass
 class Logger:
-    name: str = key("view beside metrics.jsonl", choices=("jsonl", "wandb"), identity=False, fixed=True)
-    project: str = key("W&B project", identity=False)
-    entity: str | None = key("W&B entity", identity=False)
+    view: str = key("view beside metrics.jsonl", choices=("jsonl", "tensorboard", "wandb"), identity=False, fixed=True)
+    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", identity=False)
+    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", identity=False)
+    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the run's name without its seed", identity=False)
+    tags: list[str] | None = key("W&B tags; null: WANDB_TAGS", identity=False)  # noqa: RUF009 - a field, not a shared list
+    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", identity=False)
+    notes: str | None = key("W&B notes; null: WANDB_NOTES", identity=False)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from packaging.requirements import Requirement
 from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import Found
 from dlr_pretrain.models.flops import peak_flops
+from dlr_pretrain.train.views import wandb_mode
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
 
@@ -142,10 +143,10 @@ def file_system(path: Path) -> str:
 
 def wandb(cfg: Config) -> Found:
     """The mode, the key and the server of W&B. No key is shown, and nothing is sent."""
-    if cfg.logger.name != "wandb":
-        return Found(f"not used: logger={cfg.logger.name}")
-    if (mode := os.environ.get("WANDB_MODE") or "online") != "online":
-        return Found(f"{mode}, as WANDB_MODE says")
+    if cfg.logger.view != "wandb":
+        return Found(f"not used: logger={cfg.logger.view}")
+    if (mode := wandb_mode()) != "online":
+        return Found(f"{mode}, as the environment says")
     url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     has_key = bool(os.environ.get("WANDB_API_KEY"))
     with suppress(OSError, netrc.NetrcParseError):

@@ -56,7 +56,7 @@ from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.trainer import Trainer
-from dlr_pretrain.train.wandb_view import WandbView
+from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, place
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there, write_durably
@@ -135,6 +135,7 @@ class Run:
         self.validation: ValidationSet
         self.vocab_size: int
         self.metrics: MetricsFile | None = None  # on rank 0 only
+        self.view: View | None = None  # W&B or TensorBoard, on rank 0 only
         self.passed_over: list[Path] = []  # damaged checkpoints; filled on rank 0 only
 
     def complete(self) -> None:
@@ -309,6 +310,8 @@ class Run:
                 self.lock.require_held(at_most=2 * HEARTBEAT)
             complete = not self.metrics.unwritten
             self.metrics.write(record)
+            if self.view is not None:
+                self.view.log(record)
             if complete and self.metrics.unwritten:
                 self.console.say(f"warning: {self.metrics.refusal}. It is tried again, until a checkpoint needs it")
 
@@ -358,7 +361,7 @@ class Run:
             self.console.say(f"warning: {root}: {sizes}. Make room before the first is due")
 
     def open_metrics(self, opened: ExitStack, snapshot: Checkpoint | None) -> None:
-        """Open ``metrics.jsonl``, and the W&B view of it if there is one; ``opened`` closes both."""
+        """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both."""
         step = snapshot.step - (snapshot.state["owed"] is not None) if snapshot else 0
         origin = read_record(self.dir).get("forked", {"step": 0})["step"]
         file = MetricsFile(self.dir / "metrics.jsonl", step, first_step=origin + 1)
@@ -366,8 +369,9 @@ class Run:
         if file.missing:
             lost = f"metrics.jsonl has lost steps {file.missing} of the {step:,} that are trained"
             self.console.say(f"warning: {lost}. The weights have them, and the curves a gap")
-        if self.cfg.logger.name == "wandb":
-            opened.enter_context(WandbView(self.cfg, self.dir, self.console))
+        self.view = open_view(self.cfg, self.dir, self.console, step)
+        if self.view is not None:
+            opened.enter_context(self.view)
 
 
 def describe_dlr(cfg: Config, projections: int) -> str:

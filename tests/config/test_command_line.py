@@ -59,7 +59,7 @@ def test_defaults():
     cfg = config()
     chosen = [cfg.scale.name, cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name, cfg.data.source, cfg.precision.name]
     assert chosen == ["60m", "lowrank", "off", "adamw", "c4", "bf16"]
-    assert (cfg.parallel.name, cfg.logger.name, cfg.compile, cfg.seed) == ("ddp", "wandb", True, 42)
+    assert (cfg.parallel.name, cfg.logger.view, cfg.compile, cfg.seed) == ("ddp", "wandb", True, 42)
     assert (cfg.train.lr, cfg.train.steps, cfg.backbone.rank, cfg.optimizer.eps) == (0.01, 11_000, 128, 1e-8)
     assert cfg.run.dir == "runs/60m-lowrank-dlr_off-s42"
 
@@ -165,7 +165,7 @@ HOME = "{0}=~{1}: ~ is expanded only by the shell, and only at the start of a wo
         ("+backbone=colla", f"backbone=colla: must be one of {options('backbone')}. Did you mean cola?"),
         ("scale=9z", "scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
         ("dlr=maybe", f"dlr=maybe: must be one of {options('dlr')}"),
-        ("logger=null", "logger=null: must be one of jsonl, wandb"),
+        ("logger=null", "logger=null: must be one of jsonl, tensorboard, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
         ("experiment=x", "experiment=x: must be one of evidence_60m, evidence_cpu, paper, reference, "
          f"{FOLDERS}table1/..."),

@@ -29,7 +29,7 @@ from tests.conftest import ROOT, commands
 
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
 TRAINING = re.compile(r"train\.(?:py|sbatch)$")
-ELSEWHERE = ("generate", "sft", "evaluate", "fold", "report", "compare", "replay_wandb")  # their words are no overrides
+ELSEWHERE = ("generate", "sft", "evaluate", "fold", "report", "compare")  # their words are no overrides
 
 
 class Understood(BaseException):

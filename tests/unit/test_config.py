@@ -301,7 +301,7 @@ def test_compile_needs_a_c_compiler_and_pythons_headers_on_a_gpu(cfg, monkeypatc
     ("given", "why"),
     [
         ({"dlr.alpha"}, "dlr.alpha=1.0: would be ignored: dlr=off. Leave it out"),
-        ({"logger.project"}, "logger.project=dlr_pretrain: would be ignored: logger=jsonl. Leave it out"),
+        ({"logger.project"}, "logger.project=null: would be ignored: logger=jsonl. Leave it out"),
         ({"scale.lr", "train.lr"}, "scale.lr=0.005: would be ignored: train.lr is given. Leave it out"),
         ({"data.dataset"}, "data.dataset=null: would be ignored: data=sample. Leave it out"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SETTLING_STEPS, WINDOW, MetricsFile, Pending, Throughput, missing_steps
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 
 
@@ -182,3 +182,14 @@ def test_throughput_is_that_of_the_last_steps(monkeypatch):
 ])  # fmt: skip
 def test_lost_lines_are_named(steps, first, last, missing):
     assert missing_steps(iter(steps), first, last) == missing
+
+
+def test_lost_lines_of_metrics_are_named_when_a_run_resumes(tmp_path, train, no_export, capsys):
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "train.stop_after=10")
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3] + lines[6:]))
+    train(tmp_path / "run")
+    assert "metrics.jsonl has lost steps 4-6 of the 10 that are trained" in " ".join(capsys.readouterr().out.split())
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, *range(7, 21)]

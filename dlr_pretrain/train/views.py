@@ -1,0 +1,217 @@
+"""Views of a run's metrics beside ``metrics.jsonl``: W&B and TensorBoard. Neither can hold up a run, or end it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shlex
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from dlr_pretrain.config import Config, to_dict
+from dlr_pretrain.config.secrets import redact
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.util.errors import Stopped, first_line
+from dlr_pretrain.util.files import is_there, write_durably
+from dlr_pretrain.util.history import read_metrics
+
+BACKLOG = 10_000  # records that may wait for a view; later ones are left out of it until it catches up
+INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
+CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
+WANDB_ID = "wandb_id"  # the file of the run directory that holds the id of the W&B run
+VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
+             "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
+# Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, git's state and
+# the installed packages are not sent, because they may hold secrets.
+SETTINGS: dict[str, Any] = {
+    "console": "off",
+    "init_timeout": INIT_SECONDS,
+    "finish_timeout": FINISH_SECONDS,
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "x_save_requirements": False,
+    "x_transaction_log_flush_interval": 2.0,  # seconds: a kill loses what is not yet in the folder
+}
+
+
+class Sink(Protocol):
+    """Where a view's records go. Every call may block or fail; ``abandon`` frees what is left after a failure."""
+
+    def log(self, record: dict) -> None: ...
+    def close(self, exit_code: int) -> None: ...
+    @staticmethod
+    def abandon() -> None: ...
+
+
+class View:
+    """Hands the records of each step to a sink, in a thread of its own: training never waits for it."""
+
+    def __init__(self, label: str, console: Console, abandon: Callable[[], None], start: Callable[[], Sink]):
+        self.label, self.console, self.abandon, self.start = label, console, abandon, start
+        self.records: queue.SimpleQueue[dict | int] = queue.SimpleQueue()  # an int is the exit code, and the last
+        self.left_out = 0
+        self.thread = threading.Thread(target=self._show, name=f"view of {label}", daemon=True)
+        self.thread.start()
+
+    def log(self, record: dict) -> None:
+        if self.records.qsize() < BACKLOG:
+            self.records.put(record)
+        elif self.thread.is_alive():
+            self.left_out += 1
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        """Let the sink take what is waiting, but not for long."""
+        self.records.put(0 if kind in (None, Stopped) else 1)
+        self.thread.join(CLOSE_SECONDS)
+        if self.thread.is_alive():
+            self.console.say(f"warning: {self.label} does not answer and is left behind. metrics.jsonl has everything")
+        elif self.left_out:
+            self.console.say(f"warning: {self.label} was too slow and lacks {self.left_out:,} steps")
+
+    def _show(self) -> None:
+        try:
+            sink = self.start()
+            while not isinstance(record := self.records.get(), int):
+                sink.log(record)
+            sink.close(record)
+        except Exception as error:  # cosmetic: training goes on
+            with suppress(Exception):
+                self.abandon()
+            why = redact(first_line(error))
+            self.console.say(f"warning: {self.label} has ended ({why}). metrics.jsonl goes on and has everything")
+
+
+def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -> View | None:
+    """The view that ``cfg.logger`` chooses; None if there is none. ``resumed_step``: the last that is trained."""
+    if cfg.logger.view == "tensorboard":
+        folder = run_dir / "tensorboard"
+        console.summary({"tensorboard": f"tensorboard --logdir {shlex.quote(str(folder))}"})
+        return View("TensorBoard", console, TensorBoard.abandon, lambda: TensorBoard(folder, resumed_step + 1))
+    if cfg.logger.view == "wandb" and wandb_mode() == "disabled":
+        console.summary({"wandb": "disabled by the environment"})
+    elif cfg.logger.view == "wandb":
+        for name, variable in VARIABLES.items():
+            if os.environ.get(variable) and getattr(cfg.logger, name) is not None:
+                console.say(f"warning: {variable} is ignored: logger.{name} is given")
+        return View("W&B", console, Wandb.abandon, lambda: Wandb(cfg, run_dir, console))
+    return None
+
+
+class TensorBoard:
+    """Writes scalars for ``tensorboard --logdir``; those from ``first_step`` on of an earlier start are hidden."""
+
+    def __init__(self, folder: Path, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, record: dict) -> None:
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name not in ("step", "time"):
+                self.writer.add_scalar(name, value, record["step"], walltime=record["time"])
+
+    def close(self, exit_code: int) -> None:
+        self.writer.close()
+
+    @staticmethod
+    def abandon() -> None:
+        """Nothing is left: what was written is on disk."""
+
+
+# ----------------------------------------------------------------------------------------------------
+# W&B
+
+
+def wandb_mode() -> str:
+    """online, offline or disabled, as WANDB_DISABLED and WANDB_MODE say."""
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true"):
+        return "disabled"
+    mode = os.environ.get("WANDB_MODE") or "online"
+    return {"run": "online", "dryrun": "offline"}.get(mode, mode)
+
+
+class Wandb:
+    """The W&B run of a run directory, new or resumed; its curves are drawn over the records' "step".
+
+    It is offline where WANDB_MODE says so, where there is no API key (nobody is asked for one), and where the server
+    does not answer. Online, what W&B lacks of the steps of earlier starts is sent first.
+    """
+
+    def __init__(self, cfg: Config, run_dir: Path, console: Console):
+        self.console, mode, why = console, wandb_mode(), "WANDB_MODE"
+        try:
+            self.run = init(cfg, run_dir, mode)
+        except Exception as error:
+            self.abandon()
+            self.run, why = init(cfg, run_dir, "offline"), redact(first_line(error))
+        self.run.define_metric("*", step_metric="step")  # log(step=...) would drop steps that are below W&B's own
+        self.folder, self.last = Path(self.run.dir).parent, 0
+        if self.run.offline:
+            return console.summary({"wandb": f"offline ({why}), in {self.folder}"})
+        console.summary({"wandb": f"online, {self.run.url}"})
+        self.last = self.run.summary.get("step") or 0
+        for record in read_metrics(run_dir / "metrics.jsonl"):
+            self.log(record)
+
+    def log(self, record: dict) -> None:
+        """Log a step, unless W&B has it already."""
+        if record["step"] > self.last:
+            self.last = record["step"]
+            row = {name: value for name, value in record.items() if value is not None and name != "time"}
+            self.run.log(row | {"_timestamp": record["time"]})  # the time of the step; W&B would take the current time
+
+    def close(self, exit_code: int) -> None:
+        """Let W&B send the rest, for at most ``FINISH_SECONDS``, and say how to send what it lacks."""
+        try:
+            self.run.finish(exit_code=exit_code)
+        except TimeoutError:
+            sends = f"wandb sync {shlex.quote(str(self.folder))}"
+            self.console.say(f"warning: W&B does not answer and lacks the last metrics. To send them: {sends}")
+        else:
+            if self.run.offline:  # each start has a folder; wandb skips those that it has sent
+                folders = f"{shlex.quote(str(self.folder.parent))}/offline-run-*-{self.run.id}"
+                self.console.summary({"wandb": f"to send this run: wandb sync {folders}"})
+
+    @staticmethod
+    def abandon() -> None:
+        """End wandb's own process, which would otherwise hold up the end of this one."""
+        if "wandb" in sys.modules:
+            sys.modules["wandb"].teardown(exit_code=1)
+
+
+def init(cfg: Config, run_dir: Path, mode: str):
+    """``wandb.init`` by the keys of ``logger``, else by the environment's variables, else by the run's name."""
+    import wandb
+
+    name = run_dir.resolve().name
+    usual = {"project": "dlr_pretrain", "name": name, "group": re.sub(rf"-s{cfg.seed}(?=-|$)", "", name)}
+    chosen = {key: getattr(cfg.logger, key) or unless(of, usual.get(key)) for key, of in VARIABLES.items()}
+    chosen |= {"resume": unless("WANDB_RESUME", "allow"), "dir": unless("WANDB_DIR", str(run_dir)), "mode": mode}
+    ours = {key: value for key, value in SETTINGS.items() if unless(f"WANDB_{key.removeprefix('x').upper()}", "ours")}
+    wandb.setup(settings=wandb.Settings(silent=True))  # before the key is looked for: a terminal would be asked for it
+    settings = wandb.Settings(silent=True, finish_timeout_raises=True, **ours)
+    return wandb.init(id=wandb_id(run_dir), config=to_dict(cfg), settings=settings, **chosen)
+
+
+def unless(variable: str, usual: str | None) -> Any:
+    """``usual``, or None where the environment has the variable, which wandb reads itself."""
+    return None if os.environ.get(variable) else usual
+
+
+def wandb_id(run_dir: Path) -> str:
+    """The W&B id of a run directory: WANDB_RUN_ID, else that of its earlier starts, else a new one."""
+    path, given = run_dir / WANDB_ID, os.environ.get("WANDB_RUN_ID")
+    if given or not is_there(path):
+        write_durably(path, given or uuid.uuid4().hex[:12])
+    return path.read_text().strip()

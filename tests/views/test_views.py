@@ -1,0 +1,282 @@
+"""W&B and TensorBoard show a run and never stand in its way: the real clients, and a W&B server on the loopback."""
+
+from __future__ import annotations
+
+import http.server
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.train import views
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.views import View, open_view, wandb_id
+from dlr_pretrain.util.errors import EXIT_STOPPED, Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
+from tests.conftest import ROOT
+
+wandb = pytest.importorskip("wandb")
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+TINY = ["scale=tiny", "data=sample", "logger=wandb", "train.steps=9"]
+SECRETS = {"HF_TOKEN": "hf_" + "pLanted" * 5, "HTTPS_PROXY": "http://planted-user:planted-password@127.0.0.1:9"}
+
+
+class WandbServer:
+    """What the real client needs of a W&B server. It never answers a path that ends with ``silent`` ("": any path)."""
+
+    def __init__(self):
+        self.silent: str | None = None
+        self.runs: dict[str, dict] = {}
+        self.unanswered, self.released = threading.Event(), threading.Event()  # released: lets go of what has no answer
+
+    def answer(self, path: str, content: bytes) -> dict:
+        if path == "/graphql":
+            body = json.loads(content)
+            return {"data": self._query(body.get("operationName"), body.get("variables") or {})}
+        if path.endswith("/file_stream"):
+            body, run = json.loads(content), self.runs[path.split("/")[-2]]
+            for name, chunk in (body.get("files") or {}).items():
+                if name == "wandb-history.jsonl":
+                    run["history"][chunk["offset"] :] = map(json.loads, chunk["content"])
+                elif name == "wandb-summary.json":
+                    run["summary"] = json.loads(chunk["content"][-1])
+            run |= {"exit_code": body["exitcode"]} if body.get("complete") else {}
+        return {}
+
+    def _query(self, name: str | None, given: dict) -> dict:
+        project = {"id": "m", "name": given.get("project"), "entity": {"id": "e", "name": "e"}}
+        if name == "RunResumeStatus":
+            return {"model": project | {"bucket": self._bucket(given)}}
+        if name == "UpsertBucket":
+            new = given["name"] not in self.runs
+            run = self.runs.setdefault(given["name"], {"history": [], "summary": {}, "config": {}})
+            run.pop("exit_code", None)
+            run["config"] = json.loads(given["config"]) if given["config"] else run["config"]
+            return {"upsertBucket": {"bucket": self._bucket(given) | {"project": project}, "inserted": new}}
+        return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}} if name == "CreateRunFiles" else {}
+
+    def _bucket(self, given: dict) -> dict | None:
+        if (run := self.runs.get(given["name"])) is None:
+            return None
+        bucket = {"id": "b", "name": given["name"], "displayName": "d", "tags": [], "notes": None, "logLineCount": 0}
+        bucket |= {"config": json.dumps(run["config"]), "summaryMetrics": json.dumps(run["summary"])}
+        bucket |= {"historyTail": json.dumps([json.dumps(row) for row in run["history"][-1:]]), "eventsTail": "[]"}
+        bucket |= {"historyLineCount": len(run["history"]), "eventsLineCount": 0}
+        return bucket | {"wandbConfig": json.dumps({"t": 1})}  # without t the client takes the run for a new one
+
+
+@pytest.fixture(autouse=True)
+def server(tmp_path, monkeypatch):
+    """A W&B server that clients find, a key for it, a home of its own, and nothing of W&B's from outside."""
+    server = WandbServer()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if server.silent is not None and self.path.endswith(server.silent):
+                server.unanswered.set()
+                server.released.wait()
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(server.answer(self.path, body)).encode())
+
+        def log_message(self, *_) -> None:
+            pass
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    own = {"WANDB_API_KEY": KEY, "NETRC": str(tmp_path / "netrc"), "HOME": str(tmp_path)}
+    for name, value in (own | {"WANDB_BASE_URL": f"http://127.0.0.1:{listening.server_port}"}).items():
+        monkeypatch.setenv(name, value)
+    for hook in ("exit", "excepthook"):  # wandb replaces them
+        monkeypatch.setattr(sys, hook, getattr(sys, hook))
+    yield server
+    server.released.set()
+    wandb.teardown()
+    listening.shutdown()
+    listening.server_close()
+
+
+def history(folder: Path) -> list[dict]:
+    """The rows of a folder of W&B, by its own reader."""
+    line = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    records = map(json.loads, subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines())
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+def viewed(folder: Path, *words: str) -> tuple[View, io.StringIO]:
+    """An open W&B view of a run directory, and what it says."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").touch()
+    cfg, said = load([*TINY, *words]), io.StringIO()
+    return open_view(cfg, folder, Console(cfg, enabled=True, stream=said), 0), said
+
+
+@pytest.mark.slow
+def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, server, monkeypatch, no_export, capfd):
+    for name, value in (SECRETS | {"NO_PROXY": "127.0.0.1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py", "+hydra.job.env_set.MY_PASSWORD=planted-by-hydra"])
+    for repository in (["init"], ["remote", "add", "origin", "https://planted-user:planted-password@host/x.git"]):
+        subprocess.run(["git", "-C", str(tmp_path), *repository], check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        train(run, "logger=wandb", "train.stop_after=7")
+    train(run, "logger=wandb")
+    said, sent = capfd.readouterr().out, server.runs[wandb_id(run)]
+    assert [(row["step"], row["train/loss"], row.get("eval/loss")) for row in sent["history"]] == [
+        (record["step"], record["train/loss"], record.get("eval/loss"))
+        for record in read_metrics(run / "metrics.jsonl")
+    ]
+    assert sent["exit_code"] == 0 and sent["config"]["backbone"]["value"]["name"] == "lowrank"
+    assert len(server.runs) == 1 and f"/runs/{wandb_id(run)}" in said and "warning" not in said
+    texts = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    texts += [said.encode(), repr(server.runs).encode()]
+    planted = [KEY, SECRETS["HF_TOKEN"], "planted-"]
+    assert [secret for text in texts for secret in planted if secret.encode() in text] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("silent", "said"), [("", "offline (Failed"), ("file_stream", "lacks the last metrics")])
+def test_a_server_that_never_answers_changes_nothing_but_the_view(tmp_path, words, server, silent, said):
+    server.silent = silent
+    short = os.environ | {"WANDB_INIT_TIMEOUT": "2", "WANDB_FINISH_TIMEOUT": "2"}
+    line = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run", "logger=wandb")]
+    done = subprocess.run(line, env=short, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    text = " ".join(done.stdout.split())
+    assert done.returncode == 0 and server.unanswered.is_set() and not server.released.is_set(), done.stderr
+    assert said in text and "Traceback" not in done.stderr
+    folder = next((tmp_path / "run" / "wandb").glob("offline-run-*" if silent == "" else "run-*"))
+    assert f"wandb sync {folder.parent if silent == '' else folder}" in text
+    assert [row["step"] for row in history(folder)] == [*range(1, 21)]
+
+
+@pytest.mark.slow
+def test_without_a_key_nobody_is_asked_and_the_command_that_is_said_sends_the_run(tmp_path, words, server):
+    keyless = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"} | {"TERM": "xterm"}
+    terminal, inside = pty.openpty()  # where wandb would ask for a key
+    for stop in ("train.stop_after=7", "train.stop_after=12"):
+        line = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run", "logger=wandb", stop)]
+        trained = subprocess.run(line, stdin=inside, stderr=inside, stdout=subprocess.PIPE, text=True, env=keyless)
+        assert trained.returncode == EXIT_STOPPED and "offline (No API key configured" in " ".join(
+            trained.stdout.split()
+        )
+    os.close(inside), os.close(terminal)
+    sends = " ".join(trained.stdout.split()).partition("to send this run: ")[2].split()[:3]
+    subprocess.run(f"{sys.executable} -m {' '.join(sends)}", shell=True, check=True, capture_output=True)
+    assert [row["step"] for row in server.runs[wandb_id(tmp_path / "run")]["history"]] == [*range(1, 13)]
+
+
+def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, server):
+    run = tmp_path / "run"
+    for shown, written in (((1, 2), (1, 2, 3)), ((3, 4), ())):  # killed before step 3 was sent, and trained again
+        view, _ = viewed(run)
+        records = {s: {"step": s, "train/loss": 1 / s, "perf/mfu": None, "time": 1e9 + s} for s in shown + written}
+        with view:
+            for step in shown:
+                view.log(records[step])
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(records[step]) + "\n" for step in written)
+    sent = server.runs[wandb_id(run)]["history"]
+    assert [(row["step"], row["train/loss"], row["_timestamp"]) for row in sent] == [
+        (s, 1 / s, 1e9 + s) for s in (1, 2, 3, 4)
+    ]
+    assert not any("perf/mfu" in row or "time" in row for row in sent)
+
+
+MINE = ["logger.project=mine", "logger.tags=[mine]", "logger.name=mine"]
+
+
+@pytest.mark.parametrize(("variables", "words", "shown", "ignored"), [
+    ({}, [], {"project": "dlr_pretrain", "group": "tiny-ab", "name": "tiny-s42-ab", "tags": ()}, []),
+    ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_RUN_GROUP": "g", "WANDB_NAME": "n", "WANDB_NOTES": "o",
+      "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i"}, [],
+     {"project": "p", "entity": "e", "group": "g", "name": "n", "notes": "o", "tags": ("a", "b"), "id": "i"}, []),
+    ({"WANDB_PROJECT": "p", "WANDB_TAGS": "a", "WANDB_NOTES": "o"}, MINE,
+     {"project": "mine", "tags": ("mine",), "name": "mine", "notes": "o"}, ["WANDB_PROJECT", "WANDB_TAGS"]),
+    ({"WANDB_MODE": "dryrun", "WANDB_DIR": "{elsewhere}"}, [], {"dir": "{elsewhere}"}, []),
+    ({"WANDB_DISABLED": "true"}, [], None, []),
+    ({"WANDB_MODE": "disabled"}, [], None, []),
+])  # fmt: skip
+def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown, ignored):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name, value in ({"WANDB_MODE": "offline"} | variables).items():
+        monkeypatch.setenv(name, value.format(elsewhere=elsewhere))
+    opened, made = [], views.init
+    monkeypatch.setattr(views, "init", lambda *of: opened.append(made(*of)) or opened[0])
+    view, said = viewed(tmp_path / "tiny-s42-ab", *words)
+    if shown is None:
+        assert view is None and said.getvalue().startswith("wandb ") and not (tmp_path / "tiny-s42-ab/wandb").exists()
+        return
+    with view:
+        pass
+    for name, value in shown.items():
+        found = getattr(opened[0], name)
+        assert found.startswith(str(elsewhere)) if name == "dir" else found == value
+    assert [line.split()[1] for line in said.getvalue().splitlines() if "is ignored" in line] == ignored
+
+
+def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
+    monkeypatch.setattr(views, "BACKLOG", 3)
+    console = Console(load(TINY), enabled=True, stream=io.StringIO())
+    gate, abandoned = threading.Event(), threading.Event()
+
+    class Sink(list):
+        def log(self, record):
+            gate.wait()
+            self.append(record["step"] // record["step"])
+
+        def close(self, exit_code):
+            self.append(f"exit {exit_code}")
+
+    sink = Sink()
+    view = View("it", console, abandoned.set, lambda: sink)
+    for step in range(1, 8):  # the thread has taken one, or none yet
+        view.log({"step": step})
+    gate.set()
+    view.__exit__(Stopped)
+    assert sink[0] == 1 and len(sink) in (4, 5) and sink[-1] == "exit 0" and not abandoned.is_set()
+    assert f"it was too slow and lacks {8 - len(sink)} steps" in console.stream.getvalue()
+    with View("it", console, abandoned.set, Sink) as view:
+        view.log({"step": 0})
+        view.log({"step": 1})
+    assert abandoned.is_set() and console.stream.getvalue().count("it has ended (integer") == 1
+    monkeypatch.setattr(views, "CLOSE_SECONDS", 0.0)
+    gate.clear()
+    with View("it", console, abandoned.set, Sink) as view:
+        view.log({"step": 1})
+    assert "left behind" in console.stream.getvalue()
+    gate.set()
+
+
+def test_tensorboard_shows_what_was_trained_also_after_a_resume(tmp_path, train, no_export, capsys):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with pytest.raises(Stopped):
+        train(tmp_path / "run", "logger=tensorboard", "train.stop_after=7")
+    train(tmp_path / "run", "logger=tensorboard")
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    for name in ("train/loss", "eval/loss"):
+        trained = [(r["step"], r[name]) for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if name in r]
+        assert [event.step for event in found.Scalars(name)] == [step for step, _ in trained]
+        assert [event.value for event in found.Scalars(name)] == pytest.approx([loss for _, loss in trained])
+    assert f"tensorboard --logdir {tmp_path}/run/tensorboard" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("view", ["wandb", "tensorboard"])
+def test_a_package_that_is_missing_is_said_before_anything_starts(monkeypatch, view):
+    monkeypatch.setitem(sys.modules, view, None)
+    with pytest.raises(UserError, match=f"needs the package {view}, which is not installed. Install it, or use"):
+        load(["scale=tiny", "data=sample", f"logger={view}"])
