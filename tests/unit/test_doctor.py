@@ -146,7 +146,7 @@ def test_wandb_says_mode_key_and_server(words, monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert machine.wandb(cfg) == Found("offline, as WANDB_MODE says")
+    assert machine.wandb(cfg) == Found("offline, as the environment says")
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     assert machine.wandb(cfg).text == "no key for 127.0.0.1"
