@@ -16,12 +16,13 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch import command, local
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_runs
 from dlr_pretrain.launch.slurm import JOBS, Queued, last_job, note, resources, spans
 from dlr_pretrain.launch.state import Status, look
-from dlr_pretrain.train.record import record_state, update_record
-from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
+from dlr_pretrain.train.record import record_end, record_state, update_record
+from dlr_pretrain.util.errors import EXIT_FAILED, Diverged, Stopped, UserError
 from tests.conftest import ROOT, commands
 
 
@@ -257,6 +258,22 @@ def test_a_run_that_does_not_say_how_it_ended_is_told_by_the_queue_its_heartbeat
     assert look(run, {}).state == "running"
     beat(run, seconds_ago=3600)
     assert look(run, {}).state == "failed"
+
+
+def test_the_end_of_a_run_becomes_its_state(tmp_path):
+    ends = {
+        None: "complete",
+        Stopped("a"): "stopped",
+        KeyboardInterrupt(): "stopped",
+        Diverged("step 3\nmore"): "diverged",
+    }
+    for error, state in (ends | {UserError("a"): "failed", ValueError("odd"): "failed"}).items():
+        update_record(tmp_path, {"identity": {}, "saved": 7})
+        record_state(tmp_path, "running")
+        record_end(tmp_path, error)
+        record_end(tmp_path, ValueError("of a start that did not get so far"))
+        found = read_record(tmp_path)["state"]
+        assert (found["name"], found["step"]) == (state, 7) and "more" not in found["reason"]
 
 
 @pytest.mark.parametrize(
