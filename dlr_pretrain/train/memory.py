@@ -108,21 +108,23 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
     torch.cuda.reset_peak_memory_stats(device)
     with torch.random.fork_rng(devices=[device]):
         try:
-            updates = trial(tried, isolated, vocab_size, compiled_for=runtime.world_size)
-            batch = noise(tried, isolated, vocab_size)
-            for index in range(2):
-                updates.update(batch, index, cfg.train.lr)
-            torch.cuda.synchronize(device)
+            _update_twice(tried, isolated, vocab_size, compiled_for=runtime.world_size)
             enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             enough = False
-        updates = batch = None
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return enough
+
+
+def _update_twice(cfg: Config, runtime: Runtime, vocab_size: int, compiled_for: int) -> None:
+    updates, batch = trial(cfg, runtime, vocab_size, compiled_for=compiled_for), noise(cfg, runtime, vocab_size)
+    for index in range(2):
+        updates.update(batch, index, cfg.train.lr)
+    torch.cuda.synchronize(runtime.device)
 
 
 # ----------------------------------------------------------------------------------------------------
