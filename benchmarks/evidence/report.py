@@ -18,12 +18,12 @@ import shlex
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -46,26 +46,21 @@ LEVEL = 0.95
 # Runs and comparisons
 
 
-@dataclass(frozen=True)
-class Effect:
-    """The mean difference of a method's loss from the first method's, by seed, with Student's interval at ``level``."""
+class Effect(NamedTuple):
+    """The difference of a method's loss from the first method's, by seed, with Student's interval of its mean."""
 
     by_seed: pd.Series
     level: float
+    low: float
+    high: float
 
     @property
     def mean(self) -> float:
         return self.by_seed.mean()
 
-    @cached_property
-    def interval(self) -> tuple[float, float] | None:
-        """None for a single seed."""
-        n = len(self.by_seed)
-        return None if n < 2 else student.interval(self.level, n - 1, self.mean, self.by_seed.std() / math.sqrt(n))
-
     @property
     def cells(self) -> list[str]:
-        return [f"{self.mean:+.4f} ({len(self.by_seed)})", "{:+.4f} to {:+.4f}".format(*self.interval)]
+        return [f"{self.mean:+.4f} ({len(self.by_seed)})", f"{self.low:+.4f} to {self.high:+.4f}"]
 
 
 class Comparison:
@@ -94,9 +89,14 @@ class Comparison:
 
     @cached_property
     def effects(self) -> dict[str, Effect]:
-        first = self.held_out(self.methods[0])
-        found = {method: Effect(self.held_out(method) - first, self.level) for method in self.methods[1:]}
-        return {method: effect for method, effect in found.items() if effect.interval}
+        """Of each method but the first; one seed has no interval and gives none."""
+        found = {}
+        for method in self.methods[1:]:
+            d = self.held_out(method) - self.held_out(self.methods[0])
+            if len(d) > 1:
+                interval = student.interval(self.level, len(d) - 1, d.mean(), d.std() / math.sqrt(len(d)))
+                found[method] = Effect(d, self.level, *interval)
+        return found
 
 
 class Piece:
@@ -139,18 +139,13 @@ def paper() -> pd.DataFrame:
 # Tables
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], notes: Sequence[str], right: Iterable[int]) -> str:
-    """Markdown; the columns whose indices are in ``right`` are aligned to the right."""
+def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right: Iterable[int]) -> str:
+    """Markdown; the columns whose indices are in ``right`` are aligned to the right. Settings that are all the same are
+    left out."""
     rule = ["---:" if i in right else "---" for i in range(len(header))]
-    lines = [f"| {' | '.join(row)} |" for row in (header, rule, *rows)]
+    alike = header[0] == "Setting" and len({row[0] for row in rows}) == 1
+    lines = [f"| {' | '.join(row[alike:])} |" for row in (header, rule, *rows)]
     return "\n".join([*lines, "", *(f"* {note}" for note in notes)])
-
-
-def without_settings(header: list[str], rows: list[list[str]], notes: list[str], right: Iterable[int]) -> str:
-    """A table whose first column, the settings, is left out where all are the same."""
-    if len({row[0] for row in rows}) > 1:
-        return table(header, rows, notes, right)
-    return table(header[1:], [row[1:] for row in rows], notes, [i - 1 for i in right])
 
 
 def tune(piece: Piece) -> str:
@@ -171,9 +166,9 @@ def tune(piece: Piece) -> str:
                 )
             verdict = ["", "", ""]
             if effect := c.effects.get(method):
-                low, high = effect.interval
                 levels.add(effect.level)
-                verdict = [*effect.cells, method if high < 0 else c.methods[0] if low > 0 else "none shown"]
+                better = method if effect.high < 0 else c.methods[0] if effect.low > 0 else "none shown"
+                verdict = [*effect.cells, better]
             rows.append([setting, method, f"{lr:g}" + (f", the {end}" if end else ""), spread(held_out), *verdict])
         if several and not c.fresh:
             remarks.append(
@@ -190,7 +185,7 @@ def tune(piece: Piece) -> str:
         *dict.fromkeys(remarks),
     ]
     header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
-    return without_settings(header, rows, notes, (3, 4))
+    return table(header, rows, notes, (3, 4))
 
 
 def by_chance(piece: Piece) -> list[str]:
@@ -217,7 +212,7 @@ def tune_rates(piece: Piece) -> str:
     ]
     notes = ["Perplexity on held-out text: mean ± standard deviation over the seeds of the grid (their number)."]
     header = ["Setting", "Method", *map("{:g}".format, rates)]
-    return without_settings(header, rows, notes, range(2, len(header)))
+    return table(header, rows, notes, range(2, len(header)))
 
 
 def tune_order(piece: Piece) -> str:
@@ -336,8 +331,8 @@ BLACK, BLUE, VERMILLION, GREEN, PINK, GREY = "#000000", "#0072B2", "#D55E00", "#
 SERIES, MARKS = (BLUE, VERMILLION, GREEN, PINK), "osD^"
 
 
-def panels(n: int, width: float = 3.6, height: float = 3.1) -> tuple[Figure, list]:
-    """A figure and its ``n`` panels, three in a row, with the same ranges."""
+def panels(n: int, x: str, y: str, width: float = 3.6, height: float = 3.1) -> tuple[Figure, list]:
+    """A figure and its ``n`` panels, three in a row, with the same ranges and outer labels."""
     columns = min(n, 3)
     rows = -(-n // columns)
     figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
@@ -345,16 +340,12 @@ def panels(n: int, width: float = 3.6, height: float = 3.1) -> tuple[Figure, lis
     for empty in axes[n:]:
         empty.remove()
     for i, ax in enumerate(axes[:n]):
+        lowest = i + columns >= n
         ax.grid(alpha=0.25)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(labelbottom=i + columns >= n)
+        ax.tick_params(labelbottom=lowest)
+        ax.set(xlabel=x if lowest else "", ylabel="" if i % columns else y)
     return figure, list(axes[:n])
-
-
-def label(axes: Sequence, x: str, y: str) -> None:
-    columns = min(len(axes), 3)
-    for i, ax in enumerate(axes):
-        ax.set(xlabel=x if i + columns >= len(axes) else "", ylabel=y if i % columns == 0 else "")
 
 
 def draw_differences(piece: Piece, _name: str) -> Figure:
@@ -364,29 +355,28 @@ def draw_differences(piece: Piece, _name: str) -> Figure:
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
         for method, effect in c.effects.items()
     ]
-    points = list({(parts, e.interval): (parts, e) for parts, e in found}.values())
+    points = list({(parts, e.low): (parts, e) for parts, e in found}.values())
     names = [parts[0] for parts, _ in points]
     for more in (1, 2):  # a name that several share is given its rate, then what it is compared with
         several = Counter(names)
         names = [name + parts[more] * (several[name] > 1) for name, (parts, _) in zip(names, points, strict=True)]
     names = [textwrap.fill(name, 48, break_long_words=False, subsequent_indent="  ") for name in names]
     row = max(0.32, 0.04 + 0.14 * max(name.count("\n") + 1 for name in names))  # inches: no name reaches the next
-    figure, (ax,) = panels(1, width=7.0, height=1.0 + row * len(points))
-    for y, (_, effect) in enumerate(points):
-        low, high = effect.interval
-        colour = VERMILLION if low > 0 else BLUE if high < 0 else GREY
-        error = [[effect.mean - low], [high - effect.mean]]
-        ax.errorbar(effect.mean, y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
+    axis = "difference of the loss, nats per token (left of 0 is better)"
+    figure, (ax,) = panels(1, axis, "", width=7.0, height=1.0 + row * len(points))
+    for y, (_, e) in enumerate(points):
+        colour = VERMILLION if e.low > 0 else BLUE if e.high < 0 else GREY
+        error = [[e.mean - e.low], [e.high - e.mean]]
+        ax.errorbar(e.mean, y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
     ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.set_yticks(range(len(points)), names, fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
-    label([ax], "difference of the loss, nats per token (left of 0 is better)", "")
     return figure
 
 
 def draw_rates(piece: Piece, _name: str) -> Figure:
     """Perplexity against the rate, a panel a comparison; points are seeds, lines means, a ring the chosen rate."""
-    figure, axes = panels(len(piece.comparisons))
+    figure, axes = panels(len(piece.comparisons), "peak learning rate", "perplexity on held-out text")
     for c, ax in zip(piece.comparisons, axes, strict=True):
         for i, method in enumerate(c.methods):
             losses, style = np.exp(c.grid(method, "b")), {"color": SERIES[i], "marker": MARKS[i]}
@@ -403,14 +393,13 @@ def draw_rates(piece: Piece, _name: str) -> Figure:
             getattr(ax.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
         ax.grid(axis="y", which="minor", alpha=0.15)
         ax.legend(frameon=False, fontsize=8)
-    label(axes, "peak learning rate", "perplexity on held-out text")
     return figure
 
 
 def draw_losses(piece: Piece, _name: str) -> Figure:
     """Training loss (running medians of each seed) and evaluations (dots), a panel a backbone, with the dense model."""
     methods = {method: c.trials.run[c.trials.method == method] for c in piece.comparisons for method in c.methods}
-    figure, axes = panels(len(BACKBONES))
+    figure, axes = panels(len(BACKBONES), "tokens seen (positions)", "loss (nats/token)")
     shown: list[float] = []
     for name, ax in zip(BACKBONES, axes, strict=True):
         for method, color, dash in ((name, BLUE, "-"), (f"{name}+dlr", VERMILLION, "-"), ("full", BLACK, "--")):
@@ -429,7 +418,6 @@ def draw_losses(piece: Piece, _name: str) -> Figure:
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}M" if value else "0")
     room = 0.04 * (max(shown) - min(shown))
     axes[0].set_ylim(min(shown) - room, max(shown) + room)  # the first steps would flatten the curves
-    label(axes, "tokens seen (positions)", "loss (nats/token)")
     return figure
 
 
@@ -438,13 +426,13 @@ def draw_paths(piece: Piece, name: str) -> Figure:
     named = {re.sub(r"\W+", "_", f"gradient_paths_tiny_{title}").strip("_"): (title, run)
              for title, run in piece.labelled()}  # fmt: skip
     title, run = named[name]
-    figure, (ax,) = panels(1, width=8, height=4.5)
+    figure, (ax,) = panels(1, "update", "rho = |beta R g| / |B$^T$ g|", width=8, height=4.5)
     for colour, (layer, numbers) in zip(SERIES, probed(run).items(), strict=False):
         ax.plot(numbers.rho, color=colour, marker="o", markersize=4, label=layer)
         ax.plot(numbers.isotropic, color=colour, linestyle="--", linewidth=1)
     ax.plot([], [], color=GREY, linestyle="--", linewidth=1, label="isotropic gradient")
     ax.axhline(1, color=GREY, linewidth=0.8)
-    ax.set(title=f"tiny {title}", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|", xscale="log")
+    ax.set(title=f"tiny {title}", xscale="log")
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.legend(frameon=False)
     return figure
@@ -453,17 +441,10 @@ def draw_paths(piece: Piece, name: str) -> Figure:
 # ----------------------------------------------------------------------------------------------------
 # The page
 
-TABLES: dict[str, Callable[[Piece], str]] = {
-    "tune": tune, "tune_rates": tune_rates, "tune_order": tune_order, "tune_effect": tune_effect, "paths": paths,
-    "cost": cost,
-}  # fmt: skip
-FIGURES: dict[str, Callable[[Piece, str], Figure]] = {
-    "tune_differences": draw_differences, "tune_rates": draw_rates, "loss_tokens": draw_losses,
-    "gradient_paths": draw_paths,
-}  # fmt: skip
-
-
-piece = cache(Piece)
+TABLES = {function.__name__: function for function in (tune, tune_rates, tune_order, tune_effect, paths, cost)}
+FIGURES = {"tune_differences": draw_differences, "tune_rates": draw_rates, "loss_tokens": draw_losses,
+           "gradient_paths": draw_paths}  # fmt: skip
+read = cache(Piece)
 
 
 def insert(text: str, folder: Path) -> str:
@@ -471,28 +452,23 @@ def insert(text: str, folder: Path) -> str:
 
     def body(found: re.Match) -> str:
         if found[2] == "all":
-            shown = spent([piece(path) for name in PIECES if (path := folder / f"{name}.jsonl.gz").exists()])
+            shown = spent([read(path) for name in PIECES if (path := folder / f"{name}.jsonl.gz").exists()])
         else:
-            shown = TABLES[found[3]](piece(folder / f"{found[2]}.jsonl.gz"))
+            shown = TABLES[found[3]](read(folder / f"{found[2]}.jsonl.gz"))
         return f"{found[1]}\n{shown}\n\n{found[4]}"
 
     return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
 
 
-def draw(page: Path, text: str, folder: Path) -> None:
-    """Write every figure that ``text`` shows into the folder that has the page's name."""
-    matplotlib.rcdefaults()  # whatever the user's style is
-    for of, name in re.findall(rf"\({page.stem}/(\w+)/(\w+)\.png\)", text):
-        drawing = next(function for start, function in FIGURES.items() if name.startswith(start))
-        target = page.with_suffix("") / of / f"{name}.png"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        drawing(piece(folder / f"{of}.jsonl.gz"), name).savefig(target)
-
-
 def main(page: str = str(PAGE), folder: str = str(HERE)) -> None:
     text = insert(Path(page).read_text(), Path(folder))
     Path(page).write_text(text)
-    draw(Path(page), text, Path(folder))
+    matplotlib.rcdefaults()  # whatever the user's style is
+    for piece, name in re.findall(rf"\({Path(page).stem}/(\w+)/(\w+)\.png\)", text):
+        draw = next(function for start, function in FIGURES.items() if name.startswith(start))
+        target = Path(page).with_suffix("") / piece / f"{name}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draw(read(Path(folder, f"{piece}.jsonl.gz")), name).savefig(target)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def test_the_page_shows_what_its_tables_of_runs_say():
 
 
 def test_every_kept_run_names_its_commit_command_and_text_and_no_place_of_a_machine():
-    runs = [run for name in report.PIECES for run in report.piece(report.HERE / f"{name}.jsonl.gz").runs.values()]
+    runs = [run for name in report.PIECES for run in report.read(report.HERE / f"{name}.jsonl.gz").runs.values()]
     assert len(runs) == 358
     for run in runs:
         assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in run["commits"]) and run["commits"]
