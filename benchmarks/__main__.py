@@ -25,7 +25,7 @@ PARTS = {
     "compare": "a training step beside those of each --peer",
     "fold": "logits before and after folding, and of the plain base",
     "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
-    "data": "loading, tokenising, resuming: batches of the given source, on one core",
+    "data": "batches of the given source, and its resume, on one core",
 }
 Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
 
@@ -41,25 +41,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers-dir", type=Path, help="compare: folder of the checkouts ($PEERS_DIR, or peers)")
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
-    made.add_argument("--loader", action="store_true", help="step: the first variant again, on loaded batches")
-    made.add_argument("--compile-times", action="store_true", help="step: cold and warm, in processes of their own")
     made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
     made.add_argument("--json", type=Path, help="write everything to this file, too")
-    made.add_argument("--markdown", type=Path, help="and the table to this one")
     return made
 
 
 def step(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    from benchmarks import isolated, step, variants
+    from benchmarks import step, variants
 
     names = given.variant or (DLR if cfg.backbone.knobs.get("factorized") else [""])
     chosen = {name or "step": variants.joined(overrides, name.split()) for name in names}
-    found = step.measure(chosen, [], step.Protocol(given.rounds, given.warmup, given.loader), say)
-    if given.compile_times:
-        for variant in found["variants"]:
-            if variant["name"] in chosen:
-                variant["compile_s"] = isolated.compile_times(variant["overrides"])
-    return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"] if v["parity"])
+    found = step.measure(chosen, [], given.rounds, given.warmup, say)
+    return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"])
 
 
 def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
@@ -72,7 +65,7 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
     if cfg.train.micro_batch is None:  # a peer does not split a batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
     beside = [peers.Peer(place, cfg.scale.name) for place in given.peer]
-    found = step.measure({"ours": overrides}, beside, step.Protocol(given.rounds, given.warmup), say)
+    found = step.measure({"ours": overrides}, beside, given.rounds, given.warmup, say)
     return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"] if v["overrides"])
 
 
@@ -85,18 +78,17 @@ def fold(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measur
 
 def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import isolated, variants
+    from dlr_pretrain.analysis.memory import peak_bytes
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
-    configs = {name: load(of) for name, of in chosen.items()}
-    found = [{"name": name, "overrides": of} | isolated.memory(of, configs[name]) for name, of in chosen.items()]
+    plans = {name: peak_bytes(cfg := load(of), cfg.planned_vocab_size, ranks=1) for name, of in chosen.items()}
+    found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
     return {"variants": found}, results.MEMORY, True
 
 
 def data(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import data
 
-    if cfg.data.source == "tokens":
-        raise ConfigError([Problem("data", "tokens", "makes them itself, to compare", "Name the source of their text")])
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
     batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": given.rounds}
@@ -114,7 +106,7 @@ def measure(given: argparse.Namespace) -> int:
     overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
     part = {"step": step, "compare": compare, "fold": fold, "memory": memory, "data": data}[given.part]
     found, columns, right = part(given, overrides, load(overrides))
-    results.write(results.about() | found, f"{given.part} {' '.join(overrides)}", columns, given.json, given.markdown)
+    results.write(results.about() | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
     return 0 if right else EXIT_FAILED
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The GPU programme: tests, steps, peers, folding, memory and compile times, in pieces of under ten minutes each.
+# The GPU programme: tests, steps, peers, folding and memory, in pieces of under ten minutes each.
 #
 #   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
 #
 # Needs no network. A piece is left out where its result is in OUT already, so the same command again goes on where it
-# was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA, DLR and SLTrain, TF448 a folder with
+# was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with
 # transformers 4.48 for CoLA's: comparisons whose checkout is missing say so and are left out.
 set -u
 cd "$(dirname "$0")/.."
@@ -40,8 +40,7 @@ run() { # piece, its result, a command that writes it; a result that failed is m
 bench() { # piece, arguments of benchmarks
   local piece=$1
   shift
-  run "$piece" "$piece.json" "$python" -m benchmarks "$@" device=cuda \
-    --json "$out/$piece.json" --markdown "$out/$piece.md"
+  run "$piece" "$piece.json" "$python" -m benchmarks "$@" device=cuda --json "$out/$piece.json"
 }
 
 tests() { # piece, arguments of pytest
@@ -76,7 +75,6 @@ for file in tests/gpu/test_*.py; do
 done
 
 bench step-60m step $small
-bench step-60m-loader step $small --loader --variant dlr=on
 bench step-60m-backbones step $small --variant backbone=cola --variant "backbone=cola dlr=on" \
   --variant backbone=lowrank --variant backbone=full
 bench step-60m-others step $small --variant backbone=cola --variant backbone=lost --variant backbone=lax \
@@ -87,8 +85,6 @@ kept="--variant train.activation_checkpointing=block --variant train.activation_
 bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --variant train.activation_checkpointing=none
 seven="scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8"
 bench step-7b-kept step $seven $kept --rounds 10
-bench compile-60m step $small --variant dlr=on --rounds 6 --warmup 0 --compile-times
-bench compile-1b step $large train.global_batch=64 --variant dlr=on --rounds 6 --warmup 0 --compile-times
 bench fold-60m fold $small train.global_batch=128 dlr=on
 bench fold-1b fold $large train.global_batch=16 dlr=on
 latent=train.activation_checkpointing=latent
@@ -102,7 +98,6 @@ adapter=benchmarks/adapters
 compare compare-60m-dlr DLR scale=60m backbone=cola $peers --peer $adapter/dlr.py --peer $adapter/dlr.py:build_off \
   --peer $adapter/dlr.py:build_random
 compare compare-1b-dlr DLR scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/dlr.py
-compare compare-60m-sltrain SLTrain scale=60m backbone=sltrain train.global_batch=64 --peer $adapter/sltrain.py
 bench compare-60m-hf compare scale=60m backbone=full train.global_batch=64 --peer $adapter/hf.py
 PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}"
 compare compare-60m-cola CoLA scale=60m backbone=cola $peers --peer $adapter/cola.py --peer $adapter/cola.py:build_lean

@@ -1,4 +1,4 @@
-"""Measures a few steps in a process of their own: how long the first one compiles, and how much memory they take.
+"""Measures a few steps in a process of their own: how much memory they take, and how long the first one compiles.
 
 ``python -m benchmarks.isolated scale=60m backbone=cola`` prints the JSON that ``isolated`` returns.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,14 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.protocol import seconds, warm_up_products
 from benchmarks.variants import Variant, fixed_batch
-from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import Config
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
-
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def main(overrides: list[str]) -> None:
@@ -62,29 +57,13 @@ def peak_on_cpu(act) -> int:
     return now + max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
 
 
-def isolated(overrides: list[str], caches: Path | None = None) -> dict:
-    """Run ``main`` in a new process and return what it prints; its only cache of compiled code is ``caches`` if given.
-
-    Raises UserError if the process fails.
-    """
-    own = {name: str(caches / folder) for name, folder in CACHES.items()} if caches else {}
+def isolated(overrides: list[str]) -> dict:
+    """Run ``main`` in a new process and return what it prints; raises UserError if the process fails."""
     line = [sys.executable, "-m", "benchmarks.isolated", *overrides]
-    done = subprocess.run(line, env=os.environ | own, capture_output=True, text=True)
+    done = subprocess.run(line, capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"{' '.join(overrides)}: no step was made. {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def compile_times(overrides: list[str]) -> dict[str, float]:
-    """Extra seconds of the first step over a later one: ``cold`` with an empty cache, ``warm`` with a filled one."""
-    with tempfile.TemporaryDirectory() as scratch:
-        cold, warm = (isolated(overrides, Path(scratch)) for _ in range(2))
-    return {name: run["first_step_s"] - run["step_s"] for name, run in (("cold", cold), ("warm", warm))}
-
-
-def memory(overrides: list[str], cfg: Config) -> dict:
-    """What ``isolated`` returns, and as ``estimate`` the peak bytes that scripts/plan.py predicts."""
-    return isolated(overrides) | {"estimate": peak_bytes(cfg, cfg.planned_vocab_size, ranks=1)}
 
 
 if __name__ == "__main__":

@@ -46,30 +46,22 @@ class Peer:
         spec = importlib.util.spec_from_file_location(f"adapter_{Path(path).stem}", path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        self.name = Path(path).stem + function.removeprefix("build")
-        self.scale, self.make = scale.upper(), getattr(module, function or "build", None)
-        if self.make is None:
+        if not hasattr(module, function or "build"):
             has = ", ".join(name for name in vars(module) if name.startswith("build"))
             raise ConfigError([Problem("--peer", place, "the file has no such function", f"It has {has or 'none'}")])
-        ours = getattr(module, f"ours{function.removeprefix('build')}", getattr(module, "ours", None))
+        variant = function.removeprefix("build")
+        self.name, self.scale, self.make = Path(path).stem + variant, scale, getattr(module, function or "build")
+        ours = getattr(module, f"ours{variant}", getattr(module, "ours", None))
         self.ours: list[str] | None = ours(scale) if ours else None
+        self.built = None
 
-    def build(self, cfg: Config, device: torch.device) -> PeerStep:
+    def build(self, cfg: Config, device: torch.device) -> None:
         """Build the peer's model and optimizer for the batch of ``cfg``."""
-        dtype = WORKING_DTYPE[cfg.precision.name]
-        shape = cfg.train.global_batch, cfg.train.seq_len
+        shape = str(device), WORKING_DTYPE[cfg.precision.name], cfg.train.global_batch, cfg.train.seq_len
         try:
-            return PeerStep(self.make(self.scale, str(device), dtype, *shape, cfg.compile, layers=cfg.scale.num_layers))
+            self.built = self.make(self.scale.upper(), *shape, cfg.compile, layers=cfg.scale.num_layers)
         except ImportError as error:
             raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by --peers-dir") from error
-
-
-class PeerStep:
-    """Runs what an adapter has built on our batches."""
-
-    def __init__(self, built):
-        self.built = built
-        self.tensors: Callable[[], dict[str, Tensor]] = getattr(built, "tensors", dict)
 
     def step(self, batch: Batch) -> Tensor:
         return self.built.step(peer_ids(batch))
@@ -93,7 +85,7 @@ def as_batch(ids: Tensor, real_tokens: int) -> Batch:
 
 
 class AuthorsStep:
-    """One update as the main scripts of GaLore's family write it (CoLA's and SLTrain's among them).
+    """One update as the main scripts of GaLore's family write it (CoLA's among them).
 
     The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged;
     ``lean`` omits both. ``repo_sdp`` leaves attention to plain products, as these scripts do: they forbid flash and

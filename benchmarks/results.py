@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
 
@@ -29,20 +30,18 @@ def about() -> dict[str, str]:
     }
 
 
-def write(found: dict, title: str, columns: Columns, to_json: Path | None, to_markdown: Path | None) -> None:
-    """Print the facts and the table of ``found``, and write them and all results to the files that were asked for."""
-    facts = []
+def write(found: dict, title: str, columns: Columns, file: Path | None) -> None:
+    """Print the facts and the table of ``found``, and write all of it to ``file``."""
+    print(f"# {title}\n")
     for name, value in found.items():
         if isinstance(value, dict):
             value = ", ".join(f"{key} {shown}" for key, shown in value.items())
         if isinstance(value, str):
-            facts.append(f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}")
-    text = "\n".join([f"# {title}", "", *facts, "", table(columns, found["variants"])]) + "\n"
-    print(text)
-    for path, content in ((to_json, json.dumps(found, indent=1) + "\n"), (to_markdown, text)):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            print(f"- {name}: `{value}`" if name == "command" else f"- {name}: {value}")
+    print(f"\n{table(columns, found['variants'])}")
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def table(columns: Columns, variants: Sequence[dict]) -> str:
@@ -79,10 +78,6 @@ def share(variant: dict, peak: str) -> str | None:
     return found and f"{100 * found:.1f}%"
 
 
-def compile_seconds(variant: dict, cache: str) -> str | None:
-    return f"{variant['compile_s'][cache]:.1f}" if "compile_s" in variant else None
-
-
 STEPS: Columns = {  # ratio: seconds over the first variant's of the same round, median [95 % interval]
     "variant": lambda v: v["name"],
     "ms/step": lambda v: number(v["ms"]),
@@ -90,8 +85,6 @@ STEPS: Columns = {  # ratio: seconds over the first variant's of the same round,
     "tokens/s": lambda v: number(v["tokens_per_second"]),
     "MFU, data sheet": lambda v: share(v, "datasheet"),
     "MFU, large products": lambda v: share(v, "measured"),
-    "compile s, cold": lambda v: compile_seconds(v, "cold"),
-    "warm": lambda v: compile_seconds(v, "warm"),
     "parity / bound": parity,  # largest relative difference of a loss in 20 updates
 }
 FOLDS: Columns = {
@@ -104,14 +97,15 @@ FOLDS: Columns = {
 MEMORY: Columns = {
     "variant": lambda v: v["name"],
     "peak GB": lambda v: f"{v['peak'] / 1e9:.2f}",
-    "plan's GB (eager)": lambda v: f"{v['estimate'] / 1e9:.2f}",
-    "peak / plan's": lambda v: f"{v['peak'] / v['estimate']:.3f}",
+    "plan's GB (eager)": lambda v: f"{v['plan'] / 1e9:.2f}",
+    "peak / plan's": lambda v: f"{v['peak'] / v['plan']:.3f}",
+    "first step s": lambda v: f"{v['first_step_s']:.3g}",
     "step s": lambda v: f"{v['step_s']:.3g}",
 }
 DATA: Columns = {
     "measure": lambda v: f"{v['name']}, {v['unit']}",
-    "median": lambda v: f"{sorted(v['values'])[len(v['values']) // 2]:.4g}",
+    "median": lambda v: f"{median(v['values']):.4g}",
     "lowest": lambda v: f"{min(v['values']):.4g}",
     "highest": lambda v: f"{max(v['values']):.4g}",
-    "by processor time": lambda v: "processor" in v and f"{sorted(v['processor'])[len(v['processor']) // 2]:.4g}",
+    "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
 }

@@ -6,40 +6,30 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Iterable
-from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 
 from benchmarks.parity import References, Verdict, difference, losses
-from benchmarks.peers import Peer, PeerStep, as_batch, peer_ids
+from benchmarks.peers import Peer, as_batch, peer_ids
 from benchmarks.protocol import best_product, interleaved, paired, warm_up_products
 from benchmarks.variants import Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import Batch, TrainLoader
-from dlr_pretrain.data.sources import open_source
-from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.runtime import Runtime
 
-NOISE, LOADED = ", once more", ", from the loader"
+NOISE = ", once more"
 
 
-@dataclass(frozen=True)
-class Protocol:
-    """How to measure: rounds, steps before them, and whether to time the first variant on loaded batches too."""
-
-    rounds: int
-    warmup: int
-    loader: bool = False
-
-
-def measure(overrides: dict[str, list[str]], peers: list[Peer], how: Protocol, say: Callable[[str], None]) -> dict:
+def measure(
+    overrides: dict[str, list[str]], peers: list[Peer], rounds: int, warmup: int, say: Callable[[str], None]
+) -> dict:
     """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
     twice: the second time shows the noise.
 
-    Returns ``device``; ``batch`` (rows, seq_len and the protocol); and ``variants``, for each: name, overrides (null
+    Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
     for a peer), parity (null if it was not compared), seconds of each round, ms (their median), ratio (median of its
     seconds over the first variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token
     (structural), and mfu by the data sheet's peak and by that of large matrix products.
@@ -57,24 +47,24 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], how: Protocol, s
             batch = as_batch(peer_ids(batch), batch.real_tokens)
         ours = {name: Variant(name, c, runtime) for name, c in timed.items()}
         beside = {name: Variant(name, configs[name], runtime) for name in twins}
-        built = {peer.name: peer.build(cfg, runtime.device) for peer in peers}
+        for peer in peers:
+            peer.build(cfg, runtime.device)
         rows = cfg.train.global_batch if peers else parity_rows(timed.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
-        verdicts = check(ours, beside, built, References(runtime, few), say)
+        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(runtime, few), say)
         beside.clear()
         gc.collect()
         acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
-        acts |= {name: peer.on(batch) for name, peer in built.items()}
-        say(f"{how.rounds} rounds of {len(acts)} steps, after {how.warmup} of each")
-        times = take_turns(acts, ours[first], how, runtime)
+        acts |= {peer.name: peer.on(batch) for peer in peers}
+        say(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
+        times = interleaved(acts, warmup, rounds, runtime.device)
         found = []
         for name, seconds in times.items():
-            plain_name = name.removesuffix(NOISE).removesuffix(LOADED)
-            verdict, variant, median = verdicts.get(name), ours.get(plain_name), statistics.median(seconds)
+            verdict, variant, median = verdicts.get(name), ours.get(name), statistics.median(seconds)
             speed = cfg.train.global_batch * cfg.train.seq_len / median
             found.append({
                 "name": name,
-                "overrides": overrides.get(plain_name),
+                "overrides": overrides.get(name.removesuffix(NOISE)),
                 "parity": verdict and asdict(verdict) | {"passes": verdict.passes},
                 "seconds": seconds,
                 "ms": 1e3 * median,
@@ -84,24 +74,24 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], how: Protocol, s
             })  # fmt: skip
         threads = f"CPU, {torch.get_num_threads()} threads"
         device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else threads
-    about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, **asdict(how)}
+    about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": rounds, "warmup": warmup}
     return {"device": device, "batch": about, "variants": found}
 
 
 def check(
-    ours: dict[str, Variant], beside: dict[str, Variant], peers: dict[str, PeerStep], references: References, say
+    ours: dict[str, Variant], beside: dict[str, Variant], peers: dict[str, Peer], references: References, say
 ) -> dict[str, Verdict]:
     """Compare each variant with the plain model, and each peer with our variant ``beside`` it, from its start."""
     verdicts, batch = {}, references.batch
     for name, variant in ours.items():
         verdicts[name] = references.judge(variant.cfg, losses(variant.step, batch))
     for name, variant in beside.items():
-        peer = name.removeprefix("beside ")
-        variant.load(peers[peer].tensors())
+        peer = peers[name.removeprefix("beside ")]
+        variant.load(peer.built.tensors())
         variant.clip_as_torch_does()
         expected = losses(variant.step, batch)
-        found = difference(losses(peers[peer].step, batch), expected)
-        verdicts[peer] = Verdict("our step", found, references.bound(variant.cfg))
+        found = difference(losses(peer.step, batch), expected)
+        verdicts[peer.name] = Verdict("our step", found, references.bound(variant.cfg))
     for name, v in verdicts.items():
         relation = "within" if v.passes else "NOT within"
         say(f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}")
@@ -113,16 +103,6 @@ def parity_rows(configs: Iterable[Config]) -> int:
     configs = list(configs)
     micro = math.lcm(*(cfg.micro_batch(1) for cfg in configs))
     return 2 * micro if configs[0].train.global_batch >= 2 * micro else micro
-
-
-def take_turns(acts: dict, first: Variant, how: Protocol, runtime: Runtime) -> dict[str, list[float]]:
-    """Seconds of each act. ``how.loader`` adds the first variant on loaded batches, with the wait for each batch."""
-    if not how.loader:
-        return interleaved(acts, how.warmup, how.rounds, runtime.device)
-    source = open_source(first.cfg)
-    with closing(TrainLoader(first.cfg, source, open_tokenizer(first.cfg, source), 0, 1, None)) as loader:
-        acts = acts | {first.name + LOADED: lambda: first.step(loader.take(lambda: False))}
-        return interleaved(acts, how.warmup, how.rounds, runtime.device)
 
 
 def utilisation(variant: Variant, tokens_per_second: float) -> dict:

@@ -54,28 +54,22 @@ def joined(overrides: Sequence[str], more: Sequence[str]) -> list[str]:
 
 
 def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
-    """The configuration of each variant. Raises ConfigError for variants that one process cannot measure on one batch:
-    several ranks, sharding, an automatic micro-batch, or batches that differ."""
-    if (ranks := world_size()) > 1:
-        raise ConfigError([Problem("WORLD_SIZE", ranks, "a step is measured in one process", "Leave torchrun out")])
+    """The configurations. Raises ConfigError where they cannot take turns on one batch in one process."""
     configs = {name: load(overrides) for name, overrides in variants.items()}
     first, *_ = configs.values()
     for cfg in configs.values():
-        needed = {
-            "parallel": (cfg.parallel.name, "ddp"),
-            "train.global_batch": (cfg.train.global_batch, first.train.global_batch),
-            "train.seq_len": (cfg.train.seq_len, first.train.seq_len),
-            "scale.vocab_size": (cfg.planned_vocab_size, first.planned_vocab_size),
-        }
-        problems = [
-            Problem(key, value, f"must be {rule}: variants take turns in one process, on one batch")
-            for key, (value, rule) in needed.items()
-            if value != rule
-        ]
+        for key, value, rule in (
+            ("WORLD_SIZE", world_size(), 1),
+            ("parallel", cfg.parallel.name, "ddp"),
+            ("train.global_batch", cfg.train.global_batch, first.train.global_batch),
+            ("train.seq_len", cfg.train.seq_len, first.train.seq_len),
+            ("scale.vocab_size", cfg.planned_vocab_size, first.planned_vocab_size),
+        ):
+            if value != rule:
+                why = "variants take turns in one process, on one batch"
+                raise ConfigError([Problem(key, value, f"must be {rule}: {why}")])
         if cfg.train.micro_batch == "auto":
-            problems.append(Problem("train.micro_batch", "auto", "is found as a run starts", "Give a number"))
-        if problems:
-            raise ConfigError(problems)
+            raise ConfigError([Problem("train.micro_batch", "auto", "is found as a run starts", "Give a number")])
     return configs
 
 

@@ -1,6 +1,6 @@
 """Packs the runs of a piece of the programme into one compressed table, small enough to keep in a repository.
 
-    python -m benchmarks.evidence.collect runs/evidence/pairs/tune benchmarks/evidence/pairs.jsonl.gz
+    python -m benchmarks.evidence.collect runs/evidence/pairs benchmarks/evidence/pairs.jsonl.gz
     python -m benchmarks.evidence.collect runs/evidence/cost benchmarks/evidence/cost.jsonl.gz
 
 The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/tune.py``, or results of

@@ -2,7 +2,6 @@
 # The runs that answer whether DLR does what its paper says, in this framework, on real text.
 #
 #   TEXT=/data/webmix benchmarks/evidence/train.sh [PIECE ...]    all pieces, or those named; repeat it to continue
-#   MISSING=1 benchmarks/evidence/train.sh [PIECE ...]            only the pieces that have no table yet
 #
 # TEXT is a folder of C4-layout shards, *-train.*.json.gz and *-validation.*.json.gz. EXPERIMENT is evidence_cpu (the
 # default: a run takes minutes on one core) or evidence_60m, which needs a GPU and SPIECE, T5's sentencepiece model.
@@ -13,8 +12,8 @@ cd "$(dirname "$0")/../.."
 experiment=${EXPERIMENT:-evidence_cpu}
 python=${PYTHON:-python}
 case $experiment in
-evidence_cpu) root=runs/evidence tables=benchmarks/evidence half=16 three_quarters=24 vocabulary=4096 ;;
-evidence_60m) root=runs/evidence_60m tables=runs/evidence_60m half=64 three_quarters=96 vocabulary=32100 ;;
+evidence_cpu) root=runs/evidence tables=benchmarks/evidence longer=longer half=16 three_quarters=24 vocabulary=4096 ;;
+evidence_60m) root=runs/evidence_60m tables=runs/evidence_60m longer= half=64 three_quarters=96 vocabulary=32100 ;;
 *) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
 esac
 rates=0.001,0.003,0.005,0.01,0.03   # a factor of 30; 0.01 is the paper's at 60m
@@ -25,13 +24,12 @@ more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 tune() { # name of the comparison, overrides of tune.py
-  local output=$root/$piece/tune/$1
+  local output=$root/$piece/$1
   shift
   "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" --output "$output" "$@"
 }
 
 tokens() { # the text, tokenised once
-  if [ -n "${MISSING:-}" ] && [ -f "$root/tokens/manifest.json" ]; then echo "tokens: there already" && return; fi
   local tokenizer=(--train-tokenizer $vocabulary)
   if [ "$experiment" = evidence_60m ]; then tokenizer=("tokenizer.path=${SPIECE:?T5\'s sentencepiece model}"); fi
   "$python" scripts/prepare_data.py data=c4_local "data.root=${TEXT:?folder of the shards}" \
@@ -86,8 +84,8 @@ ablations() { # variants of the residual; then alternatives to it: a larger B at
     "lr=$lower" "seeds=$seeds"
 }
 
+# evidence_60m reads all of the text already, and has no longer runs.
 longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
-  if [ "$experiment" = evidence_60m ]; then echo "left out: evidence_60m reads all of the text already" && return; fi
   local rate
   for rate in $lower $paper; do
     local shared=(pair=cola,cola+dlr "lr=$rate" "seeds=$seeds")
@@ -110,15 +108,11 @@ cost() { # a step without DLR and with it, in turns in one process; the machine 
 }
 
 pieces=("$@")
-[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations longer paths cost)
+[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations $longer paths cost)
 for piece in "${pieces[@]}"; do
   echo "== $piece"
-  table=$tables/$piece.jsonl.gz
-  if [ -n "${MISSING:-}" ] && [ -f "$table" ]; then echo "$table is there already" && continue; fi
   "$piece"
-  case $piece in
-  tokens) ;;
-  cost) "$python" -m benchmarks.evidence.collect "$root/cost" "$table" ;;
-  *) if [ -d "$root/$piece/tune" ]; then "$python" -m benchmarks.evidence.collect "$root/$piece/tune" "$table"; fi ;;
-  esac
+  if [ "$piece" != tokens ]; then
+    "$python" -m benchmarks.evidence.collect "$root/$piece" "$tables/$piece.jsonl.gz"
+  fi
 done

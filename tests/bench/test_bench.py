@@ -55,7 +55,7 @@ def test_the_interval_of_a_median_is_the_narrowest_of_95_percent(n, rank):
     assert covered >= 0.95 > narrower
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed", "bf16_sr"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_parity_check_passes_what_is_right_and_stops_what_is_not(precision):
     """A residual of another strength does not pass, and neither does a NaN."""
     overrides = joined(TINY, ["dlr=on", f"precision={precision}"])
@@ -67,15 +67,6 @@ def test_the_parity_check_passes_what_is_right_and_stops_what_is_not(precision):
         assert references.judge(cfg, found).passes
         assert not references.judge(cfg, parity.losses(Variant("wrong", wrong, runtime).step, batch)).passes
         assert not references.judge(cfg, [*found[:-1], math.nan]).passes
-
-
-def test_rounding_at_random_takes_a_neighbour_and_has_no_bias():
-    model = torch.nn.Linear(200, 500, bias=False)
-    torch.nn.init.constant_(model.weight, 1 + 2**-7 * 0.25)  # a quarter of the way between neighbours in bf16
-    parity.round_at_random_(model, torch.Generator().manual_seed(0))
-    found = model.weight.detach()
-    assert set(found.unique().tolist()) == {1.0, 1 + 2**-7}
-    assert (found > 1).float().mean().item() == pytest.approx(0.25, abs=0.005)  # 3.6 standard deviations
 
 
 def test_peers_and_we_score_the_same_targets():
@@ -92,9 +83,8 @@ def test_peers_and_we_score_the_same_targets():
 
 
 def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkeypatch):
-    code, found = bench("step", *TINY, *QUICK)
-    assert code == 0
-    assert list(found) == ["dlr=off", "dlr=off, once more", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random"]
+    code, found = bench("step", *TINY, *QUICK, "--variant", "dlr=off", "--variant", "dlr=on")
+    assert code == 0 and list(found) == ["dlr=off", "dlr=off, once more", "dlr=on"]
     assert all(len(v["seconds"]) == 2 and v["parity"]["passes"] for v in found.values())
     on = found["dlr=on"]
     assert found["dlr=off"]["ratio"]["median"] == 1 and on["overrides"][-1] == "dlr=on"
@@ -127,7 +117,7 @@ def build_wrong(*shape, **options):
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(bench, tmp_path, precision, capsys):
     overrides, file = joined(TINY, [f"precision={precision}"]), tmp_path / "peer.py"
     file.write_text(ADAPTER.format(overrides=overrides))
@@ -145,13 +135,13 @@ def test_logits_are_the_same_bits_before_and_after_folding(bench):
     assert found["branch, unfolded"]["difference"] > 0
 
 
-def test_every_quantity_of_the_data_room_is_measured(bench, corpus, monkeypatch):
+def test_a_data_source_is_measured(bench, corpus, monkeypatch):
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)  # pytest keeps its cores
     place = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
     given = ["data=c4_local", *place, "train.global_batch=8", "train.seq_len=16", "--tokens", "2000", "--rounds", "2"]
     code, found = bench("data", *given)
-    assert code == 0 and len(found) == 7
-    assert all(value > 0 for measure in found.values() for value in measure["values"])
+    assert code == 0 and list(found) == ["batches of c4, packed", "resume, to the first batch"]
+    assert all(len(measure["values"]) == 2 and min(measure["values"]) > 0 for measure in found.values())
 
 
 WIDE = [  # layers, not the logits, take most of the memory
@@ -160,7 +150,7 @@ WIDE = [  # layers, not the logits, take most of the memory
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("overrides", [
     ("backbone=sltrain",), ("backbone=full", "optimizer=galore"), ("dlr=on", "precision=bf16_mixed"),
     ("dlr=on", "train.micro_batch=2"), ("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=latent"),
@@ -176,7 +166,7 @@ def test_what_cannot_be_measured_is_refused(bench, capsys):
     for part, *more in (
         ("step", "train.clip=fast"), ("step", "--variant", "dlr=on", "--variant", "train.seq_len=64"),
         ("step", "parallel=fsdp"), ("memory", "--variant", "train.activation_checkpointing=some"), ("compare",),
-        ("fold", "dlr=off"), ("data", "data=tokens"),
+        ("fold", "dlr=off"),
     ):  # fmt: skip
         assert bench(part, *TINY, *more)[0] == EXIT_CONFIG, more
         assert capsys.readouterr().err.startswith("error: ")
