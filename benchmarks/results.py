@@ -58,10 +58,6 @@ def table(columns: Columns, variants: Sequence[dict]) -> str:
     return "\n".join([line(*filled), f"|{rule}|", *(line(*row) for row in zip(*filled.values(), strict=True))])
 
 
-def number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
 def ratio(variant: dict) -> str:
     return "{median:.4f} [{low:.4f}, {high:.4f}]".format(**variant["ratio"])
 
@@ -80,16 +76,16 @@ def share(variant: dict, peak: str) -> str | None:
 
 STEPS: Columns = {  # ratio: seconds over the first variant's of the same round, median [95 % interval]
     "variant": lambda v: v["name"],
-    "ms/step": lambda v: number(v["ms"]),
+    "ms/step": lambda v: f"{v['ms']:.4g}",
     "ratio": ratio,
-    "tokens/s": lambda v: number(v["tokens_per_second"]),
+    "tokens/s": lambda v: f"{v['tokens_per_second']:,.0f}",
     "MFU, data sheet": lambda v: share(v, "datasheet"),
     "MFU, large products": lambda v: share(v, "measured"),
     "parity / bound": parity,  # largest relative difference of a loss in 20 updates
 }
 FOLDS: Columns = {
     "logits of": lambda v: v["name"],
-    "ms": lambda v: number(v["ms"]),
+    "ms": lambda v: f"{v['ms']:.4g}",
     "ratio to the base": ratio,
     "largest difference from the folded": lambda v: None if v["difference"] is None else f"{v['difference']:.1e}",
     "equal bit for bit": lambda v: {True: "yes", False: "NO", None: ""}[v["equal"]],

@@ -113,14 +113,6 @@ class Piece:
         all_words = [c.words for c in self.comparisons]
         return [" ".join(w for w in c.words if not all(w in other for other in all_words)) for c in self.comparisons]
 
-    def labelled(self) -> Iterable[tuple[str, dict]]:
-        """Each run as "cola+dlr" or, at another rate than the lowest, "cola+dlr (train.lr=0.01)", by backbone."""
-        (comparison,) = self.comparisons
-        order = {f"{name}{dlr}": i for i, name in enumerate(BACKBONES) for dlr in ("", "+dlr")}
-        for trial in sorted(comparison.trials.to_dict("records"), key=lambda t: (order[t["method"]], t["lr"])):
-            variant = f" (train.lr={trial['lr']:g})" if trial["lr"] != comparison.rates[0] else ""
-            yield trial["method"] + variant, self.runs[trial["run"]]
-
 
 def spread(losses: Iterable[float]) -> str:
     """Mean ± standard deviation (number) of the perplexities."""
@@ -189,18 +181,15 @@ def tune(piece: Piece) -> str:
 
 
 def by_chance(piece: Piece) -> list[str]:
-    """The probability that some interval excludes zero though nothing differs. The same runs compared twice count once.
-
-    The intervals of one comparison hold together, those of several do not.
-    """
+    """How often chance alone would have some interval exclude zero. The intervals of one comparison hold together,
+    those of several do not; the same runs compared twice count once."""
     several = [c.effects for c in piece.comparisons if c.effects]
     levels = {(m, *e.by_seed.items()): e.level for effects in several for m, e in effects.items()}
-    if len(several) < 2 or len(levels) < 2:
-        return []
+    chance = 100 * (1 - math.prod(levels.values()))
     return [
         f"There are {len(levels)} comparisons, each with an interval of its own. If nothing differed, the chance that "
-        f"at least one of them excludes zero would be {100 * (1 - math.prod(levels.values())):.0f} %."
-    ]
+        f"at least one of them excludes zero would be {chance:.0f} %."
+    ] * (len(several) > 1)
 
 
 def tune_rates(piece: Piece) -> str:
@@ -251,20 +240,27 @@ def tune_effect(piece: Piece) -> str:
     return table(header, rows, [note], (1, 3, 4, 5, 6))
 
 
-def probed(run: dict) -> dict[str, pd.DataFrame]:
-    """The numbers of each probed projection, by the update that follows the probe."""
-    metrics = pd.DataFrame(run["metrics"]).set_index("step")
-    layers = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("probe/"))
-    return {layer: metrics.filter(like=f"/{layer}/").rename(columns=lambda n: n.split("/")[2]).dropna()
-            for layer in layers}  # fmt: skip
+def probed(piece: Piece) -> dict[str, dict[str, pd.DataFrame]]:
+    """Run ("lowrank+dlr (train.lr=0.01)") -> projection -> the numbers of each probe, by the update that follows."""
+    (comparison,) = piece.comparisons
+    found = {}
+    for trial in comparison.trials.sort_values(["method", "lr"], ascending=[False, True]).itertuples():
+        metrics = pd.DataFrame(piece.runs[trial.run]["metrics"]).set_index("step")
+        layers = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("probe/"))
+        variant = f" (train.lr={trial.lr:g})" if trial.lr != comparison.rates[0] else ""
+        found[trial.method + variant] = {
+            layer: metrics.filter(like=f"/{layer}/").rename(columns=lambda n: n.split("/")[2]).dropna()
+            for layer in layers
+        }
+    return found
 
 
 def paths(piece: Piece) -> str:
     """The first and the last probe of each projection."""
     rows = [
-        [f"tiny {label}", layer, str(step), f"{n.rho:.3f}", f"{n.rho_mean:.3f}", f"{n.isotropic:.3f}",
+        [f"tiny {run}", layer, str(step), *(f"{n[key]:.3f}" for key in ("rho", "rho_mean", "isotropic")),
          f"{n.cosine:+.3f}"]
-        for label, run in piece.labelled() for layer, found in probed(run).items()
+        for run, layers in probed(piece).items() for layer, found in layers.items()
         for step, n in found.iloc[[0, -1]].iterrows()
     ]  # fmt: skip
     note = (
@@ -423,16 +419,14 @@ def draw_losses(piece: Piece, _name: str) -> Figure:
 
 def draw_paths(piece: Piece, name: str) -> Figure:
     """rho over the updates of one run; dashed: a gradient without a preferred direction."""
-    named = {re.sub(r"\W+", "_", f"gradient_paths_tiny_{title}").strip("_"): (title, run)
-             for title, run in piece.labelled()}  # fmt: skip
-    title, run = named[name]
+    found = {re.sub(r"\W+", "_", f"gradient_paths_tiny_{run}").strip("_"): run for run in probed(piece)}
     figure, (ax,) = panels(1, "update", "rho = |beta R g| / |B$^T$ g|", width=8, height=4.5)
-    for colour, (layer, numbers) in zip(SERIES, probed(run).items(), strict=False):
+    for colour, (layer, numbers) in zip(SERIES, probed(piece)[found[name]].items(), strict=False):
         ax.plot(numbers.rho, color=colour, marker="o", markersize=4, label=layer)
         ax.plot(numbers.isotropic, color=colour, linestyle="--", linewidth=1)
     ax.plot([], [], color=GREY, linestyle="--", linewidth=1, label="isotropic gradient")
     ax.axhline(1, color=GREY, linewidth=0.8)
-    ax.set(title=f"tiny {title}", xscale="log")
+    ax.set(title=f"tiny {found[name]}", xscale="log")
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.legend(frameon=False)
     return figure

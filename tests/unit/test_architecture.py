@@ -22,7 +22,6 @@ MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
     "deploy": {"models", "config", "data", "util"},
     "analysis": {"models", "optim", "config", "util"},
     "launch": {"cli", "config", "analysis", "data", "util"},
-    "bench": {"cli", "train", "models", "data", "analysis", "config", "util"},
     "doctor": {"train", "models", "data", "analysis", "config", "cli", "util"},
     "train": {"models", "optim", "data", "deploy", "config", "util"},
 }
