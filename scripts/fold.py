@@ -8,7 +8,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.deploy.job import command
+from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import newest_first
 

@@ -4,20 +4,16 @@ torchrun --nproc-per-node 8 scripts/sft.py full=runs/1b-full-dlr_off-s42/folded 
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.deploy.extras import need
-from dlr_pretrain.deploy.job import command, decided, device_of, joined, rank
-from dlr_pretrain.deploy.recipe import DATASET, PRECISIONS, Recipe
-from dlr_pretrain.deploy.tasks import OLDEST_HARNESS, TASKS, names
-from dlr_pretrain.util.command import at_least_1, refuse
-from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.process import die_with_agent
+from dlr_pretrain.deploy.folder import check_folder, device_of, need
+from dlr_pretrain.deploy.sft import DATASET, Recipe, fine_tune, read_rows, write_table
+from dlr_pretrain.util.command import at_least_1, command
 
 
-def arguments() -> argparse.ArgumentParser:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description="Fine-tune every folder with every seed; the same command again completes what is missing.",
         allow_abbrev=False,
@@ -26,117 +22,50 @@ def arguments() -> argparse.ArgumentParser:
     add("folders", nargs="+", metavar="[NAME=]FOLDER", help="what train.py or fold.py wrote; its name in the table")
     add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")
     add("--validation", help="rows that are held out, for the loss on their responses")
-    add(
-        "--output",
-        type=Path,
-        default=Path("sft"),
-        metavar="DIR",
-        help="for <name>/s<seed> and tables (default: sft)",
-    )
+    add("--output", type=Path, default=Path("sft"), metavar="DIR", help="for <name>/s<seed> and tables (default: sft)")
     add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows (default: 41 42 43)")
-    add("--epochs", type=int, default=default.epochs, help="(default: %(default)s)")
-    add("--batch", type=int, default=default.batch, help="rows of an update, over all ranks (default: %(default)s)")
-    add(
-        "--micro-batch", type=int, help="rows that a rank takes at once (default: as many as divide its share, up to 8)"
-    )
+    add("--epochs", type=at_least_1, default=default.epochs, help="(default: %(default)s)")
+    add("--batch", type=at_least_1, default=default.batch, help="rows of an update, all ranks (default: %(default)s)")
+    add("--micro-batch", type=at_least_1, default=default.micro_batch, help="of a rank at once (default: %(default)s)")
     add("--lr", type=float, default=default.lr, help="peak of the cosine (default: %(default)s)")
-    add("--length", type=int, default=default.length, help="most tokens of a row (default: %(default)s)")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default=default.precision,
-        help="weights are fp32 in both (default: %(default)s)",
-    )
-    add("--tasks", type=names, help=f"of {','.join(TASKS)}, or all: of every tuned folder (default: none)")
+    add("--length", type=at_least_1, default=default.length, help="most tokens of a row (default: %(default)s)")
+    add("--fp32", action="store_true", help="the forward pass, too (default: bf16, with fp32 weights)")
+    add("--tasks", help="zero-shot tasks of every tuned folder, or all (default: none)")
     add("--eval-data", type=Path, metavar="DIR", help="the tasks' local <task>/<split>.jsonl (default: the hub)")
     add("--limit", type=at_least_1, metavar="N", help="documents of each task, or subject of MMLU")
-    add("--context", type=at_least_1, metavar="TOKENS", help="longest input of a task (default: the model's)")
     add("--as-in-paper", action="store_true", help="end prompts and choices with </s>, as scripts/evaluate.py")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    return parser
-
-
-def named(folders: list[str]) -> dict[str, Path]:
-    """Folders by name: the given name, or that of the run. Raises UserError for an unusable name."""
-    found: dict[str, Path] = {}
-    for word in folders:
-        name, equals, path = word.partition("=")
-        folder = Path(path if equals else word).resolve()
-        name = name if equals else (folder.parent if folder.name.startswith("folded") else folder).name
-        if found.setdefault(name, folder) != folder or not name or "/" in name:
-            raise UserError(f"{word}: every folder needs a name of its own. Write NAME={folder}")
-    return found
-
-
-def main() -> int:
-    die_with_agent()
-    parser = arguments()
+    add("--device", help="default: a GPU where there is one")
     given = parser.parse_args()
-    if not given.tasks:
-        refuse(parser, given, ("--eval-data", "--limit", "--context", "--as-in-paper"), "is of the tasks: add --tasks")
     return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
-    need("accelerate", "sft", (1, 1))
+    need("trl", "sft")
+    named = dict(
+        word.split("=", 1) if "=" in word else (Path(word).resolve().parent.name, word) for word in given.folders
+    )
+    folders = {name: Path(path) for name, path in named.items()}
+    for folder in folders.values():
+        check_folder(folder)
     if given.tasks:
-        need("lm-eval", "eval", OLDEST_HARNESS)
-    device = device_of(given.device)
-    with joined(device.type):
-        tune_and_measure(given, device)
+        need("lm-eval", "eval")
+        from dlr_pretrain.deploy import zero_shot
 
-
-def tune_and_measure(given: argparse.Namespace, device) -> None:
-    from dlr_pretrain.deploy.alpaca import read_rows
-    from dlr_pretrain.deploy.sft import tune
-    from dlr_pretrain.deploy.sft_table import measure, write_table
-
-    seeds = list(dict.fromkeys(given.seeds))
-
-    def read() -> tuple:
-        if wrong := [seed for seed in seeds if not 0 <= seed < 2**32]:
-            raise ConfigError([Problem("--seeds", wrong, "must be at least 0 and below 2^32")])
-        share = given.epochs, given.batch, given.lr, given.length
-        recipe = Recipe(*share, micro_batch=given.micro_batch, precision=given.precision)
-        folders = named(given.folders)
-        return recipe, folders, read_rows(given.data), read_rows(given.validation) if given.validation else []
-
-    recipe, folders, rows, held_out = decided(read)
-    evaluate = evaluation(given, device) if given.tasks else None
-    records = tune(folders, rows, held_out, recipe, seeds, given.output, device.type, say)
-    if evaluate:
-        setting = {
-            "convention": "as_in_paper" if given.as_in_paper else "plain",
-            "context": given.context or "the model's",
-            "documents": given.limit or "all",
-            "data": str(given.eval_data or "hub"),
-            "tasks": ",".join(given.tasks),
-        }
-        for record in records:
-            folder = given.output / record["name"] / f"s{record['seed']}"
-            say(f"zero-shot   {folder}")
-            measure(folder, record, evaluate, setting, not rank())
-    if not rank():
-        print(write_table(given.output, records))
-
-
-def say(line: str) -> None:
-    if not rank():
-        print(line, flush=True)
-
-
-def evaluation(given: argparse.Namespace, device):
-    """A function (model, tokenizer) that returns the measures of scripts/evaluate.py, computed on ``device``."""
-    from dlr_pretrain.deploy import zero_shot
-
-    tasks = zero_shot.load_tasks(given.tasks, given.eval_data)
-
-    def evaluate(model, tokenizer):
-        positions = given.context or model.config.max_position_embeddings
-        how_much = (given.as_in_paper, given.limit, 64, zero_shot.Progress("zero-shot"))
-        return zero_shot.evaluate(model.to(device), tokenizer, tasks, positions, *how_much)
-
-    return evaluate
+        tasks = zero_shot.load_tasks(zero_shot.named(given.tasks), given.eval_data)
+    recipe = Recipe(given.epochs, given.batch, given.micro_batch, given.lr, given.length, not given.fp32)
+    rows, held_out = read_rows(given.data), read_rows(given.validation) if given.validation else None
+    device, models = str(device_of(given.device)), {name: [] for name in folders}
+    for name, folder in folders.items():
+        for seed in dict.fromkeys(given.seeds):
+            output = given.output / name / f"s{seed}"
+            record = fine_tune(folder, output, rows, held_out, recipe, seed, device)
+            if given.tasks:
+                how = {"as_in_paper": given.as_in_paper, "limit": given.limit, "device": device}
+                record |= zero_shot.evaluate(output, tasks, **how) or {}
+            models[name].append(record)
+    if int(os.environ.get("RANK", 0)) == 0:
+        way = f"{'as_in_paper' if given.as_in_paper else 'plain'}, documents: {given.limit or 'all'}"
+        print(write_table(given.output, models, way if given.tasks else "not measured (--tasks)"))
 
 
 if __name__ == "__main__":
