@@ -23,7 +23,9 @@ def main() -> int:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     form.add_argument("--layout", choices=("own", "cola"), default="own", help="cola: names of the CoLA authors' code")
-    parser.add_argument("--tokens", type=int, default=50_000, help="of validation text (default: 50,000; 0: none)")
+    parser.add_argument(
+        "--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: none)"
+    )
     given = parser.parse_args()
     return command(lambda: fold(given))
 
@@ -36,7 +38,7 @@ def fold(given: argparse.Namespace) -> None:
     if not checkpoint.is_dir():
         there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "no checkpoint"
         raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
-    if given.tokens < 0:
+    if given.tokens is not None and given.tokens < 0:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))

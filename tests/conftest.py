@@ -116,7 +116,7 @@ def in_this_process(monkeypatch):
 
     def read(folder, ids, dtype, scratch):
         question, answer = scratch / "question.pt", scratch / "answer.pt"
-        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype or "auto"}, question)
+        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype}, question)
         foreign_reader.main(str(folder), str(question), str(answer))
         return torch.load(answer)
 

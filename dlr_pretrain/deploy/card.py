@@ -20,11 +20,14 @@ CITED = {
 }
 CITATION = """```bibtex
 @misc{dlr2026,
-  title  = {Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training},
+  title  = {{DLR}: Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training},
   author = {Wang and Tang and Cheng and Saukh},
   year   = {2026}
 }
 ```"""
+PEFT = """
+For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
+"""
 OF_THE_MACHINE = ("run", "logger", "log", "checkpoint", "device")  # sections that say nothing about the model
 PATHS = (("data", "root"), ("data", "cache"), ("tokenizer", "path"), ("train", "init_from"))
 
@@ -35,7 +38,12 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
     name = trained.backbone.name
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""
-    facts = {"precision": cfg.precision.name, "training text": cfg.data.packing, "evaluation text": cfg.eval.packing}
+    text = trained.data.dataset if trained.data.source == "c4" else None  # a path says nothing to a reader
+    facts = {
+        "trained on": f"{text or trained.data.source}, {trained.data.packing}",
+        "evaluation text": trained.eval.packing,
+        "precision": trained.precision.name,
+    }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     numbers = table(["", ""], ([key, _shown(value)] for key, value in rows.items()))
     cited = [CITATION] if trained.dlr.enabled else []
@@ -50,7 +58,7 @@ tags: [pre-training, low-rank, {name}{", dlr" if trained.dlr.enabled else ""}]
 # LLaMA {cfg.scale.name}, {title}
 
 {loading}
-
+{"" if cfg.backbone.name == "full" else PEFT}
 {numbers}
 
 The tokenizer appends no end of sequence. Training read "</s>" in a text as four ordinary characters; the tokenizer

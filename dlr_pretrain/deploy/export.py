@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -21,12 +22,15 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
 from dlr_pretrain.deploy.card import card
-from dlr_pretrain.deploy.cola_layout import cola_config, cola_tensors
 from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
-from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.full import DENSE
+from dlr_pretrain.models.linear import named_groups
+from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
+from dlr_pretrain.models.lowrank import latent_scale
 from dlr_pretrain.models.shapes import listed, misfits
 from dlr_pretrain.util.errors import UserError, tell
 from dlr_pretrain.util.files import sync, sync_all
+from dlr_pretrain.util.tensors import at_least_fp32
 from dlr_pretrain.util.text import loading
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
@@ -96,39 +100,59 @@ def export(
     shutil.rmtree(old, ignore_errors=True)
 
 
+def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False) -> tuple[Config, dict]:
+    """The configuration and tensors to export for a run of ``cfg`` that ended with the folded ``tensors``.
+
+    A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA; with
+    ``merge`` every backbone does. Others do not change. Weights are formed in fp32 and rounded once to the dtype of
+    ``tensors``. Raises UserError if a backbone cannot be merged.
+    """
+    if cfg.backbone.name == DENSE.name or not (merge or deployed_dense(cfg)):
+        return cfg, _in_one_dtype(tensors)
+    with torch.device("meta"):
+        model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
+    merged = dict(tensors)
+    for prefix, group in named_groups(model):
+        for name, projection in zip(group.spec.names, group.projections, strict=True):
+            own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
+            merged[f"{prefix}{name}.weight"] = group.dense(own)
+    return replace(cfg, backbone=DENSE), merged
+
+
+def deployed_dense(cfg: Config) -> bool:
+    """Whether a run of ``cfg`` ends with a plain LLaMA."""
+    return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
+
+
+def _in_one_dtype(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Cast learned scalars to the dtype of the weights; under bf16_sr they are trained in fp32."""
+    dtype = tensors["lm_head.weight"].dtype
+    return {name: t.to(dtype) if t.dim() == 0 and t.is_floating_point() else t for name, t in tensors.items()}
+
+
 def require_export(folder: Path) -> None:
     """Raise UserError unless ``folder`` is absent, empty or an earlier export, with or without files added since."""
-    if (names := _names(folder)) and not _is_export(folder):
-        rule = f"it is no earlier export ({', '.join(names[:3])})"
-        raise UserError(f"{folder} is in the way: {rule}. Move it away, or name another folder")
+    if folder.exists() and not _is_export(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        rule = "it is no earlier export. Move it away, or name another folder"
+        raise UserError(f"{folder} is in the way: {rule}")
 
 
 def _is_export(folder: Path) -> bool:
-    weights = (folder / "spiece.model").exists() and any(folder.glob("model*.safetensors"))
-    settings = _settings(folder)  # None for a backbone that transformers cannot load yet
-    return weights and (settings is None or '"spiece_sha256"' in settings)
-
-
-def _names(folder: Path) -> list[str]:
-    if folder.is_dir():
-        return sorted(path.name for path in folder.iterdir())
-    return [folder.name] if folder.exists() else []
-
-
-def _settings(folder: Path) -> str | None:
-    """The text of ``config.json``; None if there is none."""
-    path = folder / "config.json"
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else None
+    marked = any("spiece_sha256" in path.read_text(errors="replace") for path in folder.glob("config.json"))
+    return marked and any(folder.glob("model*.safetensors"))
 
 
 def _out_of_the_way(folder: Path, old: Path) -> None:
     """Rename a folder that is purely an export to ``old``, which will be deleted, and any other to a name that stays.
 
-    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail.
+    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail. Weights
+    that ``save_pretrained`` has written over an export's are a user's, too.
     """
-    saved_anew = '"transformers_version"' in (_settings(folder) or "")  # save_pretrained writes this key
-    ours = _is_export(folder) and not saved_anew
-    if foreign := [name for name in _names(folder) if not (ours and WRITTEN.fullmatch(name))]:
+    names = sorted(path.name for path in folder.iterdir())
+    saved_anew = any(
+        '"transformers_version"' in path.read_text(errors="replace") for path in folder.glob("config.json")
+    )
+    if foreign := [name for name in names if saved_anew or not WRITTEN.fullmatch(name)]:
         taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
         old = next(path for path in taken if not path.exists())
         tell(f"note: {folder} held what no export writes ({', '.join(foreign[:3])}): it is {old} now")
@@ -175,32 +199,17 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: i
 
     Raises UserError if a file cannot be written.
     """
+    from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= tensor.nbytes
-    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = ["model.safetensors"]
-    for file, names in zip(files, shards, strict=True):
-        # a copy of each: projections of a group are views of one storage, which safetensors refuses
-        own = {name: tensors[name].detach().to("cpu", copy=True).contiguous() for name in names}
-        try:
-            save_file(own, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise UserError(f"{folder / file}: cannot be written: {error}") from error
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    # a copy of each: projections of a group are views of one storage, which safetensors refuses
+    own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    try:
+        save_torch_state_dict(own, folder, max_shard_size=shard_bytes, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise UserError(f"{folder}: its weights cannot be written: {error}") from error
+    for file in folder.glob("model*.safetensors"):
+        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
 
 
 def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
@@ -251,3 +260,45 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 
 def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The layout of the CoLA authors' repository: names, shapes and configuration of their ``ColaForCausalLM``. A projection
+# is ``cola_a`` [d_in, rank] and ``cola_b`` [rank, d_out], the transposes of ours, and the SwiGLU has no SiLU if
+# ``only_lr_act`` is true.
+
+
+def cola_tensors(cfg: Config, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The folded ``tensors`` of a CoLA model under the authors' names; the scale of its latents is multiplied into B.
+
+    Raises UserError for other backbones.
+    """
+    if cfg.backbone.name != "cola":
+        raise UserError(f"--layout cola holds CoLA's layers alone, and this is backbone={cfg.backbone.name}")
+    renamed = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".a.weight"):
+            renamed[name.removesuffix(".a.weight") + ".cola_a"] = tensor.T
+        elif name.endswith(".b.weight"):
+            stem = name.removesuffix(".b.weight")
+            own = {"theta": tensors[f"{stem}.theta"]} if f"{stem}.theta" in tensors else {}
+            wide = tensor.to(at_least_fp32(tensor.dtype))
+            renamed[f"{stem}.cola_b"] = (wide * latent_scale(own, cfg.backbone.knobs)).to(tensor.dtype).T
+        elif not name.endswith(".theta"):
+            renamed[name] = tensor
+    return renamed
+
+
+def cola_config(cfg: Config, settings: dict[str, object]) -> dict[str, object]:
+    """``config.json`` of the authors' layout, made from ``settings``, the one of our layout."""
+    knobs = cfg.backbone.knobs
+    shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}
+    return shape | {
+        "model_type": "cola",
+        "architectures": ["ColaForCausalLM"],
+        "rank": knobs["rank"],
+        "hidden_act": "silu",  # in that layout also the activation between the factors
+        "only_lr_act": not knobs.get("swiglu_silu", True),
+        "max_sequence_length": settings["max_position_embeddings"],
+        "torch_dtype": settings["dtype"],  # the name that transformers used then
+    }

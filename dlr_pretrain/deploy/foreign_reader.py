@@ -2,8 +2,8 @@
 
     python foreign_reader.py FOLDER QUESTION ANSWER
 
-QUESTION holds ``ids`` [B, T], a ``probe`` text and the ``dtype`` to load in; ANSWER receives the ``logits`` (as fp32),
-the ``dtype`` that they were computed in, and the tokenizer's ids of the probe. This file imports nothing from the
+QUESTION holds ``ids`` [B, T], a ``probe`` text and the ``dtype`` to load in; ANSWER receives the ``logits`` (as fp32)
+and the tokenizer's ids of the probe. This file imports nothing from the
 package.
 """
 
@@ -41,9 +41,9 @@ def main(folder: str, question: str, answer: str) -> None:
         sys.exit(f"not loaded strictly: {problems}")
     with torch.inference_mode():
         logits = model.eval()(input_ids=asked["ids"]).logits.float()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # or it would ask
     probe = tokenizer(asked["probe"], split_special_tokens=True).input_ids
-    torch.save({"logits": logits, "dtype": model.dtype, "probe": probe}, answer)
+    torch.save({"logits": logits, "probe": probe}, answer)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -51,81 +50,57 @@ def agreement(
     if not loadable(own):
         return f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
     merged = own is not cfg
+    with torch.device("meta"):
+        model = Llama(cfg, len(folded["lm_head.weight"]))
+    model.to_empty(device=device)
+    model.load_state_dict(folded if merged else weights)
+    with torch.no_grad():
+        logits = model.logits(ids.to(device)).cpu()
+    del model  # before the reader makes another
     bound = BOUNDS[weights["lm_head.weight"].dtype if merged else torch.float32]  # a merge rounds once more
-    rows = len(folded["lm_head.weight"])
-    kept = folded if merged else weights
-    difference = verify(folder, plain_logits(cfg, rows, kept, device), ids, torch.float32, bound)
+    difference = verify(folder, logits, ids, torch.float32, bound)
     if difference is None:
         return "not verified: transformers 4.57 or newer cannot be imported here, or was killed for its memory"
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 
 
-def plain_logits(
-    cfg: Config, rows: int, tensors: dict[str, torch.Tensor], device: torch.device
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function from ids to the fp32 logits [B, T, vocabulary] of our own model with ``tensors`` and no residual."""
-    with torch.device("meta"):
-        model = Llama(cfg, rows)
-    model.to_empty(device=device)
-    model.load_state_dict(tensors)
-
-    @torch.no_grad()
-    def logits(ids: torch.Tensor) -> torch.Tensor:
-        return model.logits(ids.to(device)).cpu()
-
-    return logits
-
-
 def verify(
-    folder: Path,
-    reference: Callable[[torch.Tensor], torch.Tensor],
-    ids: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    bound: float | None = None,
+    folder: Path, trained: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype, bound: float | None = None
 ) -> float | None:
-    """Load ``folder`` through transformers and compare its logits with ``reference(ids)``.
+    """Load ``folder`` in ``dtype`` through transformers, and compare its logits for ``ids`` [B, T] with ``trained``.
 
-    ``ids`` [B, T] are token ids on the CPU, ``reference`` gives the trained model's logits [B, T, vocabulary] for them.
-    Both compute in ``dtype`` (None: that of the stored weights). With bf16 weights the sharper test is fp32 and a
-    reference whose weights were cast to fp32, because then only the order of sums differs. ``bound`` is by default that
-    of the dtype in ``BOUNDS``.
+    ``trained`` [B, T, vocabulary] are the trained model's. With bf16 weights the sharper test is fp32 and a model whose
+    weights were cast to fp32, because then only the order of sums differs. ``bound`` is by default that of the dtype.
 
     Returns the largest difference in units of the logits' standard deviation, or None if nothing is known, because
     transformers 4.57 or newer cannot be imported or the reader was killed. Raises UserError if the difference is beyond
-    the bound, the folder does not load strictly, or its tokenizer does not give sentencepiece's ids. Raises Stopped if
+    the bound, the folder does not load strictly, or its tokenizer does not give the ids of training. Raises Stopped if
     a request to stop, which a scheduler sends to every process of a job, has ended the reader.
     """
-    ours = reference(ids).detach().float().cpu()
-    del reference  # frees an fp32 model before the reader makes another
     with tempfile.TemporaryDirectory() as scratch:
         answer = _read_elsewhere(folder.resolve(), ids, dtype, Path(scratch))
     if answer is None:
         return None
-    bound = bound or BOUNDS[answer["dtype"]]
-    difference = ((answer["logits"] - ours).abs().max() / ours.std()).item()
+    bound, trained = bound or BOUNDS[dtype], trained.float()
+    difference = ((answer["logits"] - trained).abs().max() / trained.std()).item()
     if not difference <= bound:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
-            f"their standard deviation, beyond the bound of {bound:g} for {answer['dtype']}"
+            f"their standard deviation, beyond the bound of {bound:g} for {dtype}"
         )
     if [answer["probe"]] != Tokenizer(folder / "spiece.model").encode([PROBE]):
         raise UserError(f"{folder}: its tokenizer.json does not give the ids of its spiece.model")
     return difference
 
 
-def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype | None, scratch: Path) -> dict | None:
-    """The reader's answer on ``folder``: logits (fp32), dtype, ids of PROBE; None if it cannot answer."""
+def _read_elsewhere(folder: Path, ids: torch.Tensor, dtype: torch.dtype, scratch: Path) -> dict | None:
+    """The reader's answer on ``folder``: logits (fp32) and the ids of PROBE; None if it cannot answer."""
     question, answer = scratch / "question.pt", scratch / "answer.pt"
-    torch.save({"ids": ids, "probe": PROBE, "dtype": dtype or "auto"}, question)
-    environment = os.environ | {
-        "HF_MODULES_CACHE": str(scratch / "modules"),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, str(READER), str(folder), str(question), str(answer)]
+    torch.save({"ids": ids, "probe": PROBE, "dtype": dtype}, question)
+    own = {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        command,
-        env=environment,
+        [sys.executable, str(READER), str(folder), str(question), str(answer)],
+        env=os.environ | own,
         cwd=scratch,
         stdin=subprocess.DEVNULL,
         capture_output=True,

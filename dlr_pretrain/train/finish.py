@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import ValidationSet
-from dlr_pretrain.deploy.export import export
-from dlr_pretrain.deploy.merge import deployed, deployed_dense
+from dlr_pretrain.data.tokenizer import UNK
+from dlr_pretrain.deploy.export import deployed, deployed_dense, export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
@@ -63,6 +64,8 @@ def finish(
         checked = agreement(folder, cfg, own, tensors, folded, ids, cpu)
 
     record.pop("time", None)
+    text = validation.tokens[np.arange(validation.tokens.shape[1]) < validation.lengths[:, None]]
+    record["unknown tokens of the validation text"] = f"{(text == UNK).mean():.2%}"
     export(run_dir / "folded", tensors, own, rows, run_dir / "spiece.model", record, check, trained=cfg)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"

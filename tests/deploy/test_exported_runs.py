@@ -40,7 +40,6 @@ def title(kind: tuple[str, str, str]) -> str:
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory) -> dict:
     """The configuration of each run, which is done, by its folder's name; beside it what transformers makes of it."""
-    pytest.importorskip("transformers")
     root, scratch = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("scratch")
     folders, configs = root / "folders", {}
     folders.mkdir()
@@ -88,14 +87,8 @@ def test_transformers_computes_what_was_trained(trained, kind):
     assert found["class"] == ("LlamaForCausalLM" if kind[0] in DENSE else "LowRankLlamaForCausalLM")
     assert found["dtype"] == (torch.bfloat16 if kind[2] == "bf16" else torch.float32)
     assert torch.equal(found["reloaded"], found["logits"])
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[2] == "fp32"], ids=title)
-def test_the_cache_and_padding_on_the_left_change_no_token(trained, kind):
-    found = trained["answers"][title(kind)]
-    assert torch.equal(found["cached"], found["uncached"])
-    assert torch.equal(found["batched"], found["alone"])
-    assert len(found["cached"][0].unique()) > 1
+    if kind[2] == "fp32":  # rounding decides between near-equal logits
+        assert torch.equal(found["cached"], found["uncached"]) and torch.equal(found["batched"], found["alone"])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] == "on"], ids=title)

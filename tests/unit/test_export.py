@@ -153,7 +153,6 @@ def ids() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory, spiece, ids) -> dict:
     """What transformers makes of a folder of each kind, one of them in bf16 and one in shards."""
-    pytest.importorskip("transformers")
     root, scratch = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("scratch")
     for kind in KINDS:
         export(root / kind, trained(kind).state_dict(), config(kind), ROWS, spiece, RECORD)
@@ -243,7 +242,8 @@ def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
     assert stored.keys() == model.state_dict().keys()
     assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
     readme = (tmp_path / "folded/README.md").read_text()
-    for words in ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23"):
+    numbers = ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23")
+    for words in (*numbers, "| trained on | sample, packed |", '`target_modules="all-linear"`'):
         assert words in readme
     assert "mfu" not in readme and "/private/texts" not in readme
     card = yaml.safe_load(readme.split("---")[1])
@@ -266,8 +266,6 @@ def test_shards(tmp_path):
     assert index["weight_map"] == {f"t{i}": f"model-0000{1 + i // 2}-of-00003.safetensors" for i in range(5)}
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-    with pytest.raises(UserError, match=r"nowhere/model\.safetensors: cannot be written: "):  # as of a full disk
-        write_weights(tmp_path / "nowhere", tensors)
 
 
 @pytest.mark.parametrize(
@@ -357,37 +355,21 @@ def _disk_full(*_):
     raise OSError("disk full")
 
 
-def test_verify_finds_a_difference(tmp_path, spiece, ids):
-    pytest.importorskip("transformers")
-    model = trained("cola").requires_grad_(False)
+def test_verify_finds_a_difference_and_names_what_does_not_load(tmp_path, spiece, ids, monkeypatch):
+    """In a process of its own. bf16 weights are verified in either precision."""
+    model = trained("cola").requires_grad_(False).bfloat16()
     export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
-    assert verify(tmp_path / "folded", model.logits, ids) < 1e-5
+    assert verify(tmp_path / "folded", model.logits(ids), ids, torch.bfloat16) < 0.25
+    logits = model.float().logits(ids)
+    assert verify(tmp_path / "folded", logits, ids, torch.float32) < 1e-5
     with pytest.raises(UserError, match="beyond the bound"):
-        verify(tmp_path / "folded", lambda ids: model.logits(ids) * 1.01, ids)
-
-
-def test_verify_names_what_does_not_load(tmp_path, spiece, ids):
-    pytest.importorskip("transformers")
-    model = trained("cola").requires_grad_(False)
-    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+        verify(tmp_path / "folded", logits * 1.02, ids, torch.float32)
+    with monkeypatch.context() as without:
+        (tmp_path / "transformers.py").write_text("raise ImportError")
+        without.setenv("PYTHONPATH", str(tmp_path))
+        assert verify(tmp_path / "folded", logits, ids, torch.float32) is None
     tensors = model.state_dict()
     del tensors["model.norm.weight"]
     write_weights(tmp_path / "folded", tensors)
     with pytest.raises(UserError, match=r"does not load it.*model\.norm\.weight"):
-        verify(tmp_path / "folded", model.logits, ids)
-
-
-def test_verify_does_not_pretend_without_transformers(tmp_path, spiece, ids, monkeypatch):
-    model = trained("cola").requires_grad_(False)
-    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
-    (tmp_path / "transformers.py").write_text("raise ImportError")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert verify(tmp_path / "folded", model.logits, ids) is None
-
-
-def test_bf16_weights_are_verified_in_either_precision(tmp_path, spiece, ids):
-    pytest.importorskip("transformers")
-    model = trained("cola").requires_grad_(False).bfloat16()
-    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
-    assert verify(tmp_path / "folded", model.logits, ids) < 0.25
-    assert verify(tmp_path / "folded", model.float().logits, ids, torch.float32) < 1e-5
+        verify(tmp_path / "folded", logits, ids, torch.float32)
