@@ -20,13 +20,11 @@ def main() -> int:
 
 
 def compare(given: argparse.Namespace) -> None:
-    from dlr_pretrain.analysis.compare import render, versus
-    from dlr_pretrain.analysis.records import find_runs
+    from dlr_pretrain.analysis import compare as differences
+    from dlr_pretrain.analysis.runs import read_runs
 
-    runs, remarks = find_runs(given.run)
-    found = versus(runs)
-    found["warnings"] = remarks + found["warnings"]
-    print(json.dumps(found, indent=2, default=str) if given.json else render(found))
+    found = differences.compare(read_runs(given.run))
+    print(json.dumps(found, indent=2) if given.json else differences.render(found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main() -> int:
         "places",
         nargs="+",
         metavar="place",
-        help="run directory, folder of them, JSON of evaluate.py --output, folder of sft.py or tune.py, glob of any",
+        help="run directory, folder of them, JSON of evaluate.py --output, folder of tune.py, glob of any",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, tables, figures"
@@ -28,13 +28,13 @@ def main() -> int:
 
 
 def report(given: argparse.Namespace) -> None:
-    from dlr_pretrain.analysis.reports import write_reports  # torch is imported only now
+    from dlr_pretrain.analysis.report import write_reports
 
     remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
     for remark in remarks:
         print(f"note: {remark}")
     print(f"report      {given.output / 'index.html'}\ntables      {given.output / 'tables'}: md, csv, tex")
-    print(f"figures     {given.output / 'figures'}: png, svg")
+    print(f"figures     {given.output / 'figures'}: png, svg, pdf")
 
 
 if __name__ == "__main__":

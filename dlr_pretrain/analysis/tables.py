@@ -1,166 +1,220 @@
-"""Tables of figures as Markdown, CSV and LaTeX. Missing cells are marked, with the commands that fill them."""
+"""Tables of a report, as functions of the frames of runs, and their text in Markdown, CSV, LaTeX and HTML."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from dlr_pretrain.analysis.groups import Spread
-from dlr_pretrain.util.text import diverged_of
+import pandas as pd
+
+from dlr_pretrain.analysis.paper import facts, marks
+from dlr_pretrain.analysis.runs import Runs, Spread, differences, ended, spread
 from dlr_pretrain.util.text import table as markdown_table
 
-MISSING = "–"
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number in a cell: a mean over ``n`` seeds, with ``std`` if there are several.
-
-    ``n`` is None for other numbers, such as published ones. ``note`` follows the number, such as "1 of 2 diverged".
-    """
-
-    value: float
-    std: float | None = None
-    n: int | None = None
-    digits: int = 2
-    signed: bool = False
-    note: str = ""
-
-    @property
-    def text(self) -> str:
-        if not math.isfinite(self.value):
-            return self.note or "not finite"
-        sign = "+" if self.signed else ""
-        shown = f"{self.value:{sign},.{self.digits}f}"
-        spread = "" if self.std is None else f" ± {self.std:,.{self.digits}f}"
-        seeds = "" if self.n is None else f" ({self.n})"
-        return f"{shown}{spread}{seeds}" + (f" {self.note}" if self.note else "")
-
-
-Cell = Figure | str | None  # None: missing
+FORMATS = {"lr": "g", "Loss": ".4f", "Δ loss": "+.4f", "Δ PPL": "+.2f", "Δ convention": "+.2f", "Δ paper": "+.2f",
+           "tokens/s": ",.0f", "MFU": ".3f", "PFLOPs": ",.3g", "M tokens": ",.4g", "M parameters": ",.4g",
+           "rho": ".3f", "mean of ratios": ".3f", "isotropic": ".3f", "cosine": "+.3f"}  # fmt: skip
+CONVENTION = (
+    "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
+    "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
+)
+PATHS = (
+    "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, divided by that of "
+    "B^T g, which reaches it through B; the mean of ratios is over single positions. The isotropic value (dashed in "
+    "figures) is that of a gradient without a preferred direction: |beta R^T|_F / |B|_F."
+)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table. ``name`` is the stem of its files; ``fill`` are the commands that fill missing cells; ``ours`` says
-    whether any figure is ours."""
+    """``frame`` has a ``Spread``, a number, text or nothing in each cell; ``name`` is the stem of the table's files."""
 
     name: str
     title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    notes: Sequence[str] = field(default=())
-    fill: Sequence[str] = field(default=())
-    ours: bool = True
+    frame: pd.DataFrame
+    notes: Sequence[str] = ()
+
+    def shown(self) -> pd.DataFrame:
+        """The cells as text, without columns that have none."""
+        return self.frame.dropna(axis=1, how="all").apply(
+            lambda column: column.map(lambda cell: text(cell, FORMATS.get(column.name, ",.2f")))
+        )
+
+    def markdown(self) -> str:
+        shown = self.shown()
+        numeric = [i for i, name in enumerate(shown) if not self.frame[name].map(type).isin([str]).any()]
+        rows = markdown_table(list(shown), shown.to_numpy().tolist(), right=numeric)
+        return "\n".join([f"## {self.title}", "", rows, "", *(f"* {note}" for note in self.notes)])
+
+    def csv(self) -> str:
+        """All digits; columns for std, n and diverged seeds follow a column that has them."""
+        columns = {}
+        for name, cells in self.frame.items():
+            columns[name] = [cell.mean if isinstance(cell, Spread) else cell for cell in cells]
+            for part in ("std", "n", "diverged"):
+                values = pd.Series([getattr(cell, part, math.nan) for cell in cells])
+                if values.any(skipna=True):
+                    columns[f"{name}: {part}"] = values
+        return pd.DataFrame(columns).to_csv(index=False)
+
+    def latex(self) -> str:
+        """A table environment for booktabs."""
+        whole = self.shown().to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}")
+        for sign, command in {"±": r"$\pm$", "Δ": r"$\Delta$", "–": "--", "…": r"\ldots{}"}.items():
+            whole = whole.replace(sign, command)
+        return whole
+
+    def html(self) -> str:
+        return self.shown().to_html(index=False, border=0)
 
 
-def figure(spread: Spread | None, digits: int = 2, signed: bool = False) -> Figure | None:
-    if spread is None:
-        return None
-    if not spread.finite:
-        return Figure(math.inf, n=spread.n, note=diverged_of(spread.diverged, spread.n))
-    return Figure(spread.mean, spread.std, spread.n, digits, signed)
+def text(cell: object, spec: str) -> str:
+    """A cell as text; means and numbers of type float are in the format ``spec``, – stands for nothing."""
+    if isinstance(cell, Spread):
+        return cell.text(spec)
+    if isinstance(cell, str):
+        return cell
+    return "–" if cell is None or math.isnan(cell) else f"{cell:{spec if isinstance(cell, float) else ','}}"
 
 
-def published(value: float | None, std: float | None = None, digits: int = 2, signed: bool = False) -> Figure | None:
-    return None if value is None else Figure(value, std, None, digits, signed)
+def final(of: pd.DataFrame, name: str) -> Spread | None:
+    """A column over the runs of a group that have finished or diverged."""
+    return spread(ended(of)[name])
 
 
-def rounded(value: float) -> Figure:
-    """A figure with at least three significant digits."""
-    return Figure(value, digits=max(0, 2 - math.floor(math.log10(value))))
+# ----------------------------------------------------------------------------------------------------
+# Ours
 
 
-def text(cell: Cell) -> str:
-    return MISSING if cell is None else cell if isinstance(cell, str) else cell.text
+def run_tables(found: Runs) -> list[Table]:
+    """All tables of runs, those that matter most first."""
+    own = [*pairs_table(found), groups_table(found), *paper_tables(found)]
+    return [*own, *paths_table(found), speed_table(found), runs_table(found)]
 
 
-def is_numeric(table: Table, column: int) -> bool:
-    """Whether a column holds figures, and is therefore aligned to the right."""
-    cells = [row[column] for row in table.rows]
-    return any(isinstance(cell, Figure) for cell in cells) or (column > 0 and all(cell is None for cell in cells))
+def groups_table(found: Runs) -> Table:
+    """A row for each group: its setting, cost and results."""
+    rows = [
+        {
+            "Scale": of.scale.iloc[0], "Method": of.label.iloc[0],
+            "Seeds": ", ".join(map(str, of.seed[of.state == "finished"])),
+            "PPL": final(of, "ppl"), "PPL (convention)": final(of, "convention"), "M tokens": of.tokens.max() / 1e6,
+            "M parameters": of.parameters.max() / 1e6, "PFLOPs": of.flops.max() / 1e15,
+            "Precision": of.config.iloc[0]["precision"]["name"], "Packing": of.config.iloc[0]["data"]["packing"],
+            "lr": of.config.iloc[0]["train"]["lr"],
+        }
+        for of in found.groups()
+    ]  # fmt: skip
+    notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
+    return Table("groups", "What was trained", pd.DataFrame(rows), notes)
 
 
-def markdown(table: Table) -> str:
-    """A section with the table, its notes and commands."""
-    rows = [[text(cell) for cell in row] for row in table.rows]
-    figures = [i for i in _columns(table) if is_numeric(table, i)]
-    lines = [f"## {table.title}", "", markdown_table(table.header, rows, right=figures)]
-    if table.notes:
-        lines += ["", *(f"* {note}" for note in table.notes)]
-    if table.fill:
-        lines += ["", f"To fill what is missing ({MISSING}):", "", "```bash", *table.fill, "```"]
-    return "\n".join(lines) + "\n"
+def pairs(found: Runs) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Pairs of groups (without DLR, with DLR) that differ in nothing else."""
+    plain = {of.pair.iloc[0]: of for of in found.groups() if of.dlr.iloc[0] == "off"}
+    return [(plain[k], of) for of in found.groups() if of.dlr.iloc[0] == "on" and (k := of.pair.iloc[0]) in plain]
 
 
-def comma_separated(table: Table) -> str:
-    """The table as CSV, figures with all digits. Columns for std, n and note follow a column that needs them."""
-    needs = {"std": ("std", "n"), "n": ("n",), "note": ("note",)}
-    beside = [
-        [part for part, of in needs.items() if any(_part(row[i], one) is not None for row in table.rows for one in of)]
-        for i in _columns(table)
+def pairs_table(found: Runs) -> Iterator[Table]:
+    """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
+    theirs = facts("table1").set_index(["scale", "method"]).ppl
+    rows, notes = [], [f"Differences are between runs with the same seed: mean ± standard deviation. {CONVENTION}"]
+    for a, b in pairs(found):
+        scale, base, label = b.scale.iloc[0], b.base.iloc[0], b.label.iloc[0]
+        by_seed = [ended(of).set_index("seed") for of in (a, b)]
+        rows.append({
+            "Scale": scale, "Backbone": label.replace("+dlr", "", 1),
+            "PPL plain": final(a, "ppl"), "PPL with DLR": final(b, "ppl"),
+            "Δ PPL": spread(differences(*(of.ppl for of in by_seed))),
+            "Δ convention": spread(differences(*(of.convention for of in by_seed))),
+            "Δ paper": theirs.get((scale, f"{base}+dlr"), math.nan) - theirs.get((scale, base), math.nan),
+        })  # fmt: skip
+        if odd := sorted({*ended(a).seed} ^ {*ended(b).seed}):
+            notes.append(f"{label} at {scale}: without a partner, and not in the difference: seed {odd}")
+        if {*a.code.sum()} != {*b.code.sum()}:
+            codes = f"{', '.join(dict.fromkeys(a.code.sum()))} plain, {', '.join(dict.fromkeys(b.code.sum()))} with DLR"
+            notes.append(f"{label} at {scale}: trained by different code: {codes}")
+    if rows:
+        yield Table("pairs", "DLR by backbone: what it changes", pd.DataFrame(rows), notes)
+
+
+def runs_table(found: Runs) -> Table:
+    """Each run and how far it came."""
+    runs = found.runs
+    steps = [f"{run.step:,} of {run.planned:,}" for run in runs.itertuples()]
+    columns = {"Run": runs["name"], "Seed": runs.seed, "State": runs.state, "Steps": steps, "Loss": runs.last_loss,
+               "PPL": runs.last_ppl, "Machine": runs.machine}  # fmt: skip
+    note = "Loss and perplexity (unbiased) are those of the last evaluation."
+    return Table("runs", "Runs", pd.DataFrame(columns), [note])
+
+
+def speed_table(found: Runs) -> Table:
+    """Speed and memory: a row for each group and machine, since no mean is taken over machines; then the paper's."""
+    rows = []
+    for of in found.groups():
+        for machine, on_it in of.groupby("machine", sort=False):
+            figures = {"GB a rank": "memory", "tokens/s": "speed", "MFU": "mfu"}
+            rows.append({"Scale": of.scale.iloc[0], "Method": of.label.iloc[0], "Machine": machine}
+                        | {title: spread(on_it[name].dropna()) for title, name in figures.items()})  # fmt: skip
+    if "1b" in set(found.runs.scale):
+        names = {"method": "Method", "memory_gb": "GB a rank", "tokens_per_s_32xh100": "tokens/s"}
+        theirs = facts("system_1b").rename(columns=names)[[*names.values()]].astype({"tokens/s": float})
+        rows += theirs.assign(Scale="1b", Machine="32 x H100, paper").to_dict("records")
+    notes = [
+        "tokens/s is the median since the last start of each run, of means over 20 steps without evaluation and "
+        "saving; it counts padding. Memory is the peak of a rank. Compare only within a machine."
     ]
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    columns = list(zip(table.header, beside, strict=True))
-    writer.writerow([word for name, parts in columns for word in (name, *(f"{name}: {part}" for part in parts))])
-    for row in table.rows:
-        cells: list[object] = []
-        for cell, parts in zip(row, beside, strict=True):
-            cells.append(repr(cell.value) if isinstance(cell, Figure) else cell or "")
-            cells += ["" if (value := _part(cell, part)) is None else value for part in parts]
-        writer.writerow(cells)
-    return out.getvalue()
+    return Table("speed", "Speed and memory", pd.DataFrame(rows), notes)
 
 
-def _part(cell: Cell, name: str) -> object:
-    """The ``std``, ``n`` or ``note`` of a figure; None if it has none, or if the cell is no figure."""
-    value = getattr(cell, name) if isinstance(cell, Figure) else None
-    return None if value == "" else value
+def probed(metrics: pd.DataFrame) -> pd.DataFrame:
+    """The numbers of every probe of gradient paths, a row for each run, projection and step."""
+    columns = [name for name in metrics if name.startswith("probe/")]
+    long = metrics.melt(id_vars=["run", "step"], value_vars=columns).dropna(subset="value")
+    long[["projection", "number"]] = long.variable.astype(str).str.extract(r"^probe/(.*)/(\w+)$")
+    return long.pivot(index=["run", "projection", "step"], columns="number", values="value").reset_index()
 
 
-def _columns(table: Table) -> range:
-    return range(len(table.header))
+def paths_table(found: Runs) -> Iterator[Table]:
+    """The first and the last probe of each projection of each run; nothing without probes."""
+    ends = probed(found.of(found.runs)).groupby(["run", "projection"], sort=False).nth([0, -1])
+    if len(ends):
+        ends["run"] = ends.run.map(found.runs.set_index("run")["name"])
+        names = {"run": "Run", "projection": "Projection", "step": "Before update", "rho": "rho",
+                 "rho_mean": "mean of ratios", "isotropic": "isotropic", "cosine": "cosine"}  # fmt: skip
+        frame = ends.astype({"step": int})[[*names]].rename(columns=names)
+        yield Table("paths", "Gradient paths", frame, [PATHS])
 
 
-SPECIAL = {
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "–": "--", "−": "$-$", "Δ": r"$\Delta$",
-    "…": r"\ldots{}", "×": r"$\times$",
-}  # fmt: skip
+# ----------------------------------------------------------------------------------------------------
+# Beside the paper's
 
 
-def latex(table: Table) -> str:
-    """A table environment that uses booktabs; the notes are LaTeX comments."""
-
-    def line(cells: Sequence[str]) -> str:
-        return " & ".join(map(escaped, cells)) + r" \\"
-
-    shape = "".join("r" if is_numeric(table, i) else "l" for i in _columns(table))
-    return "\n".join(
-        [
-            *(f"% {note}" for note in table.notes),
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{escaped(table.title)}}}",
-            rf"\label{{tab:{table.name}}}",
-            rf"\begin{{tabular}}{{{shape}}}",
-            r"\toprule",
-            line(table.header),
-            r"\midrule",
-            *(line([text(cell) for cell in row]) for row in table.rows),
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )
-
-
-def escaped(words: str) -> str:
-    """``words`` with LaTeX's special characters escaped."""
-    return re.sub("|".join(map(re.escape, SPECIAL)), lambda found: SPECIAL[found[0]], words)
+def paper_tables(found: Runs) -> Iterator[Table]:
+    """Those of the paper's tables of perplexity that have a row which our runs share, with ours beside."""
+    ours = pd.DataFrame([
+        {"scale": of.scale.iloc[0], "method": of.method.iloc[0], "rank": of["rank"].iloc[0], "label": of.label.iloc[0],
+         "PPL (convention)": final(of, "convention"), "PPL": final(of, "ppl"), "Our setting differs": marks(of.iloc[0])}
+        for of in found.groups()
+    ])  # fmt: skip
+    for name, title, same in (("table1", "Table 1: perplexity on C4", ["scale", "method"]),
+                              ("ablations", "Ablations: perplexity on C4", ["scale", "method", "rank"])):  # fmt: skip
+        theirs = facts(name)
+        merged = theirs.merge(ours.drop(columns={"rank"} - {*same}), how="left", on=same)
+        merged = merged[merged.scale.isin(merged.scale[merged.label.notna()])]
+        frame = pd.DataFrame({"Scale": merged.scale, "Method": merged.label.fillna(merged.method)})
+        if name == "ablations":
+            frame["Setting"] = merged.setting
+        frame["PPL paper"] = [Spread(row.ppl, row.ppl_std) for row in merged.itertuples()]
+        frame = frame.join(merged[["PPL (convention)", "PPL", "Our setting differs"]])
+        if len(frame):
+            yield Table(name, title, frame, [f"The paper's figures follow the convention. {CONVENTION}"])
+    theirs = facts("table7b").melt("method", [f"ppl_{k}k" for k in (10, 40, 80, 120, 150)], "step", "ppl").dropna()
+    theirs["step"] = 1000 * theirs.step.str.extract(r"(\d+)", expand=False).astype(int)
+    own = found.runs[found.runs.scale == "7b"][["run", "label"]]
+    names = {"step": "Step", "method": "Paper", "ppl": "PPL paper", "label": "Ours"}
+    names |= {"eval/perplexity_galore": "PPL (convention)", "eval/perplexity": "PPL"}
+    steps = theirs.merge(found.metrics, on="step").merge(own, on="run")[[*names]].rename(columns=names)
+    if len(steps):
+        yield Table("7b", "7B: perplexity by step", steps, [CONVENTION])

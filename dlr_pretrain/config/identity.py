@@ -17,9 +17,6 @@ from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
 ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
           "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 
-# Keys that the records of older runs lack, with the values that say what those runs did.
-NEWER: dict[str, object] = {"train.lr_decay": "cosine", "train.lr_decay_steps": None}
-
 
 def to_dict(cfg: Config) -> dict:
     """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
@@ -41,11 +38,7 @@ def identity(cfg: Config) -> dict[str, object]:
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys in which two runs differ, with both values. Keys of ORIGIN or of only one run do not count.
-
-    ``there`` may be the record of an older version; empty, it differs in nothing.
-    """
-    there = NEWER | there if there else {}
+    """The keys in which two runs differ, with both values. Keys of ORIGIN or of only one run do not count."""
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 

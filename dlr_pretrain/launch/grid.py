@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlr_pretrain.analysis.tuning import Design
+from dlr_pretrain.analysis.tune import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, flatten, to_dict
 from dlr_pretrain.config.arguments import key_of, spread
 from dlr_pretrain.launch.runs import Line

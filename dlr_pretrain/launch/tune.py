@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dlr_pretrain.analysis.tuning import Trial, choose, compare
-from dlr_pretrain.analysis.tuning_view import console, write
+from dlr_pretrain.analysis.tune import Trial, choose, compare, console, write
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.command import Parser, summary

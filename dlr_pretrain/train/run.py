@@ -27,6 +27,7 @@ from dlr_pretrain.data import (
 from dlr_pretrain.deploy.tokenizer import read_spiece
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
+from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.start import DenseStart
@@ -149,7 +150,8 @@ class Run:
         trained = snapshot is not None and snapshot.step == self.cfg.train.steps
         if trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md")):
             # A kill between the export and the report leaves no report.
-            if not (self.dir / "report.md").exists():
+            missing = self.runtime.on_main(lambda: not (self.dir / "report.md").exists())
+            if missing:
                 self.runtime.on_main(lambda: write_report(self.report, self.dir, self.console.say))
             asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
             late = f": no step is left for {' and '.join(asked)}" if asked else ""
@@ -264,6 +266,8 @@ class Run:
         after = "merged into dense weights at the end" if backbone(cfg).deployed_dense else "the same after folding"
         micro, positions = cfg.micro_batch(world), t.global_batch * t.seq_len
         vocabulary, rows = len(weights.state["model.embed_tokens.weight"]), len(self.validation.tokens)
+        cost = {"parameters": trained, "flops_per_token": flops_per_token(cfg, vocabulary, micro)}
+        update_record(self.dir, cost)
         table = {
             "run": str(self.dir),
             "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, "

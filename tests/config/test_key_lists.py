@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from dlr_pretrain.analysis import compare, costs, groups, paper
+from dlr_pretrain.analysis import compare, runs
 from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.parse import KNOWN
@@ -23,14 +23,11 @@ KNOBS = {
 KEYS = {*KNOWN, *KNOBS, *FINGERPRINTS, *GROUPS}
 LISTS = {
     "card.PATHS": [".".join(path) for path in card.PATHS],
-    "costs.IRRELEVANT": costs.IRRELEVANT,
     "fork.DATA": fork.DATA,
     "fork.RATES": fork.RATES,
-    "groups.TAKEN_FROM_SCALE": [*groups.TAKEN_FROM_SCALE, *groups.TAKEN_FROM_SCALE.values()],
-    "groups.TEXT": groups.TEXT,
     "identity.ORIGIN": ORIGIN,
-    "paper.UNMARKED": paper.UNMARKED,
     "compare.PLACES": compare.PLACES,
+    "runs.TEXT": runs.TEXT,
 }
 
 

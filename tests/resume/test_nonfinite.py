@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from dlr_pretrain.analysis.records import read_run
 from dlr_pretrain.analysis.report import write_report
+from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Tokenizer, TrainLoader
 from dlr_pretrain.train.descent import Descent
@@ -51,7 +51,7 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     assert (tmp_path / "run" / "checkpoints" / "step_00000006").is_dir()
     state = read_record(tmp_path / "run")["state"]
     assert (state["name"], state["step"]) == ("diverged", 6) and state["reason"].startswith("step 7: loss")
-    assert not read_run(tmp_path / "run").final.keys() - {"step"}
+    assert read_runs([tmp_path / "run"]).runs.state.item() == "diverged"
     kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
     assert kept["step"] == 7 and len(kept["streams"]) == 4
     tokenizer = Tokenizer(corpus / "spiece.model")
@@ -78,7 +78,7 @@ def test_nothing_is_folded_where_the_last_evaluation_is_not_finite(train, tmp_pa
             train(tmp_path / "run")
     assert not (tmp_path / "run" / "folded").exists() and (tmp_path / "run/checkpoints/step_00000020").is_dir()
     write_report(tmp_path / "run")
-    assert "not finite" in (tmp_path / "run" / "report.md").read_text()
+    assert "run diverged after step 20" in (tmp_path / "run" / "report.md").read_text()
 
 
 def test_a_batch_begins_where_the_one_before_it_ended(train, tmp_path, poison):

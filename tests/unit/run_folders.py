@@ -14,11 +14,9 @@ from time import gmtime, strftime
 import torch
 
 from dlr_pretrain.analysis.paper import C4_SHARDS, T5
-from dlr_pretrain.analysis.tuning import Design, Trial, compare
+from dlr_pretrain.analysis.tune import Design, Trial, compare
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.identity import NEWER
-from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.evaluate import galore_perplexity
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.record import open_record, record_start, update_record
@@ -60,18 +58,13 @@ def a_run(
     open_record(folder, cfg, fingerprints or FINGERPRINTS)
     record_start(folder, 1, torch.device("cpu"), text)
     start = {"time": moment(0), "command": ["train.py", *words, f"seed={seed}"], "world_size": 1, "text": text}
-    update_record(folder, {"starts": [start | {"device": device, "git": code, "packages": {"torch": "2.13.0"}}]})
+    start |= {"device": device, "git": code, "packages": {"torch": "2.13.0"}}
+    update_record(folder, {"starts": [start], "parameters": 1_000_000, "flops_per_token": 6e6})
     noise = Random(f"{seed} {level}")
     with MetricsFile(folder / "metrics.jsonl", 0) as file:
         for at in range(1, (step or cfg.train.steps) + 1):
             file.write(a_record(cfg, at, level, final, judged, noise.gauss))
     return folder
-
-
-def as_of_an_older_version(folder: Path) -> None:
-    """Take from a run's record the keys that records did not always have."""
-    identity = read_record(folder)["identity"]
-    update_record(folder, {"identity": {key: value for key, value in identity.items() if key not in NEWER}})
 
 
 def a_record(cfg: Config, step: int, level: float, final: float | None, judged: int, noise: Callable) -> dict:

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 from omegaconf import OmegaConf
-from run_folders import as_of_an_older_version
 
 import dlr_pretrain
 from dlr_pretrain.cli import load
@@ -92,15 +91,6 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
         "data.shards: f there, g here",
     } == changed
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
-
-
-def test_a_run_of_an_older_version_keeps_to_what_it_did(tmp_path):
-    open_in(tmp_path)
-    update_record(tmp_path, {"saved": 1})
-    as_of_an_older_version(tmp_path)
-    with pytest.raises(UserError, match=r"train\.lr_decay: cosine there, linear here"):
-        open_in(tmp_path, "train.lr_decay=linear")
-    assert open_in(tmp_path)["identity"]["train.lr_decay"] == "cosine"
 
 
 def test_where_nothing_was_saved_another_run_may_begin(tmp_path):

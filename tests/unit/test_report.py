@@ -1,136 +1,447 @@
-"""The report is written from any record that a run can leave."""
+"""scripts/report.py: its numbers are those of the runs, and what no mean may hide is named."""
 
+from __future__ import annotations
+
+import csv
+import html
 import json
 import math
-import random
+import re
+import shutil
+import statistics
+import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
-from omegaconf import OmegaConf
+from run_folders import FINGERPRINTS, SHORT, a_comparison, a_record, a_run, configured, moment, pairs_of_runs
 
-from dlr_pretrain.analysis.report import limits, smoothed, write_report
+from dlr_pretrain.analysis import figures
+from dlr_pretrain.analysis.paper import facts, marks
+from dlr_pretrain.analysis.report import write_report, write_reports
+from dlr_pretrain.analysis.runs import Runs, Spread, read_runs, spread
+from dlr_pretrain.analysis.tables import Table, final, groups_table, pairs, pairs_table, paper_tables, speed_table
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.train.record import update_record
+from dlr_pretrain.util.errors import UserError
+from tests.conftest import script
 
-CONFIG = {
-    "seed": 1,
-    "scale": {"name": "tiny", "hidden_size": 128, "intermediate_size": 344, "num_layers": 4},
-    "backbone": {"name": "cola", "rank": 32, "factorized": True},
-    "dlr": {"name": "on", "enabled": True, "alpha": 1.0, "impl": "weight"},
-    "optimizer": {"name": "adamw"},
-    "data": {"source": "sample", "packing": "packed", "seed": 42},
-    "precision": {"name": "bf16_mixed"},
-    "train": {"steps": 300, "lr": 0.005, "global_batch": 16, "seq_len": 256},
-    "eval": {"packing": "pad"},
-}
-MANIFEST = {
-    "identity": {"seed": 1},
-    "starts": [
-        {"command": ["train.py"]},
-        {"command": ["train.py", "+scale=tiny"], "git": "abc", "packages": {"torch": "2.13"}},
-    ],
-}
+COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
+PAPER = ("scale=60m", "experiment=table1/cola_dlr", "data=c4_local", "data.root=/c4", "train.steps=11000")
+PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
+
+
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+
+
+def labels(found: Runs) -> dict[str, list[int]]:
+    return {of.label.iloc[0]: of.seed.tolist() for of in found.groups()}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
+    """Two pairs of two seeds, one of each difficult kind, and the report of them."""
+    root = tmp_path_factory.mktemp("runs")
+    pairs_of_runs(root, "cola", "lowrank")
+    a_run(root / "unfinished", *COLA_DLR, seed=43, step=30)
+    shutil.copytree(root / "cola-on-s41", root / "copy")
+    a_run(root / "fp32", *COLA_DLR, "precision=fp32", seed=41, level=3.0)
+    a_run(root / "diverged", *SHORT, "backbone=lax", "dlr=on", seed=41, final=math.inf)
+    a_run(root / "damaged", *SHORT, "backbone=lost", "dlr=off", code="def")
+    lines = (root / "damaged/metrics.jsonl").read_text().splitlines()
+    (root / "damaged/metrics.jsonl").write_text("\n".join([*lines[:9], '{"st', *lines[10:]]) + "\n")
+    a_run(root / "unknown", *SHORT, "backbone=full", code="def")
+    (root / "unknown/manifest.json").write_text("{")
+    (root / "broken").mkdir()
+    (root / "broken/config.yaml").write_text("seed: [1")
+    output = tmp_path_factory.mktemp("report")
+    (output / "tables").mkdir()
+    for name in ("earlier.csv", "mine.md"):
+        (output / "tables" / name).touch()
+    (output / ".report_files").write_text("tables/earlier.csv\n")
+    return root, output, write_reports([str(root)], output, "python scripts/report.py")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def test_the_tables_have_the_numbers_of_the_runs(made):
+    root, output, _ = made
+    with (output / "tables/groups.csv").open() as file:
+        rows = {row["Method"]: row for row in csv.DictReader(file)}
+    for method, stem in {"cola": "cola-off", "lowrank+dlr": "lowrank-on", "lowrank": "lowrank-off"}.items():
+        records = [lines_of(root / f"{stem}-s{seed}")[-1] for seed in (41, 42)]
+        for header, name in (("PPL", PERPLEXITY), ("PPL (convention)", CONVENTION)):
+            values, row = [record[name] for record in records], rows[method]
+            told = [float(row[header]), float(row[f"{header}: std"]), float(row[f"{header}: n"])]
+            assert told == pytest.approx([statistics.fmean(values), statistics.stdev(values), 2], rel=1e-12)
+    with (output / "tables/pairs.csv").open() as file:
+        gaps = {row["Backbone"]: row for row in csv.DictReader(file)}
+    last = [[lines_of(root / f"lowrank-{dlr}-s{s}")[-1][PERPLEXITY] for s in (41, 42)] for dlr in ("off", "on")]
+    each = [b - a for a, b in zip(*last, strict=True)]
+    assert float(gaps["lowrank"]["Δ PPL"]) == pytest.approx(statistics.fmean(each)) and statistics.fmean(each) < 0
+    assert float(gaps["lowrank"]["Δ PPL: std"]) == pytest.approx(statistics.stdev(each))
+
+
+def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
+    _, output, _ = made
+    page = (output / "index.html").read_text()
+    for name in ("groups", "pairs", "speed", "runs"):
+        marked = (output / f"tables/{name}.md").read_text()
+        rows = [line.strip("| ").split(" | ") for line in marked.splitlines() if line.startswith("| ")]
+        assert marked.strip() in (output / "report.md").read_text()
+        for row in [rows[0], *rows[2:]]:
+            assert all(f">{html.escape(cell)}<" in page for cell in row)
+        assert (output / f"tables/{name}.tex").read_text().count(r"\\") == len(rows) - 1
+        assert len((output / f"tables/{name}.csv").read_text().splitlines()) == len(rows) - 1
+    links = re.findall(r'(?:src|href)="(.*?)"', page)
+    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
+    assert "default-src 'none'" in page and "$" not in re.sub(r"<script>.*</script>", "", page, flags=re.DOTALL)
+    for name in ("loss_tokens_tiny", "loss_flops_tiny", "perplexity_tiny", "gradient_norm_tiny"):
+        assert (output / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG") and f'id="{name}"' in page
+        assert (output / f"figures/{name}.pdf").read_bytes().startswith(b"%PDF")
+    assert not (output / "tables" / "earlier.csv").exists() and (output / "tables" / "mine.md").exists()
+    assert not list(output.glob("tables/table1*"))  # no table of the paper without a run beside it
+
+
+def test_what_is_odd_is_named_and_in_no_mean(made):
+    root, output, remarks = made
+    text = "\n".join(remarks)
+    for words in (
+        "unfinished is unfinished, step 30 of 60", "same configuration and seed", "diverged diverged after step 60",
+        "cola+dlr at tiny: runs that differ in precision.name are groups of their own",
+        "damaged: 1 damaged line of metrics.jsonl left out", "damaged: metrics.jsonl lacks 1 update",
+        "unknown: manifest.json is missing or damaged", "broken is left out",
+        "evaluations at tiny are not all of the same text",
+    ):  # fmt: skip
+        assert words in text
+        assert html.escape(words) in (output / "index.html").read_text()
+        assert words in (output / "report.md").read_text()
+    found = read_runs([root])
+    rows = groups_table(found).frame.set_index("Method")
+    assert rows.Seeds["cola+dlr (precision=bf16)"] == "41, 42"
+    assert rows.PPL["cola+dlr (precision=fp32)"].mean == lines_of(root / "fp32")[-1][PERPLEXITY]
+    assert rows.PPL["lax+dlr"].text(".2f") == "1 of 1 diverged"
+
+
+def test_a_real_pair(tmp_path, train, no_export, monkeypatch, capsys):
+    for dlr in ("off", "on"):
+        train(tmp_path / f"runs/{dlr}", "backbone=cola", f"dlr={dlr}", "train.steps=4", "eval.every=2")
+    found = read_runs([tmp_path / "runs"])
+    assert found.runs.parameters.min() > 1000 and found.runs.flops.min() > 1e6 and set(found.runs.state) == {"finished"}
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "runs/*"), "--output", str(tmp_path / "out")])
+    assert script("report").main() == 0 and "index.html" in capsys.readouterr().out
+    with (tmp_path / "out/tables/pairs.csv").open() as file:
+        (row,) = csv.DictReader(file)
+    values = [lines_of(tmp_path / f"runs/{dlr}")[-1][PERPLEXITY] for dlr in ("off", "on")]
+    assert [float(row[name]) for name in ("PPL plain", "PPL with DLR")] == values
+    assert float(row["Δ PPL"]) == values[1] - values[0]
+
+
+def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
+    for seed in (41, 42, 43):
+        a_run(tmp_path / str(seed), *COLA, seed=seed, step=30 if seed == 43 else None)
+    assert final(read_runs([tmp_path]).runs, "ppl").n == 2  # unfinished
+    update_record(tmp_path / "43", {"state": {"name": "diverged"}})
+    found = read_runs([tmp_path])
+    assert final(found.runs, "ppl") == Spread(math.inf, pytest.approx(math.nan, nan_ok=True), 3, 1)
+    assert spread([1.0, 2.0, 4.0]).std == pytest.approx(math.sqrt(7 / 3)) and math.isnan(spread([1.0]).std)
+    assert spread([]) is None and spread([1.0, math.nan]) is None
+
+
+def test_the_convention_is_missing_where_one_evaluation_is_too_small_for_it(tmp_path):
+    a_run(tmp_path / "a", *COLA)
+    a_run(tmp_path / "b", *COLA, seed=42, judged=150_000)
+    (row,) = groups_table(read_runs([tmp_path])).frame.to_dict("records")
+    assert row["PPL"].n == 2 and row["PPL (convention)"] is None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Groups
+
+
+def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
+    a_run(tmp_path / "a", *COLA)
+    a_run(tmp_path / "b", *COLA, "scale.hidden_size=256", "scale.rank=64", fingerprints=FINGERPRINTS)
+    a_run(tmp_path / "c", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001")
+    assert [*labels(read_runs([tmp_path]))] == [
+        "cola (scale.hidden_size=128, backbone.rank=32, train.lr=0.005)",
+        "cola (scale.hidden_size=256, backbone.rank=64, train.lr=0.005)",
+        "lost (train.lr=0.001)",
+    ]
+    a_run(tmp_path / "d", *COLA, fingerprints=FINGERPRINTS | {"data.shards": "2" * 64})
+    assert any("data.shards=22222222…" in label for label in labels(read_runs([tmp_path])))
+
+
+def test_an_order_of_the_data_may_follow_the_seed(tmp_path):
+    """Then runs that differ in both are seeds of one group; an order that another seed has too is a fixed one."""
+    for seed in (41, 42):
+        for dlr in ("off", "on"):
+            a_run(tmp_path / f"{dlr}-{seed}", *SHORT, "backbone=cola", f"dlr={dlr}", f"data.seed={seed}", seed=seed)
+    found = read_runs([tmp_path])
+    assert labels(found) == {"cola": [41, 42], "cola+dlr": [41, 42]} and len(pairs(found)) == 1
+    a_run(tmp_path / "fixed", *SHORT, "backbone=cola", "dlr=on", "data.seed=42", seed=43)
+    assert sorted(labels(read_runs([tmp_path])).values()) == [[41], [41], [42], [42, 43]]
+
+
+def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
+    a_run(tmp_path / "plain", *COLA)
+    for alpha, seed in ((1, 41), (0.5, 41), (4, 42)):
+        a_run(tmp_path / f"alpha{alpha}", *COLA_DLR, f"dlr.alpha={alpha}", seed=seed, code="def")
+    (table,) = pairs_table(read_runs([tmp_path]))
+    assert table.frame.Backbone.tolist() == ["cola (dlr.alpha=0.5)", "cola (dlr.alpha=1.0)", "cola (dlr.alpha=4.0)"]
+    assert table.frame["Δ PPL"][0].n == 1 and table.frame["Δ PPL"][2] is None
+    notes = "\n".join(table.notes)
+    assert "not in the difference: seed [41, 42]" in notes and "different code: abc plain, def with DLR" in notes
+    assert not list(pairs_table(read_runs([tmp_path / "plain"])))
+
+
+def test_runs_of_other_code_or_other_text_are_named(tmp_path):
+    a_run(tmp_path / "a", *COLA)
+    a_run(tmp_path / "b", *COLA, seed=42, code="def")
+    assert "cola at tiny was trained by different code: abc, def" in read_runs([tmp_path]).remarks
+    a_run(tmp_path / "masked", *SHORT, "backbone=lost", "data.mask_documents=true")  # padded evaluations are the same
+    assert not any("same text" in remark for remark in read_runs([tmp_path]).remarks)
+    a_run(tmp_path / "longer", *SHORT, "backbone=lax", "train.seq_len=32")
+    assert any("not all of the same text (train.seq_len)" in remark for remark in read_runs([tmp_path]).remarks)
+
+
+def test_places(tmp_path, monkeypatch, capsys):
+    a_run(tmp_path / "sweep/a", *COLA)
+    for place in ("sweep/a", "sweep", "sweep/*", "."):
+        assert read_runs([tmp_path / place, tmp_path / "sweep/a"]).runs["name"].tolist() == ["a"]
+    (tmp_path / "sweep" / "arrays").mkdir()
+    found = read_runs([tmp_path / "sweep" / "a", tmp_path / "sweep" / "arrays"])  # as a shell expands sweep/*
+    assert "arrays: no run directory there" in found.remarks[0]
+    for nowhere in (["nowhere"], ["sweep/a", "nowhere"], ["sweep/arrays"]):
+        with pytest.raises(UserError, match=r"(nowhere|arrays): no run directory there"):
+            read_runs([tmp_path / place for place in nowhere])
+    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
+    assert script("report").main() == 3 and "no run directory there" in capsys.readouterr().err
+
+
+def test_machines_are_not_averaged_and_speed_is_of_the_last_start_that_trained(tmp_path):
+    a_run(tmp_path / "a", *COLA)
+    other = a_run(tmp_path / "b", *COLA, seed=42)
+    (first,) = read_record(other)["starts"]
+    later = [first | {"time": moment(at), "device": device} for at, device in ((20, "H100"), (3600, "exported"))]
+    update_record(other, {"starts": [first, *later]})
+    rows = speed_table(read_runs([tmp_path])).frame
+    assert rows.Machine.tolist() == ["1 x CPU, 4 cores", "1 x H100"]
+    rates = [record["perf/tokens_per_second"] for record in lines_of(other)[39:]]  # two steps a second
+    assert rows["tokens/s"][1].mean == pytest.approx(statistics.median(rates))
+
+
+# ----------------------------------------------------------------------------------------------------
+# The paper beside
+
+
+def test_the_papers_tables_stand_beside_runs_that_they_share_a_row_with(tmp_path):
+    a_run(tmp_path / "a", *PAPER, seed=41, level=3.4)
+    a_run(tmp_path / "rank", *PAPER, "backbone.rank=64", "train.lr=0.001", "tokenizer.path=/t", seed=41)
+    a_run(tmp_path / "uncorrected", *PAPER, "dlr=uncorrected", seed=41)
+    found = read_runs([tmp_path])
+    table, ablations = paper_tables(found)
+    rows = table.frame.set_index("Method")
+    assert len(facts("table1")) == 64 and set(table.frame.Scale) == {"60m"}
+    row = rows.loc["cola+dlr (backbone.rank=128, train.lr=0.01)"]
+    assert row["PPL paper"].text(".2f") == "32.96 ± 0.06" and row["Our setting differs"] == ""
+    assert row["PPL (convention)"].mean == lines_of(tmp_path / "a")[-1][CONVENTION]
+    assert rows.loc["lowrank"]["PPL"] is None or math.isnan(rows.loc["lowrank"]["PPL"])
+    settings = ablations.frame.dropna(subset="PPL").set_index("Setting")["PPL paper"].map(lambda cell: cell.mean)
+    assert settings.to_dict() == {
+        "variance correction: with": 32.96, "variance correction: without": 33.80,
+        "rank: r=64": 37.26, "rank: r=128": 32.96,
+    }  # fmt: skip
+    (low,) = (of for of in found.groups() if "64" in of.label.iloc[0])
+    assert marks(low.iloc[0]) == "backbone.rank 64, not 128; train.lr 0.001, not 0.01"
+
+
+@pytest.mark.parametrize("recipe", ["full", "galore", "fira", "loro", "sltrain", "lora", "lost_dlr", "cola_lax"])
+def test_our_recipes_are_the_papers_setting(recipe, tmp_path):
+    a_run(tmp_path / "a", "scale=130m", f"experiment=table1/{recipe}", "data=c4_local", "data.root=/c4", step=1)
+    a_run(tmp_path / "b", "scale=130m", f"experiment=table1/{recipe}", "data=sample", step=1, text="", seed=42,
+          fingerprints=FINGERPRINTS | {"tokenizer.pieces": "other"})  # fmt: skip
+    ours, other = (read_runs([tmp_path / name]).runs.iloc[0] for name in "ab")
+    assert marks(ours) == ""
+    assert marks(other) == "text that is not known to be all of C4; another tokenizer than T5's"
+
+
+def test_7b_on_its_way_stands_beside_the_papers_steps(tmp_path):
+    words = ("scale=7b", "experiment=7b/cola_dlr", "data=c4_local", "data.root=/c4", "eval.every=10000")
+    run = a_run(tmp_path / "a", *words, step=1)
+    cfg = configured(*words)
+    lines = [a_record(cfg, step, 3.0, None, 10_000_000, lambda *_: 0.0) for step in (1, 10_000)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (table,) = paper_tables(read_runs([tmp_path]))
+    assert table.frame["PPL paper"].tolist() == [24.95, 27.59, 24.41, 24.98] and set(table.frame.Step) == {10_000}
+    assert set(table.frame["PPL (convention)"]) == {lines[1][CONVENTION]}
+
+
+def test_accuracies_and_comparisons_are_taken_beside_runs(tmp_path):
+    report = {
+        "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "plain",
+        "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
+        "checkpoints": [{"folder": "a/folded"}],
+    }  # fmt: skip
+    (tmp_path / "z.json").write_text(json.dumps(report))
+    a_comparison(tmp_path / "runs/tune/cola", tmp_path / "runs")
+    out = tmp_path / "out"
+    write_reports([str(tmp_path / name) for name in ("z.json", "runs", "runs/tune")], out, "")
+    accuracies = (out / "tables/zero_shot.md").read_text()
+    assert "| a/folded |" in accuracies and "25.00 ± 1.00 (1)" in accuracies and "37.83" in accuracies
+    assert "convention plain, contexts of 256 tokens" in accuracies
+    assert "one seed" not in (out / "tables/tune.md").read_text() and (out / "tables/groups.md").exists()
+    (tmp_path / "z.json").write_text("{}")
+    with pytest.raises(UserError, match=r"z\.json cannot be read as JSON of scripts/evaluate\.py"):
+        write_reports([str(tmp_path / "z.json")], out, "")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Formats and figures
+
+
+def test_every_sign_survives_the_formats():
+    import pandas as pd
+
+    rows = [["a|b_c~", Spread(1.5, 0.25, 2), None], ["–", Spread(math.inf, math.nan, 3, 1), None]]
+    table = Table("t", "50 % of a_b & {c}", pd.DataFrame(rows, columns=["Name", "x^2", "empty"]))
+    assert r"a\|b_c~ | 1.50 ± 0.25 (2) |" in table.markdown() and "empty" not in table.markdown()
+    assert table.csv().splitlines()[1:] == ["a|b_c~,1.5,0.25,2,0,", "–,inf,,3,1,"]
+    text = table.latex()
+    assert r"x\textasciicircum 2" in text and r"a|b\_c\textasciitilde  & 1.50 $\pm$ 0.25 (2) \\" in text
+    assert "1 of 3 diverged" in table.html()
+
+
+def test_a_method_has_one_colour_and_no_other_has_it():
+    methods = [base + plus for base in figures.METHODS for plus in (("",) if base == "full" else ("", "+dlr"))]
+    looks = [tuple(figures.look(method).values()) for method in methods]
+    assert len(set(looks)) == len(methods)
+
+
+def test_log_axes_read_as_numbers():
+    figure, (ax,) = figures.subplots(1)
+    ax.plot([0, 1], [690, 1040])
+    figures.log_scale(ax.yaxis)
+    figure.canvas.draw()
+    assert {"700", "800", "900", "1,000"} <= {tick.get_text() for tick in ax.get_yticklabels()}
+
+
+@pytest.mark.parametrize("panels", [1, 2, 5])
+@pytest.mark.filterwarnings("error")  # matplotlib's, where a panel has no room
+def test_a_long_legend_leaves_its_panel_room(panels):
+    figure, axes = figures.subplots(panels)
+    for ax in axes:
+        for i in range(40):
+            ax.plot([0, 1], [0, 1], label=f"cola+dlr (optimizer.b_lr={i})")
+        figures.legend(ax)
+    figure.canvas.draw()
+    assert all(ax.get_legend().get_window_extent().x1 <= figure.bbox.x1 for ax in axes)
+    assert all(ax.get_window_extent().width / figure.dpi > 1.5 for ax in axes)
+
+
+def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
+    """It ends where one has diverged; an unfinished seed has a thin line of its own."""
+    for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
+        a_run(tmp_path / f"{seed}", *COLA, seed=seed, level=level, step=step)
+    update_record(tmp_path / "44", {"state": {"name": "diverged"}})
+    found = read_runs([tmp_path])
+    _, (ax,) = figures.subplots(1)
+    figures._curve(ax, found.runs, found.metrics, "eval/perplexity", "train/tokens")
+    mean, thin = ax.get_lines()
+    first = [lines_of(tmp_path / str(seed))[19][PERPLEXITY] for seed in (41, 42, 44)]
+    assert mean.get_ydata() == pytest.approx([statistics.fmean(first)])
+    assert thin.get_ydata() == pytest.approx([lines_of(tmp_path / "43")[19][PERPLEXITY]])
+
+
+def test_figures_are_the_same_files_twice(tmp_path):
+    found = read_runs([a_run(tmp_path / "run", *COLA)])
+    first, second = (list(figures.draw(found, tmp_path / name)) for name in "ab")
+    assert first == second
+    for picture in first:
+        for suffix in figures.IMAGES:
+            a, b = ((tmp_path / name / f"{picture.name}.{suffix}").read_bytes() for name in "ab")
+            assert a == b
+
+
+# ----------------------------------------------------------------------------------------------------
+# A run's own report
 
 
 def a_line(step: int, **values) -> dict:
-    return {
-        "step": step, "train/loss": 3 + 6 * math.exp(-step / 60) + random.Random(step).gauss(0, 0.1), "train/lr": 0.001,
-        "train/grad_norm": 0.3, "train/tokens": step * 4096, "train/real_tokens": step * 4000,
-        "perf/tokens_per_second": 1000.0 if step > 10 else None, "perf/mfu": None, "perf/max_memory_gb": 1.25, **values,
-    }  # fmt: skip
-
-
-def an_evaluation(loss: float, n: int = 101) -> dict:
-    galore = math.exp(loss * n / (n + 1))
-    return {"eval/loss": loss, "eval/perplexity": math.exp(loss), "eval/perplexity_galore": galore}
-
-
-def a_run(folder: Path, lines: list[dict], manifest: dict = MANIFEST) -> str:
-    """Write a run directory and its report; returns the text, after a look that the picture is one."""
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    OmegaConf.save(OmegaConf.create(CONFIG), folder / "config.yaml")
-    (folder / "manifest.json").write_text(json.dumps({"identity": {}} | manifest))
-    write_report(folder)
-    png = (folder / "plots/loss.png").read_bytes()
-    assert png.startswith(b"\x89PNG") and len(png) > 5_000
-    return (folder / "report.md").read_text()
-
-
-def test_the_whole_record(tmp_path):
-    lines = [a_line(step, **(an_evaluation(3.5 + 9 / step) if step % 50 == 0 else {})) for step in range(1, 301)]
-    (tmp_path / "folded").mkdir()
-    for name in ("README.md", "config.json", "modeling_lowrank_llama.py"):
-        (tmp_path / "folded" / name).touch()
-    text = a_run(tmp_path, lines)
-    for words in (
-        "After step 300 of 300", "cola, rank 32, DLR on (alpha 1)", "bf16_mixed", "packed", "**34.12**",
-        "1,228,800 positions, of which 1,200,000 real tokens", "trust_remote_code=True", f'"{tmp_path / "folded"}"',
-        "| command | train.py +scale=tiny |", "| starts | 2 |", "torch 2.13",
-        "| positions a second, median | 1,000 |", "| peak memory of a rank, GB | 1.25 |",
-    ):  # fmt: skip
-        assert words in text
-    assert "MFU" not in text  # unknown is blank, not guessed
-    assert len(text.splitlines()) < 50
-
-
-def test_speed_is_of_the_last_start(tmp_path):
-    """The first was on another machine; the last update's own speed is no median."""
-    began = [{"command": ["train.py"], "time": f"2026-01-01T0{hour}:00:00Z"} for hour in (0, 1)]
-    lines = [
-        a_line(
-            s,
-            time=1767225600 + 3600 * (s > 30) + s,
-            **{"perf/tokens_per_second": 9e9 if s in (5, 40) else 10.0 * s, "perf/mfu": s / 100},
-        )
-        for s in range(1, 41)
-    ]
-    text = a_run(tmp_path, lines, {"starts": began})
-    assert "| positions a second, median since the last start | 355 |" in text
-    assert "| MFU, median since the last start | 35.5% |" in text
+    return a_record(configured(*COLA), step, 4.0, None, 10_000_000, lambda *_: 0.0) | values
 
 
 ODD = {
+    "no step": [],
     "one step": [a_line(1)],
-    "one step, evaluated": [a_line(1, **an_evaluation(9.0))],
-    "loss not finite": [a_line(s, **({"train/loss": math.nan} if s > 20 else {})) for s in range(1, 41)],
-    "no finite loss": [a_line(s, **{"train/loss": None}) for s in range(1, 31)],
-    "evaluation not finite": [a_line(s, **an_evaluation(math.inf if s > 1 else 9.0)) for s in range(1, 3)],
-    "perplexity overflows": [a_line(1, **{**an_evaluation(1.0), "eval/loss": 900.0, "eval/perplexity": math.inf})],
-    "perfect": [a_line(1, **an_evaluation(0.0))],
+    "not evaluated": [a_line(step) for step in range(1, 15)],
+    "loss not finite": [a_line(s, **({"train/loss": None} if s > 10 else {})) for s in range(1, 19)],
+    "no finite loss": [a_line(s, **{"train/loss": None, "train/grad_norm": None}) for s in range(1, 31)],
+    "evaluation not finite": [
+        a_line(s, **({f"eval/{name}": None for name in ("loss", "perplexity")} if s == 60 else {}))
+        for s in range(1, 61)
+    ],
 }
 
 
 @pytest.mark.parametrize("lines", ODD.values(), ids=ODD.keys())
 @pytest.mark.filterwarnings("error")
-def test_odd_records(tmp_path, lines):
-    text = a_run(tmp_path, lines, manifest={"starts": [], "anything": {"a": [1, 2]}})
-    assert f"After step {len(lines)} of 300" in text
-    assert "| anything | a 1 2 |" in text
-    assert "There is none" in text
+def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lines):
+    run = a_run(tmp_path / "run", *COLA, step=1)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 70, "train/lo')
+    write_report(run)
+    assert f"{len(lines)} of 60" in (run / "report.md").read_text() and (run / "report.html").exists()
+    assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_steps_without_a_finite_loss_are_counted(tmp_path):
-    assert "not finite | 20 |" in a_run(tmp_path, ODD["loss not finite"])
+def test_a_runs_own_report_says_how_to_load_it_and_what_was_probed(tmp_path):
+    run = a_run(tmp_path / "run", *COLA_DLR)
+    numbers = {"through_b": 0.2, "through_residual": 0.1, "rho_mean": 0.55, "isotropic": 0.8412, "cosine": -0.25}
+    lines = lines_of(run)
+    for line, rho in ((lines[0], 1.5), (lines[1], 1.25), (lines[3], 0.75)):
+        line |= {f"probe/0.self_attn.q_proj/{name}": value for name, value in (numbers | {"rho": rho}).items()}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "folded").mkdir()
+    for name in ("config.json", "modeling_lowrank_llama.py"):
+        (run / "folded" / name).touch()
+    write_report(run)
+    text = (run / "report.md").read_text()
+    assert f'"{run / "folded"}", dtype="auto", trust_remote_code=True' in text and "train.py scale=tiny" in text
+    assert "| 0.self_attn.q_proj | 1 | 1.500 | 0.550 | 0.841 | -0.250 |" in text
+    assert "| 0.self_attn.q_proj | 4 | 0.750 | 0.550 | 0.841 | -0.250 |" in text and "1.250" not in text
+    assert "![gradient_paths](plots/gradient_paths.png)" in text and (run / "plots/gradient_paths.pdf").exists()
 
 
-def test_a_line_cut_off_by_a_kill_is_left_out(tmp_path):
-    a_run(tmp_path, [a_line(1), a_line(2)])
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "train/lo')
-    write_report(tmp_path)
-    assert "After step 2" in (tmp_path / "report.md").read_text()
+# ----------------------------------------------------------------------------------------------------
+# In a browser
+
+ASK = """<script>
+const table = document.querySelector('#groups + .scroll table');
+const texts = () => [...table.tBodies[0].rows].map(row => row.cells[3].textContent);
+const answer = {images: [...document.images].map(image => image.naturalWidth),
+  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
+table.tHead.rows[0].cells[3].click(); answer.up = texts();
+table.tHead.rows[0].cells[3].click(); answer.down = texts();
+document.body.innerHTML = '<pre id=answer>' + JSON.stringify(answer) + '</pre>';
+</script>"""
 
 
-def test_smoothing():
-    values = np.full(10_000, 2.0)
-    values[5000], values[::3], values[:2] = 1e6, math.nan, 2.0
-    at, level = smoothed(values)
-    assert len(at) == 400 and (at[0], at[-1]) == (0, 9999)
-    assert np.allclose(level, 2.0)
-    assert np.isnan(smoothed(np.full(30, math.nan))[1]).all()
-
-
-def test_a_spike_does_not_flatten_the_curve():
-    loss = np.linspace(10, 3, 500)
-    loss[250] = 1e6
-    low, high = limits(loss, np.array([2.9]))
-    assert low < 2.9 and 10 < high < 11
+@pytest.mark.full
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_page_in_a_browser(made, tmp_path, width):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    (tmp_path / "page.html").write_text((made[1] / "index.html").read_text().replace("</body>", ASK + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    shown = subprocess.run(
+        [browser, *options, f"--window-size={width},900", "--virtual-time-budget=5000", "--dump-dom",
+         (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120, check=True,
+    ).stdout  # fmt: skip
+    answer = json.loads(html.unescape(re.search(r'<pre id="answer">(.*?)</pre>', shown)[1]))
+    assert min(answer["images"]) > 300 and answer["wide"] <= 0  # tables and figures scroll, the page does not
+    up, down = ([text for text in answer[way] if "diverged" not in text] for way in ("up", "down"))
+    numbers = [float(text.split()[0].replace(",", "")) for text in up]
+    assert numbers == sorted(numbers) and len(numbers) == 7 and down == up[::-1]

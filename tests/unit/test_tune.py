@@ -62,7 +62,7 @@ def trained(monkeypatch):
     own, found = tune.text_of, Trained()
     monkeypatch.setattr(tune, "text_of", text_of)
     monkeypatch.setattr(tune, "train", found)
-    monkeypatch.setattr("dlr_pretrain.analysis.tuning_view.plot", lambda *_: None)
+    monkeypatch.setattr("dlr_pretrain.analysis.tune.draw_rates", lambda *_: [])
     return found
 
 

@@ -1,0 +1,284 @@
+"""Run folders read into two frames: ``runs`` has a row for each run, ``metrics`` a row for each update.
+
+Runs that differ only in their seed form a group. Everything in a report is a function of these frames.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from dlr_pretrain.config import flatten
+from dlr_pretrain.config.identity import ORIGIN
+from dlr_pretrain.config.written import read_config, read_record
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.history import sound_records
+from dlr_pretrain.util.text import plural
+
+SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # of a config.yaml
+NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
+METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "train/real_tokens", "train/skipped",
+           "perf/tokens_per_second", "perf/mfu", "perf/max_memory_gb", "eval/loss", "eval/perplexity",
+           "eval/perplexity_galore")  # fmt: skip
+# The keys that decide which text is evaluated, and how much of a document a position sees.
+TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
+SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
+METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The mean of a figure over ``n`` seeds and its standard deviation (divisor n - 1; NaN for one seed).
+
+    The mean is infinite if seeds have ``diverged``. ``n`` is 0 for published figures.
+    """
+
+    mean: float
+    std: float = math.nan
+    n: int = 0
+    diverged: int = 0
+
+    def text(self, spec: str) -> str:
+        if self.diverged:
+            return f"{self.diverged} of {self.n} diverged"
+        deviation = "" if math.isnan(self.std) else f" ± {self.std:{spec.lstrip('+')}}"
+        return f"{self.mean:{spec}}{deviation}" + (f" ({self.n})" if self.n else "")
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """The spread of ``values``, of which infinite ones have diverged; None if there are none, or if one is NaN."""
+    found = np.array(list(values), dtype=float)
+    if not len(found) or np.isnan(found).any():
+        return None
+    diverged = int(np.isinf(found).sum())
+    if diverged:  # a diverged seed is never left out of a mean
+        return Spread(math.inf, math.nan, len(found), diverged)
+    return Spread(float(found.mean()), float(found.std(ddof=1)) if len(found) > 1 else math.nan, len(found))
+
+
+def ended(of: pd.DataFrame) -> pd.DataFrame:
+    """The runs that are in means: those that have finished or diverged."""
+    return of[of.state != "unfinished"]
+
+
+def differences(a: pd.Series, b: pd.Series) -> list[float]:
+    """b - a of figures by seed, over the seeds of both; infinite where one of the two has diverged."""
+    pairs = pd.concat([a, b], axis=1, join="inner").to_numpy(dtype=float)
+    return [math.inf if np.isinf(pair).any() else pair[1] - pair[0] for pair in pairs]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Reading
+
+
+@dataclass(frozen=True)
+class Runs:
+    """``runs``: what was trained, its state and its last figures. ``metrics``: every update, with its ``run``.
+
+    ``loss``, ``ppl`` and ``convention`` are those after the last update of the schedule: infinite for a run that
+    diverged, NaN for an unfinished one. ``remarks`` say what a mean would hide and what is wrong with the files.
+    """
+
+    runs: pd.DataFrame
+    metrics: pd.DataFrame
+    remarks: list[str]
+
+    def groups(self) -> list[pd.DataFrame]:
+        """The runs of each group, in the order of scale and method."""
+        return [of for _, of in self.runs.groupby("key", sort=False)]
+
+    def of(self, runs: pd.DataFrame) -> pd.DataFrame:
+        """The metrics of some of the runs."""
+        return self.metrics[self.metrics.run.isin(runs.run)]
+
+
+def read_runs(places: Sequence[str | Path]) -> Runs:
+    """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
+
+    Of several runs with the same configuration and seed, the one with the most steps is kept. Raises UserError for a
+    place without a run, and if no run can be read.
+    """
+    rows, metrics, remarks = [], [], []
+    for folder in _folders(places, remarks):
+        try:
+            row, updates, damage = _read(folder)
+        except UserError as error:
+            remarks.append(f"{folder.name} is left out: {error}")
+            continue
+        rows.append(row)
+        metrics.append(updates)
+        remarks += [f"{folder.name}: {what}" for what in damage]
+    if not rows:
+        raise UserError("no run could be read. " + " ".join(remarks))
+    runs = _grouped(pd.DataFrame(rows), remarks)
+    return Runs(runs, pd.concat(metrics, ignore_index=True), [*remarks, *_to_know(runs)])
+
+
+def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for place in map(str, places):
+        own = []
+        for path in sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]:
+            files = [path / "config.yaml"] if (path / "config.yaml").exists() else []
+            files = files or [file for depth in ("*", "*/*") for file in sorted(path.glob(f"{depth}/config.yaml"))]
+            own += [file.parent for file in files]
+        if not own:
+            rule = f"{place}: no run directory there (one has a config.yaml)"
+            if len(places) == 1 or not Path(place).is_dir():
+                raise UserError(f"{rule}. Name runs, or the folder above")
+            remarks.append(rule)  # a shell expands runs/* to all folders
+        found |= {folder.resolve(): folder for folder in own if folder.resolve() not in found}
+    return list(found.values())
+
+
+def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
+    """The row of a run, its updates, and remarks on damage. Raises UserError if the run cannot be read."""
+    config, damage = read_config(folder), []
+    if missing := [key for key in SECTIONS if key not in config]:
+        raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
+    try:
+        manifest = read_record(folder)
+    except UserError:
+        manifest = {}
+    if not manifest:
+        damage.append("manifest.json is missing or damaged: data, tokenizer, code and machine are not known")
+    records, lines = sound_records(folder / "metrics.jsonl")
+    if lines:
+        damage.append(f"{plural(lines, 'damaged line')} of metrics.jsonl left out")
+    if records and (lost := records[-1]["step"] - records[0]["step"] + 1 - len(records)):
+        damage.append(f"metrics.jsonl lacks {plural(lost, 'update')}")
+    names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
+    metrics = pd.DataFrame(records, columns=list(names), dtype=float).assign(run=str(folder))
+    metrics["flops"] = metrics["train/tokens"] * manifest.get("flops_per_token", math.nan)
+
+    starts = manifest.get("starts", [])
+    began = [pd.Timestamp(start["time"]).timestamp() for start in starts]
+    trained = [i for i, at in enumerate(began) if at <= metrics.time.max()]  # not those that only exported
+    recent = metrics[metrics.time >= began[trained[-1]]] if trained else metrics
+    used = [starts[i] for i in trained] or starts[-1:] or [{}]
+    backbone, dlr, optimizer = (config[group]["name"] for group in ("backbone", "dlr", "optimizer"))
+    base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
+    row = {
+        "run": str(folder), "name": folder.resolve().name, "scale": config["scale"]["name"], "base": base, "dlr": dlr,
+        "method": base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}", "seed": config["seed"],
+        "rank": config["backbone"].get("rank"), "planned": config["train"]["steps"], "config": config,
+        "positions": config["train"]["global_batch"] * config["train"]["seq_len"], "start": used[-1],
+        "identity": manifest.get("identity") or flatten(config), "parameters": manifest.get("parameters", math.nan),
+        "flops": metrics.flops.max(), "code": tuple(dict.fromkeys(map(_commit, used))),
+        "machine": f"{used[-1].get('world_size', '?')} x {used[-1].get('device', 'unknown device')}",
+        "speed": recent["perf/tokens_per_second"].median(), "mfu": recent["perf/mfu"].median(),
+        "memory": recent["perf/max_memory_gb"].max(),
+    }  # fmt: skip
+    return row | _how_far(row["planned"], manifest, records), metrics, damage
+
+
+def _how_far(planned: int, manifest: dict, records: list[dict]) -> dict:
+    """The state of a run and its last figures."""
+    last = records[-1] if records else {"step": 0}
+    evaluated = next((record for record in reversed(records) if "eval/loss" in record), {"step": 0})
+    whole = evaluated["step"] >= planned
+    diverged = manifest.get("state", {}).get("name") == "diverged" or (whole and evaluated.get("eval/loss") is None)
+    names = {"loss": "eval/loss", "ppl": "eval/perplexity", "convention": "eval/perplexity_galore"}
+    return {
+        "state": "diverged" if diverged else "finished" if whole else "unfinished", "step": last["step"],
+        "tokens": last.get("train/tokens", 0), "skipped": last.get("train/skipped") or 0,
+        "last_loss": evaluated.get("eval/loss"), "last_ppl": evaluated.get("eval/perplexity"),
+        **{name: math.inf if diverged else evaluated.get(key) if whole else math.nan for name, key in names.items()},
+    }  # fmt: skip
+
+
+def _commit(start: dict) -> str:
+    git = start.get("git")
+    return git[:12] + "+" * git.endswith("+") if git else "unknown code"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Groups
+
+
+def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
+    """``runs`` in order and without doubles, with three more columns: ``key`` is equal in a group, ``pair`` in groups
+    that differ in DLR alone, and ``label`` is the group's name."""
+    same = [{key: value for key, value in i.items() if key not in ("seed", *ORIGIN)} for i in runs.identity]
+    for _, of in runs.groupby([_text(shared, "data.seed", "dlr.") for shared in same]):
+        follows = all(identity.get("data.seed") == seed for identity, seed in zip(of.identity, of.seed, strict=True))
+        if follows and of.seed.nunique() > 1:  # the order of the data follows the seed (data.seed=${seed})
+            for i in of.index:
+                same[i]["data.seed"] = "seed"
+    runs = runs.assign(key=[*map(_text, same)], pair=[_text(shared, "dlr.") for shared in same], shared=same)
+    runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
+    double = runs.duplicated(["key", "seed"])
+    for run in runs[double].itertuples():
+        (kept,) = runs.run[(runs.key == run.key) & (runs.seed == run.seed) & ~double]
+        remarks.append(f"{run.run} is left out: {kept} has the same configuration and seed")
+    runs = runs[~double]
+    names = runs.method.copy()
+    for scale, at in runs.groupby("scale"):
+        for method, of in at.groupby("method"):
+            own = differing(of.shared)
+            if own:
+                said = ", ".join(own)
+                remarks.append(f"{method} at {scale}: runs that differ in {said} are groups of their own")
+            keys = dict.fromkeys([*own, *({"train.lr"} & set(differing(at.shared)))])  # a rate that differs is named
+            if keys:
+                names[of.index] = [f"{method} ({', '.join(_override(k, s) for k in keys)})" for s in of.shared]
+    runs = runs.assign(label=names)
+    order = [(_rank(r.scale, SCALES), _rank(r.base, METHODS), r.method, r.label, r.seed) for r in runs.itertuples()]
+    return runs.iloc[sorted(range(len(runs)), key=order.__getitem__)].reset_index(drop=True)
+
+
+def differing(identities: Iterable[dict]) -> list[str]:
+    """The keys whose values are not the same in all ``identities``, without those of a scale that repeat another."""
+    identities = list(identities)
+    keys = dict.fromkeys(key for identity in identities for key in identity)
+    found = [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
+    leaves = {key.rpartition(".")[2] for key in found if not key.startswith("scale.")}
+    return [key for key in found if not (key.startswith("scale.") and key.rpartition(".")[2] in leaves)]
+
+
+def differing_text(runs: pd.DataFrame) -> list[str]:
+    """The keys by which runs are evaluated on different text. If there are any, losses cannot be compared."""
+    scored = [{key: identity.get(key) for key in TEXT} for identity in runs.identity]
+    padded = {"data.mask_documents": False}  # a row holds one document, so nothing is masked
+    return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
+
+
+def _to_know(runs: pd.DataFrame) -> Iterator[str]:
+    """Remarks on what means would hide: unfinished and diverged runs, mixed code or evaluation text."""
+    for run in runs.itertuples():
+        if run.state == "unfinished":
+            yield f"{run.name} is unfinished, step {run.step:,} of {run.planned:,}: in curves, not in means"
+        elif run.state == "diverged":
+            yield f"{run.name} diverged after step {run.step:,}: it counts as infinite in means"
+        if run.skipped:
+            yield f"{run.name} has left out {run.skipped:,.0f} updates that were not finite"
+    for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
+        if len(codes := dict.fromkeys(of.code.sum())) > 1:
+            yield f"{label} at {scale} was trained by different code: {', '.join(codes)}"
+    for scale, of in runs.groupby("scale", sort=False):
+        if keys := ", ".join(differing_text(of)):
+            yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"
+
+
+def _override(key: str, shared: dict) -> str:
+    value = shared.get(key, "absent")
+    shown = f"{value:.8}…" if isinstance(value, str) and len(value) == 64 else value  # a digest
+    return f"{key.removesuffix('.name')}={'null' if shown is None else shown}"
+
+
+def _rank(name: str, known: Sequence[str]) -> tuple[int, str]:
+    return (known.index(name) if name in known else len(known)), name
+
+
+def _text(value: object, *without: str) -> str:
+    """``value`` as text, to compare it; keys that start with one of ``without`` are left out."""
+    if isinstance(value, dict) and without:
+        value = {key: one for key, one in value.items() if not key.startswith(without)}
+    return json.dumps(value, sort_keys=True, default=str)
