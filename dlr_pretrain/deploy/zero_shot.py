@@ -21,6 +21,7 @@ import torch
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
+from dlr_pretrain.deploy.folder import check_folder
 from dlr_pretrain.util.errors import UserError, first_line
 
 # Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.
@@ -109,11 +110,12 @@ def evaluate(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> dict[str, object] | None:
-    """``context_length``, ``dtype`` and, by task, the ``measures`` of a deployed folder that ``check_folder`` passes.
+    """``context_length``, ``dtype`` and, by task, the ``measures`` of a folder; raises as ``check_folder`` does.
 
     Longer texts than ``context`` tokens (None: the model's) lose their beginning. Under torchrun the GPUs share the
     documents, and ranks but the first get None. ``limit`` documents of each task, or of each subject of MMLU, are read.
     """
+    check_folder(folder)
     kind = EndsEachText if as_in_paper else HFLM
     model = kind(
         str(folder),

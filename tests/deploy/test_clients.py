@@ -94,6 +94,7 @@ def trl_dpo(folder: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "the house", "chosen": text, "rejected": "a wide one"} for text in TEXTS]
     trainer = DPOTrainer(
         load(folder),
+        ref_model=load(folder),  # TRL's own would ask for trust_remote_code
         args=DPOConfig(str(tmp_path), bf16=False, **TRAINING),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
