@@ -7,13 +7,13 @@ from benchmarks.variants import Variant
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.runtime import Runtime
 
-WORDS = "backbone=cola dlr=on"
+OVERRIDES = "backbone=cola dlr=on"
 PRECISION = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 
 
 class Ours:
-    def __init__(self, words):
-        cfg = load(words)
+    def __init__(self, overrides):
+        cfg = load(overrides)
         runtime = Runtime(cfg)
         runtime.use_device()
         self.variant = Variant("ours", cfg, runtime)
@@ -24,7 +24,7 @@ class Ours:
 
 
 def build(scale, device, dtype, batch, T, compile, layers=None):
-    words = {
+    overrides = {
         "scale": scale.lower(),
         "train.global_batch": batch,
         "train.micro_batch": batch,
@@ -35,4 +35,4 @@ def build(scale, device, dtype, batch, T, compile, layers=None):
         "data": "sample",
         "logger": "jsonl",
     } | ({} if layers is None else {"scale.num_layers": layers})
-    return Ours([*(f"{key}={value}" for key, value in words.items()), *os.environ.get("OURS", WORDS).split()])
+    return Ours([*(f"{key}={value}" for key, value in overrides.items()), *os.environ.get("OURS", OVERRIDES).split()])

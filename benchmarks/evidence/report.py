@@ -279,8 +279,8 @@ def cost(piece: Piece) -> str:
         ratios = [paired(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
         shown = ("{:.4f} [{:.4f}, {:.4f}]".format(*ratio) for ratio in ratios)
         speeds = [f"{v['ms']:.1f}" for v in (plain, dlr)] + [f"{v['tokens_per_second']:,.0f}" for v in (plain, dlr)]
-        words = dict(word.split("=") for word in plain.get("overrides") or plain["words"])
-        rows.append([words["backbone"], *speeds, *shown])
+        given = dict(word.split("=") for word in plain.get("overrides") or plain["words"])
+        rows.append([given["backbone"], *speeds, *shown])
     note = (
         "ratio: seconds with DLR over those without in the same round, median [its 95 % interval]. The last column is "
         "the same of a second step without DLR."
