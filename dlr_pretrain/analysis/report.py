@@ -92,6 +92,8 @@ def accuracy_table(files: dict[str, dict]) -> Iterator[Table]:
         rows.append({"stage": path, "method": found["checkpoints"][0]["folder"]} | cells)
         limit = f", the first {found['limit']:,} documents" if found["limit"] else ""
         setting = f"contexts of {found['context_length']:,} tokens, {found['dtype']}, data: {found['data']}{limit}"
+        same = ", ".join(task for task, of in told.items() if of.get("distinct_choices") == 1)
+        setting += f"; always the same choice in {same}" if same else ""
         notes.append(f"{path}: convention {found['convention']}, {setting}")
     if files:
         yield Table("zero_shot", "Zero-shot accuracy, % (the paper's at 1B)", pd.DataFrame(rows), notes)

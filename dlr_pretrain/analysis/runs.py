@@ -155,7 +155,8 @@ def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     if records and (lost := records[-1]["step"] - records[0]["step"] + 1 - len(records)):
         damage.append(f"metrics.jsonl lacks {plural(lost, 'update')}")
     names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
-    metrics = pd.DataFrame(records, columns=list(names), dtype=float).assign(run=str(folder))
+    metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
+    metrics["run"] = str(folder)
     metrics["flops"] = metrics["train/tokens"] * manifest.get("flops_per_token", math.nan)
 
     starts = manifest.get("starts", [])

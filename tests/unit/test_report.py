@@ -281,7 +281,8 @@ def test_7b_on_its_way_stands_beside_the_papers_steps(tmp_path):
 
 def test_accuracies_and_comparisons_are_taken_beside_runs(tmp_path):
     report = {
-        "tasks": {"boolq": {"acc": 0.25, "std": 0.01}}, "average": {"acc": 0.25}, "convention": "plain",
+        "tasks": {"boolq": {"acc": 0.25, "std": 0.01, "distinct_choices": 1}}, "average": {"acc": 0.25},
+        "convention": "plain",
         "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
         "checkpoints": [{"folder": "a/folded"}],
     }  # fmt: skip
@@ -291,7 +292,7 @@ def test_accuracies_and_comparisons_are_taken_beside_runs(tmp_path):
     write_reports([str(tmp_path / name) for name in ("z.json", "runs", "runs/tune")], out, "")
     accuracies = (out / "tables/zero_shot.md").read_text()
     assert "| a/folded |" in accuracies and "25.00 ± 1.00 (1)" in accuracies and "37.83" in accuracies
-    assert "convention plain, contexts of 256 tokens" in accuracies
+    assert "convention plain, contexts of 256 tokens, float32, data: hub; always the same choice in boolq" in accuracies
     assert "one seed" not in (out / "tables/tune.md").read_text() and (out / "tables/groups.md").exists()
     (tmp_path / "z.json").write_text("{}")
     with pytest.raises(UserError, match=r"z\.json cannot be read as JSON of scripts/evaluate\.py"):
@@ -376,6 +377,7 @@ def a_line(step: int, **values) -> dict:
 ODD = {
     "no step": [],
     "one step": [a_line(1)],
+    "a metric of one's own": [a_line(1, mine="text"), a_line(2, mine=None)],
     "not evaluated": [a_line(step) for step in range(1, 15)],
     "loss not finite": [a_line(s, **({"train/loss": None} if s > 10 else {})) for s in range(1, 19)],
     "no finite loss": [a_line(s, **{"train/loss": None, "train/grad_norm": None}) for s in range(1, 31)],
