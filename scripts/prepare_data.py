@@ -14,9 +14,8 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.arguments import key_of, spread, value_of
 from dlr_pretrain.data.prepare import Progress, prepare
-from dlr_pretrain.data.sample import TOKENIZER_TEXT, train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
-from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.data.tokenizer import TRAINING_TEXT, open_tokenizer, train_tokenizer
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
@@ -26,9 +25,21 @@ BAR = 24  # characters
 LONGEST_LINE = 4192  # bytes: sentencepiece's max_sentence_length
 FEWEST_PIECES = 300  # so that letters, digits and signs have one each
 USED = {
-    f"data.{name}" for name in ("dataset", "revision", "cache", "root", "train_files", "validation_files", "text_key")
+    f"data.{name}"
+    for name in (
+        "dataset",
+        "revision",
+        "cache",
+        "root",
+        "train_files",
+        "validation_files",
+        "held_out",
+        "text_key",
+        "document",
+        "bad_rows",
+    )
 }
-USED |= {"data", "tokenizer.path", "tokenizer.hub"}
+USED |= {"data", "tokenizer.path", "tokenizer.hub", "tokenizer.eos"}
 
 
 def main() -> int:
@@ -77,9 +88,9 @@ def own_tokenizer(source: TextSource, output: Path, pieces: int) -> Path:
     else:
         say(f"training a tokenizer of {pieces:,} pieces: {path}")
         texts, size = [], 0
-        for text in (text for shard in source.train_shards for text in source.read(shard)):
+        for text in (text for shard in source.train_shards for text in source.read(shard) if text):
             texts.append(text)
-            if (size := size + len(text)) > TOKENIZER_TEXT:
+            if (size := size + len(text)) > TRAINING_TEXT:
                 break
         too_long = sum(len(line) for text in texts for line in text.split("\n") if len(line.encode()) > LONGEST_LINE)
         if too_long:

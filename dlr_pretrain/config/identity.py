@@ -14,7 +14,8 @@ from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
 
 # The origin of text and tokenizer may change, even from shards of text to tokens made from them. Fingerprints, not
 # these keys, ensure that text and tokenizer stay the same.
-ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key")),
+ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_files", "validation_files", "text_key",
+                                        "held_out", "document", "bad_rows")),
           "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def to_dict(cfg: Config) -> dict:
 def identity(cfg: Config) -> dict[str, object]:
     """The dotted keys that take part in the mathematics of a run, with their values as JSON returns them."""
     tree = to_dict(cfg)
+    tree["data"]["streams"] = cfg.num_streams
     keys = all_keys({group: tree[group] for group in OPEN_GROUPS})
     return json.loads(json.dumps({name: value for name, value in flatten(tree).items() if keys[name].identity}))
 

@@ -14,7 +14,7 @@ from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.probing import probe_problems
 from dlr_pretrain.config.problems import Problem, no_home
 from dlr_pretrain.config.secrets import redact
-from dlr_pretrain.config.tree import MAX_STREAMS, Config, largest_divisor
+from dlr_pretrain.config.tree import USUAL_STREAMS, Config, largest_divisor
 
 PREPARED = (
     "needed by data=tokens: a folder that scripts/prepare_data.py has finished",
@@ -65,13 +65,19 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= dict.fromkeys(["train.lr_decay", "train.min_lr_ratio"], "train.lr_decay_steps=0")
     if cfg.train.on_nonfinite == "stop":
         idle["train.max_skipped"] = "train.on_nonfinite=stop"
+    data = cfg.data
     if source != "c4":
-        idle |= dict.fromkeys(["data.dataset", "data.revision", "data.cache"], f"data={source}")
+        idle["data.dataset"] = f"data={source}"
+        if not any("://" in (place or "") for place in (data.root, data.train_files, data.validation_files)):
+            idle |= dict.fromkeys(["data.revision", "data.cache"], "all files are local")
     if source == "c4":
-        idle["data.root"] = "data=c4 streams from the hub; data=c4_local reads a folder"
+        idle["data.root"] = "data=c4 streams from the hub; data=local reads a folder"
     if source in ("sample", "tokens"):
-        idle |= dict.fromkeys(["data.train_files", "data.validation_files", "data.text_key"], f"data={source}")
-        idle["tokenizer.hub"] = f"data={source} comes with its tokenizer"
+        own = ("train_files", "validation_files", "text_key", "held_out", "document", "bad_rows")
+        idle |= {f"data.{name}": f"data={source}" for name in own}
+        idle |= dict.fromkeys(["tokenizer.hub", "tokenizer.eos"], f"data={source} comes with its tokenizer")
+    elif data.validation_files is not None:
+        idle["data.held_out"] = "data.validation_files is given"
     if cfg.tokenizer.path is not None:
         idle["tokenizer.hub"] = "tokenizer.path is given"
     for group in ("probe", "profile"):
@@ -148,13 +154,19 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     batch, micro_batch = cfg.train.global_batch, cfg.train.micro_batch
-    if MAX_STREAMS % world_size:
-        rule = f"the ranks share {MAX_STREAMS} data streams out evenly, so their number must divide {MAX_STREAMS}"
-        yield Problem("WORLD_SIZE", world_size, rule, f"Start {largest_divisor(MAX_STREAMS, world_size)} ranks")
+    streams = cfg.num_streams
+    if batch % streams:
+        fix = f"Try {largest_divisor(batch, streams)}"
+        yield Problem("data.streams", streams, f"must divide train.global_batch={batch}", fix)
     elif batch % world_size:
         below = batch // world_size * world_size
         fix = f"Try {below} or {below + world_size}" if below else f"Try {world_size}"
         yield Problem("train.global_batch", batch, f"must be a multiple of the {world_size} ranks", fix)
+    elif streams % world_size:
+        rule = f"the ranks share the data streams out evenly, so the {world_size} ranks must divide their number"
+        most = max(1, USUAL_STREAMS // world_size)
+        fix = f"Set data.streams={world_size * largest_divisor(batch // world_size, most)} before the first start"
+        yield Problem("data.streams", streams, rule, f"{fix}, or start {largest_divisor(streams, world_size)} ranks")
     elif micro_batch not in (None, "auto") and (share := batch // world_size) % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
@@ -219,7 +231,7 @@ def _packages(cfg: Config) -> Iterator[Problem]:
         yield Problem("logger", view, rule, "Install it, or use logger=jsonl")
     if cfg.data.source == "c4" and importlib.util.find_spec("huggingface_hub") is None:
         rule = "needs the package huggingface_hub, which is not installed"
-        yield Problem("data", "c4", rule, "Install it, or use data=c4_local or data=sample")
+        yield Problem("data", "c4", rule, "Install it, or use data=local or data=sample")
     if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         rule = "needs the package torchao, which is not installed"
         yield Problem("optimizer", cfg.optimizer.name, rule, "Install the extra 8bit, or use optimizer=adamw")
@@ -230,8 +242,11 @@ def unnamed(cfg: Config) -> Iterator[Problem]:
     data = cfg.data
     if data.source == "c4" and data.dataset is None:
         yield Problem("data.dataset", None, "needed by data=c4: a dataset on the hub")
-    if data.source == "c4_local" and data.root is None and not all(map(os.path.isabs, _globs(cfg).values())):
+    if data.source == "c4_local" and data.root is None and not all(map(_is_absolute, _globs(cfg).values())):
         rule = "needed by data=c4_local: the folder of c4-train.*.json.gz and c4-validation.*.json.gz"
+        yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
+    if data.source == "local" and data.root is None and data.train_files is None:
+        rule = "needed by data=local, or data.train_files: the folder of the text"
         yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
     if data.source == "tokens" and data.root is None:
         yield Problem("data.root", None, *PREPARED)
@@ -241,19 +256,27 @@ def _data(cfg: Config) -> Iterator[Problem]:
     root = cfg.data.root
     if cfg.data.source == "tokens" and root is not None and not os.path.isfile(os.path.join(root, "manifest.json")):
         yield Problem("data.root", root, *PREPARED)
-    if cfg.data.source == "c4_local" and root is not None and not os.path.isdir(root):
+    if cfg.data.source not in ("c4_local", "local") or "://" in (root or ""):
+        return
+    if root is not None and not os.path.isdir(root):
         yield Problem("data.root", root, "no such folder", "Set data.root=<folder of the shards>")
-    elif cfg.data.source == "c4_local":
-        for name, pattern in _globs(cfg).items():
-            path = os.path.join(root or "", pattern)
-            if (root is not None or os.path.isabs(path)) and not any(
-                os.path.isfile(os.path.join(root or "", f)) for f in glob.iglob(pattern, root_dir=root, recursive=True)
-            ):
-                yield Problem(name, pattern, f"no file matches {path}")
+        return
+    for name, pattern in _globs(cfg).items():
+        if "://" in pattern or (root is None and not os.path.isabs(pattern) and cfg.data.source == "c4_local"):
+            continue
+        if not any(os.path.isfile(os.path.join(root or "", f))
+                   for f in glob.iglob(pattern, root_dir=root, recursive=True)):  # fmt: skip
+            yield Problem(name, pattern, f"no file matches {os.path.join(root or '', pattern)}")
+
+
+def _is_absolute(pattern: str) -> bool:
+    return "://" in pattern or os.path.isabs(pattern)
 
 
 def _globs(cfg: Config) -> dict[str, str]:
-    return {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
+    """The globs that are given, by their keys."""
+    globs = {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
+    return {name: pattern for name, pattern in globs.items() if pattern is not None}
 
 
 def _start(cfg: Config) -> Iterator[Problem]:
@@ -282,8 +305,9 @@ def _files(cfg: Config) -> Iterator[Problem]:
     elif folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in names):
         yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
     path = cfg.tokenizer.path
-    if path is not None and not os.path.isfile(path):
-        yield Problem("tokenizer.path", path, "no such file", "Name a sentencepiece model, such as spiece.model")
+    if path is not None and not os.path.exists(path):
+        fix = "Name a tokenizer.json, a sentencepiece model such as spiece.model, or a folder that holds one"
+        yield Problem("tokenizer.path", path, "no such file", fix)
     for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir), ("data.cache", cfg.data.cache)):
         if folder is not None and os.path.isfile(folder):
             yield Problem(name, folder, "is a file, not a folder")

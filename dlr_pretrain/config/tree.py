@@ -10,7 +10,7 @@ from pathlib import Path
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
-MAX_STREAMS = 64  # largest number of document streams of the data order, and so of ranks
+USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
 
@@ -105,14 +105,20 @@ class Parallel:
 
 @dataclass
 class Data:
-    source: str = key("where the text comes from", choices=("c4", "c4_local", "tokens", "sample"), fixed=True)
+    source: str = key("where the text comes from", choices=("c4", "c4_local", "local", "tokens", "sample"), fixed=True)
     dataset: str | None = key("name of the dataset on the hub")
-    revision: str | None = key("its commit, tag or branch; null: the newest commit", identity=False)
-    cache: str | None = key("folder in which shards of the hub are kept; null: none are", identity=False)
-    root: str | None = key("folder of the shards (sample: its cache)")
-    train_files: str = key("glob of the training shards, below data.root or absolute")
-    validation_files: str = key("glob of the validation shards, below data.root or absolute")
-    text_key: str = key("field of a record that holds the text")
+    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", identity=False)
+    cache: str | None = key("folder in which remote shards are kept; null: none are", identity=False)
+    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
+    train_files: str | None = key("glob of the training shards, below data.root or absolute; null: all files there")
+    validation_files: str | None = key("the same for validation; null: a share of the documents is held out")
+    held_out: float = key("share of the documents that is held out where no files are", above=0, below=1)
+    text_key: str = key("field of a record that holds the text; meta.text is a field in a field")
+    document: str = key("what a document of a .txt file is", choices=("file", "paragraph"))
+    bad_rows: str = key("rows without a text: end the run, or are left out", choices=("stop", "skip"))
+    streams: int | None = key(
+        "document streams, which the ranks share; they divide global_batch; null: gcd(global_batch, 64)", at_least=1
+    )
     seed: int = key("orders the documents, and nothing else", at_least=0, at_most=2**32 - 1)
     packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
     mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so")
@@ -120,8 +126,11 @@ class Data:
 
 @dataclass
 class Tokenizer:
-    path: str | None = key("a sentencepiece model; null: the source's own (sample, tokens), else tokenizer.hub")
-    hub: str = key("repository on the hub whose spiece.model is used where path is null")
+    path: str | None = key(
+        "a tokenizer.json, a sentencepiece model, or a folder with one; null: the source's, or hub's"
+    )
+    hub: str = key("repository on the hub whose tokenizer is used where path is null and the source has none")
+    eos: str | None = key("the token that ends a document; null: the tokenizer's own", identity=False)
 
 
 @dataclass
@@ -288,8 +297,8 @@ class Config:
 
     @property
     def num_streams(self) -> int:
-        """The number of document streams of the data order, V = gcd(global batch, 64); the ranks share the streams."""
-        return math.gcd(self.train.global_batch, MAX_STREAMS)
+        """The number of document streams of the data order, which the ranks share."""
+        return self.data.streams or math.gcd(self.train.global_batch, USUAL_STREAMS)
 
 
 def largest_divisor(number: int, at_most: int) -> int:

@@ -1,22 +1,19 @@
 """Documents as tokens, in the blocks inside which they are shuffled.
 
-A block is a run of consecutive documents of a shard (or of every m-th document). It ends with the document that brings
-it to ``BLOCK_DOCUMENTS`` documents or ``BLOCK_CHARACTERS`` characters. Characters are counted because text is tokenised
-only when it is used, so the number of tokens is unknown when a block ends. Pre-tokenised shards store the number of
-characters of each text, so they have the same blocks.
+A block is a run of consecutive rows of a shard (or of every m-th row). It ends with the row that brings it to
+``BLOCK_DOCUMENTS`` rows or ``BLOCK_CHARACTERS`` characters. Characters are counted because text is tokenised only when
+it is used, so the number of tokens is unknown when a block ends. Pre-tokenised shards store the number of characters of
+each text, so they have the same blocks. A row is a document, unless it is left out (held out, or bad).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
-
-if TYPE_CHECKING:
-    from dlr_pretrain.data.sources import TextSource
 
 BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
 BLOCK_CHARACTERS = 4 << 20  # also ends a block, for long texts such as books: each stream holds a block in memory
@@ -25,16 +22,20 @@ CHUNK_CHARACTERS = 1 << 18
 
 
 class Tokens(NamedTuple):
-    """Some documents, each followed by </s>."""
+    """Some documents, each followed by its end of sequence."""
 
-    tokens: np.ndarray  # [total], uint16 (int32 above 65,536 pieces), all documents joined
-    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least </s>
+    tokens: np.ndarray  # [total], uint16 (int32 above 65,536 ids), all documents joined
+    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing
 
 
 class Block(Protocol):
     """Documents that are shuffled together."""
 
-    def __len__(self) -> int: ...
+    rows: int  # of the shard that the block spans: its documents, and rows that are left out
+
+    def __len__(self) -> int:
+        """The number of its documents."""
+        ...
 
     def take(self, order: np.ndarray, longest: int) -> Tokens:
         """The tokens of the first documents in ``order`` [n]: at least one, and as many as one take should hold.
@@ -48,7 +49,7 @@ class Documents(Protocol):
     """The tokenised documents of a source's shards."""
 
     def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
-        """The documents first, first + step, ... of a shard, block by block in file order."""
+        """The rows first, first + step, ... of a shard, block by block in file order."""
         ...
 
 
@@ -73,13 +74,18 @@ def in_order(block: Block, order: np.ndarray, longest: int, done: int = 0) -> It
 
 def text_chunks(texts: Iterable[str]) -> Iterator[list[str]]:
     """The texts in lists that are efficient to tokenise at once; each has at least one text."""
-    taken, characters = [], 0
+    return _lists(texts, CHUNK_DOCUMENTS, CHUNK_CHARACTERS)
+
+
+def _lists(texts: Iterable, documents: int, characters: int) -> Iterator[list]:
+    """Lists of consecutive texts (None: left out), each ended by its number of texts or of characters."""
+    taken, size = [], 0
     for text in texts:
         taken.append(text)
-        characters += len(text)
-        if len(taken) == CHUNK_DOCUMENTS or characters >= CHUNK_CHARACTERS:
+        size += len(text or "")
+        if len(taken) == documents or size >= characters:
             yield taken
-            taken, characters = [], 0
+            taken, size = [], 0
     if taken:
         yield taken
 
@@ -87,8 +93,9 @@ def text_chunks(texts: Iterable[str]) -> Iterator[list[str]]:
 class TextBlock:
     """A block of texts, which are tokenised when they are taken."""
 
-    def __init__(self, texts: list[str], tokenizer: Tokenizer):
-        self.texts, self._tokenizer = texts, tokenizer
+    def __init__(self, texts: list[str | None], tokenizer: Tokenizer):
+        self.texts = [text for text in texts if text is not None]
+        self.rows, self._tokenizer = len(texts), tokenizer
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -100,16 +107,9 @@ class TextBlock:
 class TextDocuments:
     """The documents of a source of texts."""
 
-    def __init__(self, source: TextSource, tokenizer: Tokenizer):
+    def __init__(self, source, tokenizer: Tokenizer):
         self._source, self._tokenizer = source, tokenizer
 
     def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[TextBlock]:
-        texts, characters = [], 0
-        for text in self._source.read(shard, first, step):
-            texts.append(text)
-            characters += len(text)
-            if len(texts) == BLOCK_DOCUMENTS or characters >= BLOCK_CHARACTERS:
-                yield TextBlock(texts, self._tokenizer)
-                texts, characters = [], 0
-        if texts:
+        for texts in _lists(self._source.read(shard, first, step), BLOCK_DOCUMENTS, BLOCK_CHARACTERS):
             yield TextBlock(texts, self._tokenizer)

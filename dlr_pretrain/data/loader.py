@@ -35,10 +35,11 @@ POLL_SECONDS = 0.5  # between checks of whether to go on waiting
 class Batch:
     """A rank's part of one global batch, in the narrow dtypes for the transfer; ``inputs_and_targets`` widens them."""
 
-    tokens: torch.Tensor  # uint16 (int32 above 65,536 pieces) [local_batch, seq_len + 1], padded
+    tokens: torch.Tensor  # uint16 (int32 above 65,536 ids) [local_batch, seq_len + 1], padded
     lengths: torch.Tensor  # int32 [local_batch], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
     state: dict[str, list[int]]  # the position of each of this rank's streams after this batch
+    separator: int | None = None  # the id that ends a document, where data.mask_documents separates them
 
 
 class TrainLoader:
@@ -62,7 +63,7 @@ class TrainLoader:
         own = range(rank * share, (rank + 1) * share)
         if state is not None and set(state) != {str(v) for v in range(cfg.num_streams)}:
             have = f"the checkpoint's data position has {len(state)} streams, and this run has {cfg.num_streams}"
-            raise UserError(f"{have}. Resume with the train.global_batch that the run was started with")
+            raise UserError(f"{have}. Resume with the data.streams that the run was started with")
         places = {v: Place(*state[str(v)]) if state is not None else Place() for v in own}
         self._queue: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(BATCHES_AHEAD)
@@ -180,6 +181,7 @@ def _batches(
     _start(list(sharing.values()), closed)
     each = cfg.train.global_batch // cfg.num_streams
     dtype = token_dtype(tokenizer.vocab_size)
+    separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
         tokens = np.empty((len(readers) * each, seq_len + 1), dtype)
         lengths = np.empty(len(tokens), np.int32)
@@ -187,4 +189,5 @@ def _batches(
             str(v): reader.fill(tokens[i * each : (i + 1) * each], lengths[i * each : (i + 1) * each])
             for i, (v, reader) in enumerate(readers.items())
         }
-        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real_tokens(lengths, seq_len), state)
+        real = real_tokens(lengths, seq_len)
+        yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)

@@ -14,7 +14,6 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.data.streams import Chunk, Place
-from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.util.tensors import IGNORE
 
 
@@ -35,25 +34,28 @@ class PlacedRows(NamedTuple):
 
 
 def inputs_and_targets(
-    tokens: torch.Tensor, lengths: torch.Tensor, mask_documents: bool = False
+    tokens: torch.Tensor, lengths: torch.Tensor, separator: int | None = None
 ) -> tuple[torch.Tensor, ...]:
     """A model's ids and targets, int64 [n, seq_len], from rows [n, seq_len + 1] on any device.
 
-    A target is the next id, or IGNORE if that is padding. With ``mask_documents``, returns the result of ``separated``.
+    A target is the next id, or IGNORE if that is padding. With a ``separator``, the id that ends a document, this is
+    the result of ``separated``.
     """
     wide = tokens.long()
     predicted = torch.arange(1, tokens.shape[1], device=tokens.device) < lengths[:, None]
     found = wide[:, :-1].contiguous(), torch.where(predicted, wide[:, 1:], IGNORE)
-    return separated(*found) if mask_documents else found
+    return found if separator is None else separated(*found, separator)
 
 
-def separated(ids: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def separated(
+    ids: torch.Tensor, targets: torch.Tensor, separator: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ids of packed rows [n, seq_len], the targets, and the number of each position's document in its row, from 0.
 
-    A document ends with its only </s>, whose target, the start of the next document, becomes IGNORE. So each document
-    is scored on its own, and with the numbers attention can stay inside it.
+    A document ends with its only ``separator``, whose target, the start of the next document, becomes IGNORE. So each
+    document is scored on its own, and with the numbers attention can stay inside it.
     """
-    ends = ids == EOS
+    ends = ids == separator
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 

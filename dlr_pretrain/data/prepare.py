@@ -10,12 +10,16 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
-import socket
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,43 +27,31 @@ import numpy as np
 
 from dlr_pretrain.data.documents import text_chunks, tokenise
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import (
     FORMAT,
     MANIFEST,
-    MODEL,
     READ_BYTES,
     SPLITS,
+    TOKENIZER,
     Entry,
     TokenSource,
     file_name,
     layout,
 )
-from dlr_pretrain.data.workers import in_processes
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 
 JOURNAL = "unfinished.json"
-PROGRESS_SECONDS = 0.5
 AGAIN = "Fix this and start again: finished shards are kept"
 
 
 class Job(NamedTuple):
     """A shard to make, or to keep if its file is as ``noted``."""
 
-    name: str  # of the token shard
+    path: Path  # of the token shard
     shard: str  # of the source
     noted: Entry | None
-
-
-class Event(NamedTuple):
-    """Progress of a job; only the last event of a job has an entry."""
-
-    job: Job
-    documents: int  # tokenised since the last event
-    tokens: int
-    entry: Entry | None = None
-    kept: bool = False
 
 
 @dataclass
@@ -83,25 +75,34 @@ def prepare(
     head = {
         "format": FORMAT,
         "source": {"description": source.describe(), "fingerprint": source.fingerprint},
-        "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {
+            "sha256": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+            "unknown_share": source.unknown_share(tokenizer),
+        },
     }
     shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
-    journal = head | {"text_key": source.contents.text_key, "sizes": _sizes(source)}
+    progress = Progress(sum(map(len, shards.values())))
     try:
         with _alone(output):
-            noted = _noted(output, journal)
-            write_durably(output / JOURNAL, json.dumps(journal | {"noted": noted}))
-            write_durably(output / MODEL, tokenizer.path.read_bytes())
-            jobs = {split: list(_jobs(split, names, noted)) for split, names in shards.items()}
-            everything, shared = [job for own in jobs.values() for job in own], (source, tokenizer, output)
-            if workers > 1:
-                events = in_processes(_complete, shared, everything, workers)
-            else:
-                events = (event for job in everything for event in _complete(*shared, job))
-            for _ in _finished(events, len(everything), noted, report):
-                write_durably(output / JOURNAL, json.dumps(journal | {"noted": noted}))
-            totals = {name: sum(noted[job.name][name] for job in everything) for name in ("documents", "tokens")}
-            entries = {split: [noted[job.name] for job in own] for split, own in jobs.items()}
+            noted = _noted(output, head)
+            write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+            tokenizer.save(output / TOKENIZER)
+            jobs = {split: list(_jobs(output, split, names, noted)) for split, names in shards.items()}
+            everything = [job for own in jobs.values() for job in own]
+            report(progress)
+            for job, entry, kept in _completed(source, output / TOKENIZER, everything, workers):
+                progress.finished += 1
+                progress.kept += kept
+                if not kept:
+                    progress.documents += entry.documents
+                    progress.tokens += entry.tokens
+                    noted[job.path.name] = asdict(entry)
+                    write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
+                report(progress)
+            totals = {name: sum(noted[job.path.name][name] for job in everything) for name in ("documents", "tokens")}
+            entries = {split: [noted[job.path.name] for job in own] for split, own in jobs.items()}
             write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": entries}, indent=1))
             (output / JOURNAL).unlink()
             result = TokenSource(output)
@@ -111,27 +112,11 @@ def prepare(
     return result
 
 
-def _jobs(split: str, shards: tuple[str, ...], noted: dict[str, dict]) -> Iterator[Job]:
+def _jobs(output: Path, split: str, shards: tuple[str, ...], noted: dict[str, dict]) -> Iterator[Job]:
     for i, shard in enumerate(shards):
         name = file_name(split, i, len(shards))
         entry = Entry(**noted[name]) if name in noted else None
-        yield Job(name, shard, entry if entry and entry.source == shard else None)
-
-
-def _finished(events: Iterable[Event], shards: int, noted: dict[str, dict], report: Callable) -> Iterator[Job]:
-    """Put the entry of each newly made shard into ``noted`` and yield its job; report after every event."""
-    progress = Progress(shards)
-    report(progress)
-    for event in events:
-        progress.documents += event.documents
-        progress.tokens += event.tokens
-        if event.entry is not None:
-            progress.finished += 1
-            progress.kept += event.kept
-            if not event.kept:
-                noted[event.job.name] = asdict(event.entry)
-                yield event.job
-        report(progress)
+        yield Job(output / name, shard, entry if entry and entry.source == shard else None)
 
 
 @contextmanager
@@ -141,73 +126,39 @@ def _alone(output: Path) -> Iterator[None]:
     with (output / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = nullcontext()
         except BlockingIOError:
             raise UserError(f"{output}: another command is preparing it. Wait for it, or name another folder") from None
         except OSError:  # a file system without locks, such as some Lustre and NFS mounts
-            held = _claimed(output / ".claim")
-        with held:
-            try:
-                _sweep(output)
-                yield
-            finally:
-                _sweep(output)
-
-
-@contextmanager
-def _claimed(claim: Path) -> Iterator[None]:
-    """Hold ``claim``, a file that only one process can create. A killed process leaves it, and nobody else can tell."""
-    try:
-        with claim.open("x") as file:
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    except FileExistsError:
-        rule = f"{claim.read_text() or 'another process'} is preparing this folder, on a file system without locks"
-        raise UserError(f"{claim}: {rule}. Wait for it; delete this file where that process is gone") from None
-    try:
-        yield
-    finally:
-        claim.unlink(missing_ok=True)
+            pass
+        try:
+            _sweep(output)
+            yield
+        finally:
+            _sweep(output)
 
 
 def _sweep(output: Path) -> None:
-    for aside in output.glob(".*.tokens.*"):
-        aside.unlink()
+    for draft in output.glob(".*.tokens.*"):
+        draft.unlink()
 
 
-def _sizes(source: TextSource) -> dict[str, int]:
-    """The bytes of each shard's file, by the name of the shard."""
-    sizes = (*source.contents.train.values(), *source.contents.validation.values())
-    return dict(zip((*source.train_shards, *source.validation_shards), sizes, strict=True))
-
-
-def _unchanged(noted: dict[str, dict], found: dict, journal: dict) -> dict[str, dict] | None:
-    """The entries whose source shard kept its size, if others were fetched again; None if the source is another one."""
-    before, now = found.get("sizes", {}), journal["sizes"]
-    if (found.get("text_key"), before.keys()) != (journal["text_key"], now.keys()):
-        return None
-    kept = {name: e for name, e in noted.items() if before.get(e["source"], -1) == now.get(e["source"])}
-    return kept if kept or not noted else None
-
-
-def _noted(output: Path, journal: dict) -> dict[str, dict]:
+def _noted(output: Path, head: dict) -> dict[str, dict]:
     """The entries of the shards that are already there; raises UserError if the folder holds anything else."""
     for path in (output / JOURNAL, output / MANIFEST):
         if not path.exists():
             continue
         try:
             found = json.loads(path.read_bytes())
-            description = found["source"].pop("description")
-            same = all(found[key] == journal[key] for key in ("format", "tokenizer"))
+            about = [(one["format"], one["tokenizer"], one["source"]["fingerprint"]) for one in (found, head)]
+            description = found["source"]["description"]
             if path.name == JOURNAL:
                 noted = found["noted"]
             else:
                 noted = {file_name(split, i, len(own)): entry
                          for split, own in found["shards"].items() for i, entry in enumerate(own)}  # fmt: skip
-            if found["source"]["fingerprint"] != journal["source"]["fingerprint"]:
-                noted = _unchanged(noted, found, journal)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{path}: damaged ({error!r}). Delete it, and all shards are made again") from error
-        if not same or noted is None:
+        if about[0] != about[1]:
             rule = f"holds the tokens of another source, tokenizer or format ({description})"
             raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
         return noted
@@ -218,13 +169,60 @@ def _noted(output: Path, journal: dict) -> dict[str, dict]:
     return {}
 
 
-def _complete(source: TextSource, tokenizer: Tokenizer, output: Path, job: Job) -> Iterator[Event]:
-    """Make a shard, or keep it."""
-    path = output / job.name
-    if job.noted is not None and _is_sound(path, job.noted):
-        yield Event(job, 0, 0, job.noted, kept=True)
-    else:
-        yield from _write(source, tokenizer, job, path)
+# ----------------------------------------------------------------------------------------------------
+# Worker processes, and what they do
+
+
+def _completed(source: TextSource, tokenizer: Path, jobs: list[Job], workers: int) -> Iterator[tuple[Job, Entry, bool]]:
+    """Each job with its entry as it is done, and whether the shard was there.
+
+    Workers end when this process does, however it ends.
+    """
+    if workers == 1:
+        opened = load_tokenizer(tokenizer)
+        yield from ((job, *_complete(source, opened, job)) for job in jobs)
+        return
+    # The fork server has none of this process's threads; where there is none, processes start anew.
+    has_server = "forkserver" in multiprocessing.get_all_start_methods()
+    context = multiprocessing.get_context("forkserver" if has_server else "spawn")
+    others = multiprocessing.active_children()
+    with ProcessPoolExecutor(min(workers, len(jobs)), context, _start_worker, (source, tokenizer)) as pool:
+        try:
+            waiting = {pool.submit(_work, job): job for job in jobs}
+            for done in as_completed(waiting):
+                yield waiting[done], *done.result()
+        except BaseException as error:
+            for process in set(multiprocessing.active_children()).difference(others):
+                process.kill()  # nobody waits for shards that are half made
+            if isinstance(error, BrokenProcessPool):
+                fix = "Use fewer --workers if memory ran out"
+                raise UserError(f"a worker process ended unexpectedly. {fix}; finished shards are kept") from None
+            raise
+
+
+_worker: list = []  # the source and the tokenizer of a worker process
+
+
+def _start_worker(source: TextSource, tokenizer: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+
+    def end_with_parent() -> None:
+        wait([multiprocessing.parent_process().sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _worker.extend((source, load_tokenizer(tokenizer)))
+
+
+def _work(job: Job) -> tuple[Entry, bool]:
+    return _complete(*_worker, job)
+
+
+def _complete(source: TextSource, tokenizer: Tokenizer, job: Job) -> tuple[Entry, bool]:
+    """Make a shard, or keep it; whether it was kept."""
+    if job.noted is not None and _is_sound(job.path, job.noted):
+        return job.noted, True
+    return _write(source, tokenizer, job), False
 
 
 def _is_sound(path: Path, entry: Entry) -> bool:
@@ -236,31 +234,31 @@ def _is_sound(path: Path, entry: Entry) -> bool:
         return False
 
 
-def _write(source: TextSource, tokenizer: Tokenizer, job: Job, path: Path) -> Iterator[Event]:
-    """Write a token shard to a temporary file, and rename that to ``path`` once it is on the disk."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    offsets, characters = [np.zeros(1, np.int64)], [np.empty(0, np.uint32)]
-    count = total = told = told_tokens = 0
-    due = time.monotonic() + PROGRESS_SECONDS
+def _write(source: TextSource, tokenizer: Tokenizer, job: Job) -> Entry:
+    """Write a token shard to a temporary file, and rename that once it is on the disk."""
+    draft = job.path.with_name(f".{job.path.name}.{os.getpid()}")
+    lengths, characters, documents = [np.empty(0, np.int64)], [np.empty(0, np.uint32)], 0
     try:
-        with _Hashed(aside) as file:
+        with _Hashed(draft) as file:
             for texts in text_chunks(source.read(job.shard)):
-                tokens, starts = tokenise(texts, tokenizer)
-                file.write(tokens)
-                offsets.append(total + np.append(starts[1:], len(tokens)))
-                characters.append(np.array([len(text) for text in texts], np.uint32))
-                count, total = count + len(texts), total + len(tokens)
-                if time.monotonic() > due:
-                    yield Event(job, count - told, total - told_tokens)
-                    told, told_tokens, due = count, total, time.monotonic() + PROGRESS_SECONDS
-            file.write(np.zeros(layout(count, total, tokenizer.vocab_size)[0] - file.size, np.uint8))
-            file.write(np.concatenate(offsets))
+                there = np.array([text is not None for text in texts])
+                counted = np.zeros(len(texts), np.int64)
+                if there.any():
+                    tokens, starts = tokenise([text for text in texts if text is not None], tokenizer)
+                    file.write(tokens)
+                    counted[there] = np.diff(starts, append=len(tokens))
+                lengths.append(counted)
+                characters.append(np.array([len(text or "") for text in texts], np.uint32))
+                documents += int(there.sum())
+            offsets = np.append(0, np.cumsum(np.concatenate(lengths)))
+            rows, total = len(offsets) - 1, int(offsets[-1])
+            file.write(np.zeros(layout(rows, total, tokenizer.vocab_size)[0] - file.size, np.uint8))
+            file.write(offsets)
             file.write(np.concatenate(characters))
-        os.replace(aside, path)
+        os.replace(draft, job.path)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}). {AGAIN}") from error
-    entry = Entry(job.shard, count, total, file.size, file.digest.hexdigest())
-    yield Event(job, count - told, total - told_tokens, entry)
+        raise UserError(f"{job.path}: cannot be written ({error.strerror}). {AGAIN}") from error
+    return Entry(job.shard, rows, documents, total, file.size, file.digest.hexdigest())
 
 
 class _Hashed:

@@ -1,193 +1,151 @@
-"""The sample: real English prose that needs no download, from the docstrings of the installed Python packages.
+"""The sample: English prose that needs no download, from the docstrings and comments of Python's standard library.
 
 It is harvested once into C4-layout shards, together with a SentencePiece model in T5's layout trained on them, and kept
-in the user cache. Its folder is named after a hash of the installed packages, so another environment makes another
-sample.
+in the user cache under the version of Python, so that no installed package changes it. Its identity is its text.
 """
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
+import inspect
 import json
 import os
+import platform
 import random
+import re
 import shutil
-import subprocess
-import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import distributions
-from itertools import accumulate
+from itertools import groupby
 from pathlib import Path
 
-from dlr_pretrain.data import prose
+from dlr_pretrain.data.tokenizer import train_tokenizer
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.process import cores
 
-SEARCH_PATH = list(sys.path)  # as at the start: torch's compilers later add the folder of setuptools' own packages
-VERSION = 2  # of the harvest, which depends on this number, SEED and the installed packages alone
+VERSION = 3  # of the harvest
 SEED = 20260
-MAX_BYTES = 10_000_000  # of text
-MAX_SOURCE_BYTES = 250_000_000  # of Python files to parse: about 30 s on one core
-MIN_BYTES = 200_000  # below this there is nothing to learn from
 TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03
-TOKENIZER_FILE = "spiece.model"
+TOKENIZER_FILE, DIGEST = "spiece.model", "text.sha256"
 PIECES = 8192
-TOKENIZER_TEXT = 4_000_000  # characters to train the tokenizer on; more text takes longer and changes little
-MAX_WORKERS = 8
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+OPTIONAL = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip",
+            "lib2to3", "distutils", "__pycache__"}  # fmt: skip
+SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # nodes whose bodies may hold docstrings
+MIN_WORDS, MIN_CHARACTERS = 6, 80  # of a paragraph (a shorter one is a title or a label); of a document
+COMMON_WORDS = """a an and any are as at be been but by can for from has have if in into is it its may more must no not
+of on one only or other should so such than that the their then there these they this to used was when where which will
+with without you your"""
+COMMON = frozenset(COMMON_WORDS.split())
+MARKUP = re.compile(r":[\w:+.-]+:(?=`)|`+[~!]?|[`*]{1,2}")  # roles, code and emphasis; their text is kept
+FIELD = re.compile(r"^(:\w|@\w|\.\. |>>> |\.\.\. |\||\+[-=]|#|[-*=~^_\"#+`]{3,}$|\$ |% )")
+BULLET = re.compile(r"^([-*+•]|\(?\w{1,2}[.)])\s+")
+WORD = re.compile(r"[A-Za-z][a-z]*(?:['’-][a-z]+)*$")
 
 
-def prepare(root: Path | None, progress: Callable[[str], None]) -> Path:
-    """The folder of the sample below ``root`` (default: the user cache); harvests it first if it does not exist."""
+def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
+    """The folder of the sample ``name`` (default: this Python's) below ``root`` (default: the user cache).
+
+    It is harvested if it is not there. Raises UserError if only another Python could make it.
+    """
     cache = root or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain", "sample")
-    folder = cache / fingerprint()
+    own = f"python-{platform.python_version()}-{VERSION}"
+    folder = cache / (name or own)
     if folder.is_dir():
         return folder
-    progress(f"harvesting sample text from the installed packages into {folder} (once, about a minute)")
+    if folder.name != own:
+        rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
+        raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to where the sample lies")
+    progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache))
     except OSError as error:
         raise UserError(f"{cache}: the sample cannot be kept there ({error}). Set data.root=<folder>") from error
     try:
-        build(draft, package_folders(), progress)
-        _publish(draft, folder)
+        build(draft, progress)
+        draft.chmod(0o755)  # mkdtemp denies access to other users
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster
+            raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
-def fingerprint() -> str:
-    """A hash that names the sample: of the versions of the harvest, of Python and of every installed package."""
-    packages = sorted({(d.metadata["Name"] or "", d.version or "") for d in distributions(path=SEARCH_PATH)})
-    parts = [VERSION, SEED, PIECES, MAX_BYTES, MAX_SOURCE_BYTES, list(sys.version_info[:3]), packages]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
-
-def _publish(draft: Path, folder: Path) -> None:
-    """Rename the finished draft to ``folder``. If another process was faster, its sample is kept: it is as good."""
-    try:
-        draft.chmod(0o755)  # mkdtemp denies access to other users
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-
-
-def package_folders() -> list[Path]:
-    """The standard library and the installed packages."""
-    return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
-
-
-def build(folder: Path, packages: list[Path], progress: Callable[[str], None]) -> None:
-    """Harvest ``packages`` into shards in ``folder`` and train their tokenizer."""
-    documents, size = [], 0
-    for document in harvest(packages):
-        documents.append(document)
-        size += len(document.encode("utf-8", "replace"))
-        if size >= MAX_BYTES:
-            break
-    if size < MIN_BYTES:
-        where = ", ".join(map(str, packages))
-        raise UserError(f"Only {size} bytes of prose in the docstrings below {where}. Use data=c4_local instead")
-    progress(f"{size / 1e6:.1f} MB of text in {len(documents):,} documents; training their tokenizer")
+def build(folder: Path, progress: Callable[[str], None]) -> None:
+    """Harvest the sample into ``folder``: its shards, their tokenizer and the hash of the text."""
+    documents = list(harvest())
+    progress(f"{sum(map(len, documents)) / 1e6:.1f} MB of text in {len(documents):,} documents; training a tokenizer")
     random.Random(SEED).shuffle(documents)
-    held_out = max(1, round(VALIDATION_SHARE * len(documents)))
-    _write_shard(folder / "sample-validation.00000-of-00001.json.gz", documents[:held_out])
+    held_out = round(VALIDATION_SHARE * len(documents))
+    splits = {"validation.00000-of-00001": documents[:held_out]}
     for i in range(TRAIN_SHARDS):
-        name = f"sample-train.{i:05d}-of-{TRAIN_SHARDS:05d}.json.gz"
-        _write_shard(folder / name, documents[held_out + i :: TRAIN_SHARDS])
+        splits[f"train.{i:05d}-of-{TRAIN_SHARDS:05d}"] = documents[held_out + i :: TRAIN_SHARDS]
+    for name, texts in splits.items():
+        lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+        (folder / f"sample-{name}.json.gz").write_bytes(gzip.compress(lines, mtime=0))
+    (folder / DIGEST).write_text(hashlib.sha256(json.dumps(documents).encode()).hexdigest())
     train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], PIECES)
 
 
-def harvest(packages: list[Path], source_bytes: int = MAX_SOURCE_BYTES) -> Iterator[str]:
-    """The documents of the packages' Python files, in a seeded order of the files, without repeated paragraphs.
+def harvest() -> Iterator[str]:
+    """The documents of the standard library and of Python's help topics in a fixed order, no paragraph twice."""
+    from pydoc_data import topics
 
-    The harvest ends with the file that brings the total size to ``source_bytes``; with a time limit, a slow machine
-    would get another sample. Separate interpreters, one per core, parse the files: a process that will train should not
-    parse other people's code, and these interpreters import only the standard library.
-    """
-    files = _python_files(packages)
-    random.Random(SEED).shuffle(files)
-    sizes = accumulate(map(_size, files), initial=0)
-    files, seen = [file for file, before in zip(files, sizes, strict=False) if before < source_bytes], set()
-    with ExitStack() as stack:
-        count = min(cores(), MAX_WORKERS)
-        workers = [stack.enter_context(_worker(files[i::count])) for i in range(count)]
-        for i in range(len(files)):
-            line = workers[i % count].stdout.readline()
-            if not line:
-                raise UserError(f"The harvest of sample text failed at {os.fsdecode(files[i])}. Use data=c4_local")
-            for document in json.loads(line):
-                fresh = [text for text in document.split("\n") if text not in seen]
-                seen.update(fresh)
-                if len(text := "\n".join(fresh)) >= prose.MIN_CHARACTERS:
-                    yield text
+    stdlib, seen = Path(sysconfig.get_path("stdlib")), set()
+    files = [path for path in stdlib.rglob("*.py") if not OPTIONAL.intersection(path.relative_to(stdlib).parts)]
+    found = (block for path in sorted(files) for block in blocks(path.read_text("utf-8", "replace")))
+    for block in (*found, *(topics.topics[name] for name in sorted(topics.topics))):
+        fresh = [text for text in paragraphs(block) if text not in seen]
+        seen.update(fresh)
+        if len(text := "\n".join(fresh)) >= MIN_CHARACTERS:
+            yield text
 
 
-def _python_files(packages: list[Path]) -> list[bytes]:
-    """Every Python file below the packages in the order of its relative path, tests left out."""
-    found = {}
-    for package in packages:
-        for folder, folders, names in os.walk(package):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            for name in names:
-                if name.endswith(".py") and "\n" not in folder + name:
-                    path = os.path.join(folder, name)
-                    found[os.path.relpath(path, package)] = os.fsencode(path)
-    return [found[relative] for relative in sorted(found)]
-
-
-def _size(file: bytes) -> int:
-    """The size in bytes; 0 for a broken link, from which nothing is read."""
+def blocks(source: str) -> Iterator[str]:
+    """The docstrings of a Python file, then its runs of comment lines."""
     try:
-        return os.path.getsize(file)
-    except OSError:
-        return 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in strings
+            nodes: list = [ast.parse(source)]
+    except (SyntaxError, ValueError, RecursionError):  # a template, a file for another version of Python
+        return
+    while nodes:
+        node = nodes.pop()
+        nodes += [inner for inner in reversed(node.body) if isinstance(inner, SCOPES)]
+        if not isinstance(node, ast.If) and (docstring := ast.get_docstring(node, clean=False)):
+            yield docstring
+    for is_comment, lines in groupby(map(str.strip, source.splitlines()), lambda line: line.startswith("#")):
+        if is_comment:
+            yield "\n".join(line.lstrip("#").removeprefix(" ") for line in lines)
 
 
-@contextmanager
-def _worker(files: list[bytes]) -> Iterator[subprocess.Popen]:
-    """A process that writes a line of documents for each of the files, in their order."""
-    with tempfile.TemporaryFile() as names:
-        names.write(b"".join(name + b"\n" for name in files))
-        names.seek(0)
-        command = [sys.executable, "-I", "-S", str(Path(prose.__file__).resolve())]
-        process = subprocess.Popen(command, stdin=names, stdout=subprocess.PIPE, start_new_session=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.stdout.close()
-        process.wait()
+def paragraphs(block: str) -> list[str]:
+    """The paragraphs that are English prose, each on one line and without markup: no code, tables, fields or titles."""
+    found: list[list[str]] = [[]]
+    for line in inspect.cleandoc(block).splitlines():
+        if not line.strip() or BULLET.match(line):
+            found.append([])
+        if line.strip():
+            found[-1].append(line)
+    return [text for lines in found if lines and (text := _prose(lines))]
 
 
-def _write_shard(path: Path, documents: list[str]) -> None:
-    with open(path, "wb") as file, gzip.GzipFile("", "wb", fileobj=file, mtime=0) as shard:
-        for document in documents:
-            shard.write(json.dumps({"text": document}).encode() + b"\n")
-
-
-def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
-    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
-    from sentencepiece import SentencePieceTrainer
-
-    sentences = [text for document in documents for text in document.split("\n")]
-    sizes = accumulate(len(text) for text in sentences)
-    with path.open("wb") as model:
-        SentencePieceTrainer.train(
-            sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TOKENIZER_TEXT),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=pieces,
-            hard_vocab_limit=False,  # the text of a small environment may yield fewer pieces
-            character_coverage=0.9999,
-            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
-            num_threads=min(cores(), MAX_WORKERS),
-            minloglevel=2,
-        )  # fmt: skip
+def _prose(lines: list[str]) -> str:
+    """Some lines as one line of prose; empty if they are not English sentences."""
+    bullet = BULLET.match(lines[0])
+    if any(FIELD.match(line) or (line[0].isspace() and not bullet) for line in lines):
+        return ""
+    text = " ".join(" ".join(lines).split())
+    text = BULLET.sub("", MARKUP.sub("", text)).strip()
+    words = [word.strip("()[]\"',.;:!?") for word in text.split()]
+    begins = text[:1].isupper() or text[:1].isdigit() or text[:1] in "\"'("
+    if len(words) < MIN_WORDS or not begins or text[-1] not in ".!?\"')":
+        return ""
+    plain = sum(bool(WORD.match(word)) for word in words) >= 0.85 * len(words)
+    return text if plain and sum(word.lower() in COMMON for word in words) >= 0.2 * len(words) else ""

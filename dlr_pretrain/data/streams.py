@@ -9,7 +9,7 @@ own. Five integers give a stream's position, so it is resumed, or moved to anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from dlr_pretrain.data.documents import in_order
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import plural
 
 ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
 
@@ -27,17 +28,17 @@ class Place(NamedTuple):
 
     epoch: int = 0
     shard: int = 0  # position in the epoch's order of the stream's shards
-    block: int = 0  # first document of the block, counted over the stream's documents of this shard
+    block: int = 0  # first row of the block, counted over the stream's rows of this shard
     document: int = 0  # position in the block's order
     token: int = 0  # tokens of this document that are already used
 
 
 class Chunk(NamedTuple):
-    """Some consecutive documents of a stream, tokenised, each followed by </s>."""
+    """Some consecutive documents of a stream, tokenised, each followed by its end of sequence."""
 
     place: Place  # of the first document
     tokens: np.ndarray  # [total], all documents joined
-    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least </s>
+    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least that
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
@@ -48,18 +49,6 @@ def permutation(n: int, *key: int) -> np.ndarray:
     """
     words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
     return np.argsort(words, kind="stable")
-
-
-def begun(source: Source, seed: int, places: Mapping[str, list[int]]) -> dict[str, bool]:
-    """The training shards that the streams at ``places`` (by number) have begun: whether one has read a shard's end."""
-    found: dict[str, bool] = {}
-    for stream, (epoch, shard, *_) in places.items():
-        own = _dealt(len(source.train_shards), int(stream), len(places))[0]
-        order = permutation(len(own), seed, int(stream), epoch)
-        for at in range(len(own) if epoch else shard + 1):
-            name = source.train_shards[own[order[at]]]
-            found[name] = found.get(name, False) or epoch > 0 or at < shard
-    return found
 
 
 def uneven(source: Source, num_streams: int) -> str:
@@ -90,7 +79,7 @@ class DocumentStream:
     ):
         self._names, self._documents = source.train_shards, source.documents(tokenizer)
         self._key, self._longest = (seed, stream), longest
-        self._stream = stream
+        self._stream, self._count = stream, num_streams
         self._shards, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
 
     def shard_name(self, place: Place) -> str:
@@ -125,11 +114,15 @@ class DocumentStream:
             order = permutation(len(block), *self._key, epoch, shard, start)
             for done, some in in_order(block, order, self._longest, document):
                 yield Chunk(Place(epoch, at, start, done), *some)
-            start, document = start + len(block), 0
+            start, document = start + block.rows, 0
 
     def _no_text(self) -> str:
-        names = [self._names[shard] for shard in self._shards]
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        share = f"document {self._residue} of every {self._step} in {shown}" if self._step > 1 else shown
-        fix = "Give more text, or fewer streams: gcd(train.global_batch, 64) of them share the documents out"
-        return f"Data stream {self._stream} ({share}) holds no text. {fix}"
+        blocks = (block for name in self._names for block in self._documents.blocks(name))
+        there = sum(map(len, blocks))
+        rule = (
+            f"{plural(there, 'document')} for {plural(self._count, 'data stream')}: stream {self._stream} has no text"
+        )
+        if there == 0:
+            return f"{', '.join(self._names[:3])}: {rule}. Give other files, or see data.text_key"
+        divisors = (n for n in range(1, self._count) if self._count % n == 0 and n <= there)
+        return f"{', '.join(self._names[:3])}: {rule}. Set data.streams={max(divisors, default=1)}, or give more text"

@@ -1,65 +1,142 @@
-"""The tokenizer: T5's SentencePiece model, or one in its layout, through raw sentencepiece.
+"""Any tokenizer of sentencepiece or of the ``tokenizers`` library; T5's SentencePiece model is the default.
 
-Raw sentencepiece is some ten times faster than a fast tokenizer built from the same model, its ids are the reference,
-and no text can produce a control symbol: "</s>" in a document is four ordinary characters.
+The ids are those of the library that owns the format. Raw sentencepiece is some ten times faster than a fast tokenizer
+built from the same model. Every document is followed by one end-of-sequence token, which no text can produce: "</s>"
+in a document is four ordinary characters.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Iterable
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import hub
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, within
+from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.process import cores
 
-PAD, EOS, UNK = 0, 1, 2  # T5's layout; the model's configuration and the exported checkpoint rely on it
+PAD, EOS, UNK = 0, 1, 2  # T5's layout
 WHOLE = 1 << 62  # a value of ``longest``: all of each text
 SPACE = "\u2581"  # as sentencepiece writes it
 CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
+MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first of them that a folder has is taken
+SETTINGS = "tokenizer_config.json"
+ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # where no configuration says it
+TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
+PADDED_FROM, MULTIPLE = 1024, 64  # a vocabulary of at least so many is padded: matrices of odd widths are slower
 
 
-class Tokenizer:
-    """A SentencePiece model with T5's ids (pad 0, eos 1, unk 2); ``vocab_size`` counts its pieces."""
+class Tokenizer(ABC):
+    """Texts as ids. ``vocab_size`` is one more than the largest id."""
 
-    pad_id, eos_id, unk_id = PAD, EOS, UNK
+    path: Path  # of the model's file
+    vocab_size: int
+    eos_id: int
+    pad_id: int  # of no meaning to the model: the end of sequence's where the tokenizer has none
+    unk_id: int | None  # of text that the tokenizer cannot express; None if there is no such text
+    saved_as: str  # the name of the file in a folder
 
-    def __init__(self, path: Path):
+    @abstractmethod
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without an end of sequence. Uses one thread: a rank has one producer."""
+
+    @abstractmethod
+    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
+        """Ids of each text and the end of sequence, int32. Those after the first ``longest`` may be missing."""
+
+    @abstractmethod
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without padding and end of sequence."""
+
+    @abstractmethod
+    def token(self, id: int) -> str:
+        """The token of an id, as the vocabulary writes it."""
+
+    @abstractmethod
+    def unknown_characters(self, text: str) -> int:
+        """How many characters of a text have no token."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """SHA-256 of what decides the ids: sentencepiece's file, or the parts of a tokenizer.json; and of the end."""
+
+    @property
+    def specials(self) -> dict[str, str]:
+        """The special tokens under transformers' names."""
+        ids = {"pad_token": self.pad_id, "eos_token": self.eos_id, "unk_token": self.unk_id}
+        return {name: self.token(id) for name, id in ids.items() if id is not None}
+
+    def save(self, folder: Path) -> None:
+        """Write to ``folder`` what ``load_tokenizer`` reads from there."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.path.resolve() != (folder / self.saved_as).resolve():
+            shutil.copyfile(self.path, folder / self.saved_as)
+        (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
+
+    def unknown_share(self, texts: Iterable[str]) -> float:
+        """The share of texts that the tokenizer cannot express: of their tokens or characters, whichever is more."""
+        if self.unk_id is None:
+            return 0.0
+        tokens = characters = unknown = lost = 0
+        for text in texts:
+            ids = self.encode([text])[0]
+            tokens, unknown = tokens + len(ids), unknown + ids.count(self.unk_id)
+            characters += len(text)
+            lost += self.unknown_characters(text) if self.unk_id in ids else 0
+        return max(unknown / max(1, tokens), lost / max(1, characters))
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model of any kind."""
+
+    def __init__(self, path: Path, end: str | None = None):
         import sentencepiece
 
-        self.path = Path(path)
+        self.path, self.saved_as = Path(path), MODELS[0]
         try:
-            self._model = sentencepiece.SentencePieceProcessor()
-            self._model.LoadFromSerializedProto(self.path.read_bytes())
+            self._model = model = sentencepiece.SentencePieceProcessor()
+            model.LoadFromSerializedProto(self.path.read_bytes())
         except (OSError, RuntimeError) as error:
-            fix = "Set tokenizer.path to a sentencepiece model such as T5's spiece.model"
+            fix = "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one"
             raise UserError(f"{self.path}: not a readable sentencepiece model ({error}). {fix}") from error
-        found = (self._model.pad_id(), self._model.eos_id(), self._model.unk_id())
-        if found != (PAD, EOS, UNK):
-            rule = f"its pad, eos and unk are {found}, and must be {(PAD, EOS, UNK)} as in T5's model"
-            raise UserError(f"{self.path}: {rule}. Train one with pad_id=0, eos_id=1, unk_id=2")
-        self.vocab_size: int = self._model.vocab_size()
-        self._gives_arrays = _gives_arrays(self._model)
+        self.vocab_size = model.vocab_size()
+        self.unk_id, own = model.unk_id(), model.eos_id() if model.eos_id() >= 0 else None
+        pieces = {model.id_to_piece(i): i for i in range(self.vocab_size)}
+        self.eos_id = _end_of_sequence(self.path, end, pieces, own)
+        self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
+        self._adds_end = self.eos_id == own
+        self._gives_arrays = _gives_arrays(model)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of the model file."""
-        return hashlib.sha256(self.path.read_bytes()).hexdigest()
+        end = b"" if self._adds_end else self.token(self.eos_id).encode()
+        return hashlib.sha256(self.path.read_bytes() + end).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without </s>. Uses one thread: a rank has one producer and its cores are shared."""
         return self._model.encode([_valid(text) for text in texts], num_threads=1)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, without pad and </s>."""
-        return self._model.decode(ids)
+        return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
+
+    def token(self, id: int) -> str:
+        return self._model.id_to_piece(id)
+
+    def unknown_characters(self, text: str) -> int:
+        pieces = self._model.encode(_valid(text), out_type=str)
+        return sum(len(piece) for piece in pieces if self._model.piece_to_id(piece) == self.unk_id)
 
     def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        """Ids of each text, then </s>; int32. If a text has more than ``longest`` ids, later ones may be missing."""
         valid = [_valid(text) for text in texts]
         heads = [_head(text, CHARACTERS * longest) for text in valid] if self._words_are_apart else valid
         found = self._encode(heads)
@@ -69,6 +146,8 @@ class Tokenizer:
         return found
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
+        if not self._adds_end:
+            return [_ended(ids, self.eos_id) for ids in self._model.encode(texts, num_threads=1)]
         if self._gives_arrays:
             return self._model.encode(texts, out_type="numpy", add_eos=True, num_threads=1)
         lists = self._model.encode(texts, add_eos=True, num_threads=1)
@@ -79,6 +158,99 @@ class Tokenizer:
         """Whether spaces only begin pieces, so that the ids of a text up to a space do not depend on what follows."""
         pieces = self._model.id_to_piece(list(range(self._model.vocab_size())))
         return SPACE in pieces and not any(SPACE in piece[1:] for piece in pieces)
+
+
+class FastTokenizer(Tokenizer):
+    """A ``tokenizer.json`` of the ``tokenizers`` library."""
+
+    def __init__(self, path: Path, end: str | None = None):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores, and may be forked
+        import tokenizers
+
+        self.path, self.saved_as = Path(path), MODELS[1]
+        try:
+            content = self.path.read_text(encoding="utf-8")
+            self._model = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # the library raises plain Exceptions
+            fix = "Set tokenizer.path to a tokenizer.json as the tokenizers library saves it"
+            raise UserError(f"{self.path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
+        self._model.no_truncation()
+        self._model.no_padding()
+        self._model.encode_special_tokens = True  # as ordinary characters
+        spec = json.loads(content)
+        vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
+        self.vocab_size = max(vocabulary.values()) + 1
+        unknown = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token"))
+        self.unk_id = None if model.get("byte_fallback") else unknown
+        self.eos_id = _end_of_sequence(self.path, end, vocabulary, None)
+        self.pad_id = vocabulary.get(_configured(self.path, "pad_token"), self.eos_id)
+        parts = {name: spec.get(name) for name in ("model", "normalizer", "pre_tokenizer", "decoder")}
+        parts["added_tokens"] = [token for token in spec.get("added_tokens", []) if not token["special"]]
+        parts["end"] = self.token(self.eos_id)
+        self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        found = self._model.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
+        return [self._without_end(text, one.ids) for text, one in zip(texts, found, strict=True)]
+
+    def _without_end(self, text: str, ids: list[int]) -> list[int]:
+        """The ids of a text; one that holds the end of sequence as words is encoded in parts that do not."""
+        if self.eos_id not in ids:
+            return ids
+        before, end, after = _valid(text).partition(self.token(self.eos_id))
+        if not end or len(end) < 2:
+            return [id for id in ids if id != self.eos_id]
+        first, second = self.encode([before + end[0], end[1:] + after])
+        return first + second
+
+    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
+        return [_ended(ids, self.eos_id) for ids in self.encode(texts)]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
+
+    def token(self, id: int) -> str:
+        return self._model.id_to_token(id)
+
+    def unknown_characters(self, text: str) -> int:
+        found = self._model.encode(_valid(text), add_special_tokens=False)
+        return sum(end - start for id, (start, end) in zip(found.ids, found.offsets, strict=True) if id == self.unk_id)
+
+
+def _end_of_sequence(path: Path, given: str | None, vocabulary: dict[str, int], own: int | None) -> int:
+    """The id of the token that ends documents: as given, as configured beside the file, the model's own, or usual."""
+    if given is not None and given not in vocabulary:
+        known = [token for token in ENDS if token in vocabulary]
+        fix = f"Perhaps {' or '.join(known)}" if known else "Name a token of its vocabulary"
+        raise UserError(f"tokenizer.eos={given}: is no token of {path}. {fix}")
+    token = given or _configured(path, "eos_token")
+    if token in vocabulary:
+        return vocabulary[token]
+    usual = [vocabulary[token] for token in ENDS if token in vocabulary]
+    if own is None and not usual:
+        rule = "does not say which token ends a document"
+        raise UserError(f"{path}: {rule}. Set tokenizer.eos=<a token of its vocabulary>")
+    return usual[0] if own is None else own
+
+
+def _configured(path: Path, name: str) -> str | None:
+    """A special token by the configuration beside a tokenizer's file."""
+    for file in (SETTINGS, "special_tokens_map.json"):
+        try:
+            token = json.loads((path.parent / file).read_text(encoding="utf-8")).get(name)
+        except (OSError, ValueError, AttributeError):
+            continue
+        if token := token.get("content") if isinstance(token, dict) else token:
+            return token
+    return None
+
+
+def _ended(ids: list[int], end: int) -> np.ndarray:
+    return np.array([*ids, end], np.int32)
 
 
 def _gives_arrays(model) -> bool:
@@ -104,10 +276,68 @@ def _valid(text: str) -> str:
     return text
 
 
+def load_tokenizer(path: Path, end: str | None = None) -> Tokenizer:
+    """The tokenizer of a file, or of a folder that holds one; ``end`` is the token that ends a document."""
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in MODELS if (path / name).is_file()]
+        if not found:
+            raise UserError(f"{path}: holds none of {', '.join(MODELS)}. Name the folder or the file of a tokenizer")
+        path = found[0]
+    return FastTokenizer(path, end) if path.suffix == ".json" else SentencePieceTokenizer(path, end)
+
+
 def open_tokenizer(cfg: Config, source) -> Tokenizer:
     """The tokenizer of ``tokenizer.path``, else the source's own, else that of ``tokenizer.hub``."""
-    path = cfg.tokenizer.path or source.tokenizer_path
-    if path is None:
-        fix = "Give a sentencepiece model with tokenizer.path=<spiece.model>, or train offline with data=sample"
-        path = hub.download(cfg.tokenizer.hub, "spiece.model", fix)
-    return Tokenizer(Path(path))
+    path = cfg.tokenizer.path or source.tokenizer_path or _from_hub(cfg.tokenizer.hub)
+    return load_tokenizer(Path(path), cfg.tokenizer.eos)
+
+
+def _from_hub(name: str) -> Path:
+    """The folder with the tokenizer of a repository, from the local cache if it is there."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    wanted = [*MODELS, SETTINGS, "special_tokens_map.json"]
+    fix = "Give a tokenizer with tokenizer.path=<file or folder>, or train offline with data=sample"
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
+        if any((folder / model).is_file() for model in MODELS):
+            return folder
+    except (OSError, ValueError):  # not in the cache
+        pass
+    try:
+        within(FIRST_CONTACT_SECONDS, lambda: HfApi().model_info(name, timeout=FIRST_CONTACT_SECONDS))
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except Exception as error:  # the types differ between versions of the client
+        raise UserError(f"tokenizer.hub={name}: cannot be fetched: {first_line(error)}. {fix}") from error
+
+
+def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:
+    """Rows of a model's embedding: those of ``scale.vocab_size``, else the tokenizer's, padded where that is faster."""
+    if (rows := cfg.scale.vocab_size) is None:
+        size = tokenizer.vocab_size
+        return size if size < PADDED_FROM else -(-size // MULTIPLE) * MULTIPLE
+    if tokenizer.vocab_size > rows:
+        rule = f"{tokenizer.vocab_size:,} ids, but the model has scale.vocab_size={rows}"
+        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set scale.vocab_size={tokenizer.vocab_size} or more")
+    return rows
+
+
+def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
+    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
+    from sentencepiece import SentencePieceTrainer
+
+    sentences = [text for document in documents for text in document.split("\n")]
+    sizes = accumulate(len(text) for text in sentences)
+    with path.open("wb") as model:
+        SentencePieceTrainer.train(
+            sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TRAINING_TEXT),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=pieces,
+            hard_vocab_limit=False,  # a small text may yield fewer pieces
+            character_coverage=0.9999,
+            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
+            num_threads=min(cores(), 8),
+            minloglevel=2,
+        )  # fmt: skip

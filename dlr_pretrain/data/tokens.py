@@ -1,13 +1,14 @@
 """Pre-tokenised shards: a folder that ``scripts/prepare_data.py`` writes and ``data=tokens`` memory-maps.
 
     manifest.json                    what the shards are and what they were made from; written last
-    spiece.model                     the tokenizer
+    tokenizer/                       the tokenizer
     train-00000-of-01024.tokens      a shard for each shard of the source, in its order; validation-... likewise
 
-A shard holds, in this order and little-endian: the tokens of its documents, uint16 (int32 above 65,536 pieces), each
-document whole and followed by </s>, filled up to a multiple of 8 bytes; the offset of each document in them and their
-end, int64 [documents + 1]; the number of characters of each text, uint32 [documents], which decide where the blocks of
-``documents.py`` end. So it gives the batches of its source, packed or padded, for any seed, batch and number of ranks.
+A shard holds, in this order and little-endian: the tokens of its documents, uint16 (int32 above 65,536 ids), each
+document whole and followed by its end of sequence, filled up to a multiple of 8 bytes; for each row of the source the
+offset of its document in them (a row that is left out has no tokens), and their end, int64 [rows + 1]; the number of
+characters of each text, uint32 [rows], which decide where the blocks of ``documents.py`` end. So it gives the batches
+of its source, packed or padded, for any seed, batch and number of ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import numpy as np
 
 from dlr_pretrain.data import documents
 from dlr_pretrain.data.documents import Tokens, token_dtype
-from dlr_pretrain.data.tokenizer import EOS, Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.process import cores
 
-FORMAT = 1
-MANIFEST, MODEL, CHECKED = "manifest.json", "spiece.model", ".checked.json"
+FORMAT = 2
+MANIFEST, TOKENIZER, CHECKED = "manifest.json", "tokenizer", ".checked.json"
 SPLITS = ("train", "validation")
 TAKEN_TOKENS = 1 << 16  # taken at once, or one longer document: this bounds the memory of a stream
 CHECK_THREADS = 8
@@ -44,7 +45,8 @@ class Entry:
     """A shard in the manifest."""
 
     source: str  # name of the shard that it was made from
-    documents: int
+    rows: int
+    documents: int  # rows that are not left out
     tokens: int
     bytes: int
     sha256: str
@@ -54,8 +56,8 @@ class Sections(NamedTuple):
     """The arrays of a shard."""
 
     tokens: np.ndarray  # [tokens]
-    offsets: np.ndarray  # [documents + 1]
-    characters: np.ndarray  # [documents]
+    offsets: np.ndarray  # [rows + 1]
+    characters: np.ndarray  # [rows]
 
 
 def file_name(split: str, index: int, count: int) -> str:
@@ -63,7 +65,7 @@ def file_name(split: str, index: int, count: int) -> str:
 
 
 def layout(count: int, tokens: int, vocab_size: int) -> tuple[int, int, int]:
-    """Where the offsets and the characters begin in a shard of ``count`` documents, and its size; all in bytes."""
+    """Where the offsets and the characters begin in a shard of ``count`` rows, and its size; all in bytes."""
     offsets = -(-tokens * np.dtype(token_dtype(vocab_size)).itemsize // 8) * 8
     characters = offsets + 8 * (count + 1)
     return offsets, characters, characters + 4 * count
@@ -73,7 +75,8 @@ class TokenBlock:
     """A block of a pre-tokenised shard."""
 
     def __init__(self, source: TokenSource, shard: str, begins: np.ndarray, lengths: np.ndarray):
-        self._source, self._shard, self._begins, self._lengths = source, shard, begins, lengths
+        self.rows, there = len(begins), lengths > 0
+        self._source, self._shard, self._begins, self._lengths = source, shard, begins[there], lengths[there]
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -92,7 +95,7 @@ class TokenSource:
 
     def __init__(self, root: Path, tokenizer_path: Path | None = None):
         self.root = root
-        self.tokenizer_path = root / MODEL
+        self.tokenizer_path = root / TOKENIZER
         try:
             content = (root / MANIFEST).read_bytes()
         except FileNotFoundError:
@@ -112,8 +115,10 @@ class TokenSource:
         if (version := manifest["format"]) != FORMAT:
             rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
             raise UserError(f"{self.root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
-        self._pieces: str = manifest["tokenizer"]["sha256"]
+        self._sha256: str = manifest["tokenizer"]["sha256"]
         self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self._eos_id: int = manifest["tokenizer"]["eos_id"]
+        self._unknown: float = manifest["tokenizer"]["unknown_share"]
         self.fingerprint: str = manifest["source"]["fingerprint"]
         self._made_from: str = manifest["source"]["description"]
         self._dtype = np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
@@ -124,7 +129,7 @@ class TokenSource:
         if not all(names.values()):
             raise ValueError("a split without shards")
         for name, entry in self.entries.items():
-            if layout(entry.documents, entry.tokens, self.vocab_size)[-1] != entry.bytes:
+            if layout(entry.rows, entry.tokens, self.vocab_size)[-1] != entry.bytes:
                 raise ValueError(f"{name} cannot have {entry.bytes} bytes")
 
     # ------------------------------------------------------------------------------------------------
@@ -132,12 +137,10 @@ class TokenSource:
 
     def _check_tokenizer(self, given: Path | None) -> None:
         for path in filter(None, (self.tokenizer_path, given)):
-            try:
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            except OSError as error:
-                raise UserError(f"{path}: {error.strerror}. {PREPARE} again") from error
-            if digest != self._pieces:
-                rule = f"not the tokenizer (sha256 {self._pieces[:12]}...) that {self.root} was tokenised with"
+            if not path.exists():
+                raise UserError(f"{path}: no such file. {PREPARE} again")
+            if load_tokenizer(path).fingerprint != self._sha256:
+                rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
                 fix = "Leave tokenizer.path out" if path == given else "Put the original back"
                 raise UserError(f"{path}: {rule}. {fix}, or prepare the tokens again")
 
@@ -196,25 +199,28 @@ class TokenSource:
             return "damaged or foreign: its checksum is not the manifest's"
         tokens, offsets, _ = self._open(name)
         lengths = np.diff(offsets)
-        if offsets[0] != 0 or offsets[-1] != entry.tokens or (len(lengths) and lengths.min() < 1):
+        if offsets[0] != 0 or offsets[-1] != entry.tokens or (lengths < 0).any():
             return "its offsets are not those of its documents"
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
-            return f"it holds ids outside the vocabulary of {self.vocab_size} pieces"
-        ends = sum(np.count_nonzero(tokens[i : i + READ_BYTES] == EOS) for i in range(0, len(tokens), READ_BYTES))
-        if (tokens[offsets[1:] - 1] != EOS).any() or ends != entry.documents:
-            return "it holds documents that do not end with their one </s>"
+            return f"it holds ids outside the vocabulary of {self.vocab_size} ids"
+        ends = sum(
+            np.count_nonzero(tokens[i : i + READ_BYTES] == self._eos_id) for i in range(0, len(tokens), READ_BYTES)
+        )
+        last = offsets[1:][lengths > 0] - 1
+        if (tokens[last] != self._eos_id).any() or not ends == len(last) == entry.documents:
+            return "it holds documents that do not end with their one end of sequence"
         return None
 
     # ------------------------------------------------------------------------------------------------
     # Documents
 
     def documents(self, tokenizer: Tokenizer) -> TokenSource:
-        if tokenizer.fingerprint != self._pieces:
+        if tokenizer.fingerprint != self._sha256:
             raise UserError(f"{tokenizer.path}: not the tokenizer that {self.root} was tokenised with")
         return self
 
     def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
-        count = self.entries[shard].documents
+        count = self.entries[shard].rows
         while first < count:
             _, offsets, characters = self._open(shard)
             window = characters[first : first + documents.BLOCK_DOCUMENTS * step : step]
@@ -236,11 +242,11 @@ class TokenSource:
                 raw = mmap.mmap(file.fileno(), entry.bytes, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: cannot be mapped ({error})") from error
-        offsets, characters, _ = layout(entry.documents, entry.tokens, self.vocab_size)
+        offsets, characters, _ = layout(entry.rows, entry.tokens, self.vocab_size)
         return Sections(
             np.frombuffer(raw, self._dtype, entry.tokens),
-            np.frombuffer(raw, "<i8", entry.documents + 1, offsets),
-            np.frombuffer(raw, "<u4", entry.documents, characters),
+            np.frombuffer(raw, "<i8", entry.rows + 1, offsets),
+            np.frombuffer(raw, "<u4", entry.rows, characters),
         )
 
     def gather(self, shard: str, begins: np.ndarray, ends: np.ndarray) -> Tokens:
@@ -249,6 +255,10 @@ class TokenSource:
         index = np.repeat(begins - starts, ends - starts)
         index += np.arange(len(index))
         return Tokens(self._open(shard).tokens[index], starts)
+
+    def unknown_share(self, tokenizer: Tokenizer) -> float:
+        """As it was found when the texts were tokenised."""
+        return self._unknown
 
     def describe(self) -> str:
         total = sum(self.entries[name].tokens for name in self.train_shards)

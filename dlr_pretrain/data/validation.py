@@ -20,10 +20,10 @@ from dlr_pretrain.util.errors import UserError
 class ValidationSet:
     """Sequences of validation text, as rows of seq_len + 1 tokens for ``inputs_and_targets``."""
 
-    tokens: np.ndarray  # uint16 (int32 above 65,536 pieces) [n, seq_len + 1], padded
+    tokens: np.ndarray  # uint16 (int32 above 65,536 ids) [n, seq_len + 1], padded
     lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
-    mask_documents: bool = False  # score each document of a row on its own: see ``separated``
+    separator: int | None = None  # the id that ends a document, where each is scored on its own: see ``separated``
 
 
 def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
@@ -40,12 +40,14 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         if found >= cfg.eval.tokens:
             break
     if not has_text:
-        raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}")
+        fix = "Give data.validation_files with text, or a larger data.held_out"
+        raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}. {fix}")
     if pad:
         rows = Rows(*map(np.concatenate, zip(*parts, strict=True)))
     else:
         rows = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
-    return ValidationSet(*rows, found, cfg.data.mask_documents and not pad)
+    separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
+    return ValidationSet(*rows, found, separator)
 
 
 def _documents(source: Source, tokenizer: Tokenizer, longest: int) -> Iterator[Tokens]:

@@ -76,7 +76,7 @@ def _configuration(cfg: Config) -> str:
     for section, key in PATHS:
         tree[section].pop(key)
     for key in ("train_files", "validation_files"):
-        if os.path.isabs(tree["data"][key]):
+        if os.path.isabs(tree["data"][key] or ""):
             tree["data"].pop(key)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.tokenizer import EOS, PAD, Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.card import card
-from dlr_pretrain.deploy.tokenizer import export_tokenizer, read_spiece
+from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
@@ -64,7 +64,7 @@ def export(
     """Write ``folder`` from folded weights.
 
     ``tensors`` are the folded parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all
-    bf16. ``tokenizer_path`` is the sentencepiece model. ``record`` has the final numbers of the run, by name, for the
+    bf16. ``tokenizer_path`` is a file or folder. ``record`` has the final numbers of the run, by name, for the
     folder's README. ``trained`` is the run's configuration if it is not ``cfg`` (see ``deployed``). ``layout`` "cola"
     writes a CoLA model for its authors' code.
 
@@ -73,10 +73,11 @@ def export(
     ``<folder>_kept1`` (or 2, 3, ...).
     """
     dtype = check_tensors(tensors, cfg, vocab_size)
-    pieces = len(read_spiece(tokenizer_path).pieces)
+    tokenizer = load_tokenizer(tokenizer_path)
+    pieces = tokenizer.vocab_size
     if pieces > vocab_size:
         raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
-    settings = model_config(cfg, vocab_size, dtype) | {"spiece_sha256": Tokenizer(tokenizer_path).fingerprint}
+    settings = model_config(cfg, vocab_size, dtype, tokenizer) | {"tokenizer_sha256": tokenizer.fingerprint}
     if layout == "cola":
         tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
     aside, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
@@ -85,7 +86,9 @@ def export(
     write_weights(aside, tensors)
     if loadable(cfg):
         _write_json(aside / "config.json", settings)
-        _write_json(aside / "generation_config.json", {"pad_token_id": PAD, "eos_token_id": EOS})
+        _write_json(
+            aside / "generation_config.json", {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
+        )
     if layout == "own" and cfg.backbone.name in exported_layers()[0]:
         shutil.copyfile(MODELING, aside / MODELING.name)
     export_tokenizer(aside, tokenizer_path, positions(cfg))
@@ -138,7 +141,7 @@ def require_export(folder: Path) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    marked = any("spiece_sha256" in path.read_text(errors="replace") for path in folder.glob("config.json"))
+    marked = any("tokenizer_sha256" in path.read_text(errors="replace") for path in folder.glob("config.json"))
     return marked and any(folder.glob("model*.safetensors"))
 
 
@@ -212,7 +215,7 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: i
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
 
 
-def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
+def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype, tokenizer: Tokenizer) -> dict[str, object]:
     """The content of ``config.json``, for a plain LLaMA or for one with the layers of ``cfg.backbone``."""
     shape = {
         "vocab_size": vocab_size,
@@ -229,9 +232,9 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "initializer_range": INIT_STD,
-        "pad_token_id": PAD,
+        "pad_token_id": tokenizer.pad_id,
         "bos_token_id": None,
-        "eos_token_id": EOS,
+        "eos_token_id": tokenizer.eos_id,
         "dtype": DTYPES[dtype],
     }
     if cfg.backbone.name == "full":

@@ -23,7 +23,15 @@ from torch import Tensor
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.composition import recorded
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
-from dlr_pretrain.data import Source, Tokenizer, ValidationSet, inputs_and_targets, open_source, validation_set
+from dlr_pretrain.data import (
+    Source,
+    ValidationSet,
+    inputs_and_targets,
+    list_files,
+    load_tokenizer,
+    open_source,
+    validation_set,
+)
 from dlr_pretrain.deploy.export import deployed, export, require_export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models import Llama, build
@@ -88,7 +96,7 @@ def fold_checkpoint(
         if layout == "own":
             report.append(f"checked       {agreement(folder, cfg, own, weights, folded, ids, device)}")
 
-    export(output, weights, own, rows, run / "spiece.model", record, check, trained=cfg, layout=layout)
+    export(output, weights, own, rows, run / "tokenizer", record, check, trained=cfg, layout=layout)
     return report
 
 
@@ -96,9 +104,9 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens)))
     try:
-        source = open_source(few)
+        source = open_source(few, listing=list_files(few, version=read_record(run).get("data.version")))
         _require_same_text(run, source)
-        return validation_set(few, source, Tokenizer(run / "spiece.model"))
+        return validation_set(few, source, load_tokenizer(run / "tokenizer"))
     except (UserError, OSError) as error:
         raise UserError(f"the validation text of {run} cannot be read: {error}\n--tokens 0 folds without it") from error
 
@@ -195,7 +203,7 @@ def _batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple]
         some = slice(start, start + SEQUENCES)
         tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
         real = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
-        yield real, inputs_and_targets(tokens, lengths, validation.mask_documents)
+        yield real, inputs_and_targets(tokens, lengths, validation.separator)
 
 
 def _compare(

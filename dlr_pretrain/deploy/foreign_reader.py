@@ -41,7 +41,9 @@ def main(folder: str, question: str, answer: str) -> None:
         sys.exit(f"not loaded strictly: {problems}")
     with torch.inference_mode():
         logits = model.eval()(input_ids=asked["ids"]).logits.float()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)  # or it would ask
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False
+    )  # its own files need no code; None would ask
     probe = tokenizer(asked["probe"], split_special_tokens=True).input_ids
     torch.save({"logits": logits, "probe": probe}, answer)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.tokenizer import Tokenizer
+from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy.export import loadable
 from dlr_pretrain.models import Llama
 from dlr_pretrain.util.errors import Stopped, UserError
@@ -88,8 +88,8 @@ def verify(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {bound:g} for {dtype}"
         )
-    if [answer["probe"]] != Tokenizer(folder / "spiece.model").encode([PROBE]):
-        raise UserError(f"{folder}: its tokenizer.json does not give the ids of its spiece.model")
+    if [answer["probe"]] != load_tokenizer(folder).encode([PROBE]):
+        raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
     return difference
 
 

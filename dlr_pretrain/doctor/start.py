@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
+from dlr_pretrain.data import TrainLoader, embedding_rows, open_source, open_tokenizer
 from dlr_pretrain.doctor.checks import Found, in_child
 from dlr_pretrain.doctor.machine import gigabytes
 from dlr_pretrain.train import checkpoint
@@ -43,7 +43,7 @@ def vocabulary(cfg: Config) -> int:
     if cfg.scale.vocab_size is not None:
         return cfg.scale.vocab_size
     try:
-        return open_tokenizer(cfg, open_source(cfg)).vocab_size
+        return embedding_rows(cfg, open_tokenizer(cfg, open_source(cfg)))
     except UserError:
         return cfg.planned_vocab_size
 
@@ -53,18 +53,16 @@ def data(cfg: Config, runtime: Runtime) -> Found:
     began = time.perf_counter()
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
-    if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
-        rule = f"{tokenizer.path}: a vocabulary of {tokenizer.vocab_size}, and scale.vocab_size={cfg.scale.vocab_size}"
-        raise UserError(f"{rule}. Set scale.vocab_size={tokenizer.vocab_size} or more")
+    embedding_rows(cfg, tokenizer)
     batch = next(TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, None))
     row = batch.tokens[0, : int(batch.lengths[0])].tolist()
-    unknown = row.count(tokenizer.unk_id) / len(row)
+    unknown = source.unknown_share(tokenizer)
     sample = " ".join(tokenizer.decode(row).split())[:48]
     text = (
         f'{source.describe()}; first batch in {time.perf_counter() - began:.1f} s: "{sample}..." '
         f"(vocabulary {tokenizer.vocab_size:,}; data {source.fingerprint[:8]}, tokenizer {tokenizer.fingerprint[:8]})"
     )
-    wrong = f"{unknown:.0%} of its tokens are unknown, so the tokenizer is of other text: look at tokenizer.path"
+    wrong = f"it cannot express {unknown:.0%} of the text, so the tokenizer is of other text: look at tokenizer.path"
     return Found(text, wrong if unknown > 0.02 else "")
 
 

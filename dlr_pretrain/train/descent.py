@@ -51,7 +51,7 @@ class Descent:
         was masked, whether all later ones will be, real tokens, and how many ranks were asked to stop.
         """
         to_device = self.runtime.to_device
-        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), self.cfg.data.mask_documents)
+        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
         counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, failed]))
         counts[0] = (inputs[1] != IGNORE).sum()
         count, real_tokens, stop, failures = self.runtime.sum(counts)
@@ -71,7 +71,7 @@ class Descent:
         if isinstance(self.gradients, Gradients) and self.gradients.bucketed:
             device, train = self.runtime.device, self.cfg.train
             rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
-            nothing = inputs_and_targets(rows, rows[:, 0], self.cfg.data.mask_documents)
+            nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
             with self.weights.published():
                 self.gradients.add(nothing, torch.ones((), device=device), last=True)
             self.gradients.clear()

@@ -62,7 +62,7 @@ class Evaluator:
             if interruptible and start // n % BETWEEN_LOOKS == BETWEEN_LOOKS - 1 and self._stopping():
                 return None
             some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
-            inputs = inputs_and_targets(*some, self.validation.mask_documents)
+            inputs = inputs_and_targets(*some, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
 

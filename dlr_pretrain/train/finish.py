@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import ValidationSet
-from dlr_pretrain.data.tokenizer import UNK
+from dlr_pretrain.data import ValidationSet, load_tokenizer
 from dlr_pretrain.deploy.export import deployed, deployed_dense, export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models.dlr import residuals
@@ -65,8 +64,9 @@ def finish(
 
     record.pop("time", None)
     text = validation.tokens[np.arange(validation.tokens.shape[1]) < validation.lengths[:, None]]
-    record["unknown tokens of the validation text"] = f"{(text == UNK).mean():.2%}"
-    export(run_dir / "folded", tensors, own, rows, run_dir / "spiece.model", record, check, trained=cfg)
+    unknown = load_tokenizer(run_dir / "tokenizer").unk_id
+    record["unknown tokens of the validation text"] = f"{(text == (-1 if unknown is None else unknown)).mean():.2%}"
+    export(run_dir / "folded", tensors, own, rows, run_dir / "tokenizer", record, check, trained=cfg)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
     return f"{'merged into dense weights' if own is not cfg else done}; {checked}"

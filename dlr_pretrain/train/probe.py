@@ -42,7 +42,7 @@ class Probe:
         """
         runtime, first = self.runtime, self.cfg.micro_batch(self.runtime.world_size)
         rows = (runtime.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
-        inputs = inputs_and_targets(*rows, self.cfg.data.mask_documents)
+        inputs = inputs_and_targets(*rows, batch.separator)
         count = runtime.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
 
         state = dict(self.weights.state)

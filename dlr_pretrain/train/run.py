@@ -18,13 +18,14 @@ from dlr_pretrain.data import (
     Tokenizer,
     TrainLoader,
     ValidationSet,
-    ask_hub,
+    embedding_rows,
+    list_files,
     open_source,
     open_tokenizer,
     uneven,
     validation_set,
 )
-from dlr_pretrain.deploy.tokenizer import read_spiece
+from dlr_pretrain.deploy.tokenizer import tokenizer_json
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.flops import flops_per_token
@@ -55,14 +56,14 @@ from dlr_pretrain.train.record import (
 )
 from dlr_pretrain.train.runtime import Runtime, decided
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.trainer import Trainer
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, place
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import is_there, write_durably
+from dlr_pretrain.util.files import is_there
 from dlr_pretrain.util.text import amount, plural
 
+MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: told, and refused
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 
 
@@ -184,17 +185,18 @@ class Run:
     def open_data(self) -> None:
         """Open data, tokenizer and validation set. Raises UserError if model or export cannot hold the tokenizer."""
         cfg, main_first = self.cfg, self.runtime.main_first
-        resumes = self.runtime.on_main(lambda: "saved" in read_record(self.dir))  # perhaps unattended: wait for the hub
-        listing = self.runtime.on_main(lambda: ask_hub(cfg, self.console.say, patient=resumes))
+        record = self.runtime.on_main(lambda: read_record(self.dir))
+        version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
+        listing = self.runtime.on_main(lambda: list_files(cfg, self.console.say, version, patient=resumes))
+        self.version = listing.version if listing else None
         source = self.source = main_first(lambda: open_source(cfg, self.console.say, listing))
         tokenizer = self.tokenizer = main_first(lambda: open_tokenizer(cfg, source))
-        if cfg.scale.vocab_size is not None and tokenizer.vocab_size > cfg.scale.vocab_size:
-            raise UserError(
-                f"tokenizer {tokenizer.path}: {tokenizer.vocab_size} pieces, but the model has "
-                f"scale.vocab_size={cfg.scale.vocab_size}. Set scale.vocab_size={tokenizer.vocab_size} or more"
-            )
-        read_spiece(tokenizer.path)
-        self.vocab_size = cfg.scale.vocab_size or tokenizer.vocab_size
+        self.vocab_size = embedding_rows(cfg, tokenizer)
+        tokenizer_json(tokenizer)  # refuses a tokenizer that the export could not write
+        self.unknown = self.runtime.on_main(lambda: source.unknown_share(tokenizer))
+        if self.unknown > TOO_MUCH_UNKNOWN:
+            rule = f"cannot express {self.unknown:.0%} of the text: it would be learnt as one unknown token"
+            raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
         self.validation = self.runtime.on_main(lambda: validation_set(cfg, source, tokenizer))
 
     def open_run(self) -> Checkpoint | None:
@@ -206,11 +208,9 @@ class Run:
         def find() -> Path | None:
             self.lock.require_held()  # of two starts at the same time, both have written their lease by now
             recall(self.dir)
-            take_over_regrown(self.dir, self.cfg, self.source, self.console.say)
             open_record(self.dir, self.cfg, fingerprints)
-            note_shards(self.dir, self.source)
-            pieces = self.tokenizer.path.read_bytes()  # first: the path may be that of the file written next
-            write_durably(self.dir / "spiece.model", pieces)
+            update_record(self.dir, {"data.version": self.version, "tokenizer.unknown_share": self.unknown})
+            self.tokenizer.save(self.dir / "tokenizer")
             found, self.passed_over = newest(self.dir, self.console.say)
             record = read_record(self.dir)
             if found is None and "saved" in record:
@@ -285,6 +285,9 @@ class Run:
             f"{describe_device(self.runtime.device)}{', compiled' if cfg.compile else ''}",
             "code": describe_code(read_record(self.dir)["starts"][-1]),
         }
+        if self.unknown > MUCH_UNKNOWN:
+            rule = f"the tokenizer cannot express {self.unknown:.1%} of the text, which is learnt as one unknown token"
+            table["warning"] = rule
         if self.runtime.device.type == "cuda" and self.planned_memory:
             there = torch.cuda.mem_get_info(self.runtime.device)[1]
             table["memory"] = describe_memory(self.planned_memory(cfg, vocabulary, world), there)

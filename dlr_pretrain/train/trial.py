@@ -31,4 +31,6 @@ def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:
     rows = cfg.train.global_batch // runtime.world_size
     generator = torch.Generator().manual_seed(runtime.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
-    return Batch(tokens, torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32), rows * cfg.train.seq_len, {})
+    lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
+    separator = 1 if cfg.data.mask_documents else None  # any id
+    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)

@@ -12,7 +12,7 @@ import torch
 from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.data import Tokenizer, TrainLoader
+from dlr_pretrain.data import TrainLoader, load_tokenizer
 from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
@@ -54,7 +54,7 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     assert read_runs([tmp_path / "run"]).runs.state.item() == "diverged"
     kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
     assert kept["step"] == 7 and len(kept["streams"]) == 4
-    tokenizer = Tokenizer(corpus / "spiece.model")
+    tokenizer = load_tokenizer(corpus / "spiece.model")
     for stream in kept["streams"]:
         assert stream["from"]["shard"] in {path.name for path in corpus.glob("c4-train*")}
         (row,) = stream["tokens"]

@@ -14,11 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.config.written import read_record
-from dlr_pretrain.data.remote import HubSource, Listing
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.text import note_shards, take_over_regrown
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
@@ -219,7 +215,7 @@ def test_the_runs_own_copy_of_the_tokenizer_serves_a_resume(train, tmp_path):
     whole = final(train(tmp_path / "whole"))
     with pytest.raises(Stopped):
         train(tmp_path / "parts", "train.stop_after=2")
-    assert_same(final(train(tmp_path / "parts", f"tokenizer.path={tmp_path}/parts/spiece.model")), whole)
+    assert_same(final(train(tmp_path / "parts", f"tokenizer.path={tmp_path}/parts/tokenizer")), whole)
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
@@ -267,67 +263,16 @@ def test_other_rank_counts_continue_the_run(train, words, tmp_path):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
 
 
-def cut_off(root):
-    """A copy of the texts in the folder below, and its second training shard, of which a tenth is missing."""
-    texts = shutil.copytree(root.parent / "whole_text", root)
-    path = sorted(texts.glob("c4-train*"))[1]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 9 // 10])
-    return texts, path
-
-
-@pytest.fixture
-def texts(corpus, tmp_path, monkeypatch):
-    """Texts of several blocks a shard, and in ``broken`` the same with a shard that was cut off."""
-    monkeypatch.setattr("dlr_pretrain.data.documents.BLOCK_DOCUMENTS", 4)
-    shutil.copytree(corpus, tmp_path / "whole_text")
-    return *cut_off(tmp_path / "broken"), tmp_path / "whole_text"
-
-
-@pytest.mark.parametrize("streams", [1, 8])
-def test_a_shard_that_was_cut_off_is_fetched_again_in_the_middle_of_a_run(train, tmp_path, texts, capsys, streams):
-    broken, path, sound = texts
-    words = ["train.global_batch=8"] if streams == 8 else ["train.global_batch=1", "train.micro_batch=1"]
-    words += ["train.steps=60" if streams == 8 else "train.steps=200", "eval.every=1000", "checkpoint.every=1"]
-    whole = final(train(tmp_path / "whole", *words, f"data.root={sound}"))
-    with pytest.raises(UserError, match=r"step \d+ was not taken.*cut off after document .*Fetch this shard"):
-        train(tmp_path / "run", *words, f"data.root={broken}")
-    shutil.copy(sound / path.name, path)
-    capsys.readouterr()
-    assert_same(final(train(tmp_path / "run", *words, f"data.root={broken}")), whole)
-    assert f"fetched again, and read on in: {path.name} (" in capsys.readouterr().out
-
-
-def test_a_longer_file_of_the_hub_is_of_another_commit(tmp_path):
-    was, now = (
-        HubSource(Listing("name", commit, {"train.json.gz": size}, {"validation.json.gz": 9}), "text", None)
-        for commit, size in (("one", 100), ("another", 101))
-    )
-    identity = {"data.shards": was.fingerprint}
-    update_record(tmp_path, {"identity": identity})
-    note_shards(tmp_path, was)
-    take_over_regrown(tmp_path, None, now, print)
-    assert read_record(tmp_path)["identity"] == identity
-
-
-@pytest.mark.parametrize(
-    "change", ["a shard that was read to its end", "a plain one that was begun", "a shorter one", "the validation text"]
-)
-def test_other_text_is_another_run(train, tmp_path, texts, change):
-    _, path, sound = texts
-    words = ["train.global_batch=1", "train.micro_batch=1", "eval.every=1000", "train.steps=900", f"data.root={sound}"]
-    if "plain" in change:  # the one shard that there is
-        for shard in set(sound.glob("c4-train*")) - {sound / path.name}:
-            shard.unlink()
-        (sound / path.name).write_bytes(gzip.decompress((sound / path.name).read_bytes()))
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_other_text_is_another_run(train, tmp_path, corpus, split):
+    """A shard that was fetched again, whole this time, is one, too."""
+    texts = shutil.copytree(corpus, tmp_path / "texts")
     with pytest.raises(Stopped):
-        train(tmp_path / "run", *words, "train.stop_after=600" if "end" in change else "train.stop_after=3")
-    changed = sound / ("c4-validation.00000-of-00001.json.gz" if "validation" in change else path.name)
-    content = changed.read_bytes()
-    more = b'{"text": "more"}\n'
-    content += more if "plain" in change else gzip.compress(more)
-    changed.write_bytes(content[:-100] if "shorter" in change else content)
+        train(tmp_path / "run", f"data.root={texts}", "train.stop_after=3")
+    changed = sorted(texts.glob(f"c4-{split}*"))[-1]
+    changed.write_bytes(changed.read_bytes() + gzip.compress(b'{"text": "more"}\n'))
     with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: "):
-        train(tmp_path / "run", *words)
+        train(tmp_path / "run", f"data.root={texts}")
 
 
 def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import PurePosixPath
 
 from data_corpus import make_config
 
@@ -33,7 +34,8 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]):
         self.files = files
-        self.commit = "a" * 40
+        self.commit = "a" * 40  # the newest
+        self.commits = {"a" * 40, "b" * 40}
         self.trouble: Callable[[str, int], str | None] = lambda path, first: None
         self.token: str | None = None  # that files ask for
         self.redirects = True  # files are in a store at another address
@@ -73,13 +75,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             elif "/tree/" in path:
                 hub.asked["list"] += 1
                 folder = path.split("/tree/")[1].partition("/")[2]
-                entries = [self.entry(name) for name in hub.files if name.startswith(folder)]
-                self.describe(entries, hub.listing_trouble)
+                self.describe(self.tree(folder, "recursive=true" in self.path.lower()), hub.listing_trouble)
             elif "/paths-info/" in path:
                 self.describe([self.entry(name) for name in hub.files], [])
             elif path.startswith(("/api/datasets/", "/api/models/")):
                 hub.asked["info" if "/revision/" not in path else path.split("/revision/")[1]] += 1
-                self.describe({"id": "x/y", "sha": hub.commit, "tags": [], "siblings": []}, hub.info_trouble)
+                asked = path.rpartition("/revision/")[2]
+                commit = asked if asked in hub.commits else hub.commit
+                siblings = [{"rfilename": name} for name in hub.files]
+                self.describe({"id": "x/y", "sha": commit, "tags": [], "siblings": siblings}, hub.info_trouble)
             else:
                 self.reply(b"{}", 404)
         except (BrokenPipeError, ConnectionResetError):
@@ -96,6 +100,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.reply(json.dumps(what).encode())
 
+    def tree(self, folder: str, recursive: bool) -> list[dict]:
+        """What lies in a folder: files, and folders as the hub tells them."""
+        below = [name for name in self.hub.files if not folder or name.startswith(folder + "/")]
+        start = len(folder) + 1 if folder else 0
+        parents = {str(above) for name in below for above in PurePosixPath(name).parents} - {".", folder}
+        folders = [name for name in sorted(parents) if name.startswith(folder) and name != folder]
+        found = [self.entry(name) for name in below]
+        found += [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in folders]
+        return [entry for entry in found if recursive or "/" not in entry["path"][start:]]
+
     def entry(self, name: str) -> dict:
         return {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": "b" * 40}
 
@@ -108,7 +122,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(b"", 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
         if in_store and self.headers.get("Authorization"):
             return self.reply(b"", 400)
-        if commit not in (hub.commit, "main") or name not in hub.files:
+        if commit not in ({*hub.commits, hub.commit, "main"}) or name not in hub.files:
             return self.reply(b"", 404)
         if not in_store and hub.redirects:
             return self.reply(b"", 302, about | {"Location": self.store + self.path})
@@ -181,37 +195,29 @@ def serving(hub: Hub) -> Iterator[str]:
 
 @contextmanager
 def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
-    """The hub is the one that this process knows, with seconds where there are minutes."""
-    from huggingface_hub import constants, file_download
+    """The hub is the one that this process knows, with moments where there are seconds and minutes."""
+    from huggingface_hub import HfFileSystem, constants, file_download
+    from huggingface_hub.utils import _http
 
-    from dlr_pretrain.data import hub as client
+    from dlr_pretrain.data import files as client
 
     with serving(hub) as address:
         files = address + "/{repo_id}/resolve/{revision}/{filename}"
         for name, value in {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": files}.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", files, raising=False)  # a copy, before 1.0
-        for name, seconds in {
-            "STALL": STALL_SECONDS,
-            "FIRST_WAIT": 0.005,
-            "LONGEST_WAIT": 0.05,
-            "PATIENCE": 20.0,
-        }.items():
+        monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", STALL_SECONDS)
+        monkeypatch.setattr(_http.time, "sleep", lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.01)))
+        for name, seconds in {"FIRST_WAIT": 0.005, "LONGEST_WAIT": 0.05, "PATIENCE": 20.0}.items():
             monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        yield hub
+        HfFileSystem.clear_instance_cache()
+        try:
+            yield hub
+        finally:
+            HfFileSystem.clear_instance_cache()
 
 
 def open_hub(**keys) -> Source:
     """The hub's shards, as ``data=c4`` finds them by default."""
     return open_source(make_config("c4", **(KEYS | keys)))
-
-
-def open_local(root, **keys) -> Source:
-    """Shards on disk."""
-    return open_source(make_config(data__root=root, **(KEYS | keys)))
-
-
-def bytes_sent(hub: Hub, name: str) -> list[tuple[int, int]]:
-    """The answers that brought a file: first byte, and how many were sent."""
-    return [(first, count) for path, first, count in hub.ranges if path == name]

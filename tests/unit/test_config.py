@@ -183,7 +183,8 @@ def test_a_sound_configuration_breaks_no_rule(cfg):
         (
             6,
             12,
-            "WORLD_SIZE=6: the ranks share 64 data streams out evenly, so their number must divide 64. Start 4 ranks",
+            "data.streams=4: the ranks share the data streams out evenly, so the 6 ranks must divide their number. "
+            "Set data.streams=12 before the first start, or start 4 ranks",
         ),
     ],
 )
@@ -226,11 +227,12 @@ def test_files_must_exist(cfg, tmp_path):
     (tmp_path / "c4-train.00000.json.gz").touch()
     cfg.data.source, cfg.data.root = "c4_local", str(tmp_path)
     cfg.data.train_files, cfg.data.validation_files = "c4-train.*.json.gz", "c4-validation.*.json.gz"
-    cfg.tokenizer.path = str(tmp_path)
+    cfg.tokenizer.path = str(tmp_path / "none")
     cfg.run.dir = str(tmp_path / "c4-train.00000.json.gz")
     assert broken_rules(cfg) == [
         f"data.validation_files=c4-validation.*.json.gz: no file matches {tmp_path}/c4-validation.*.json.gz",
-        f"tokenizer.path={tmp_path}: no such file. Name a sentencepiece model, such as spiece.model",
+        f"tokenizer.path={tmp_path}/none: no such file. Name a tokenizer.json, a sentencepiece model such as "
+        "spiece.model, or a folder that holds one",
         f"run.dir={cfg.run.dir}: is a file, not a folder",
     ]
     cfg.data.validation_files, cfg.data.root, cfg.tokenizer.path, cfg.run.dir = "/nowhere/*", "/nowhere", None, None

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Place, begun, uneven
+from dlr_pretrain.data.streams import DocumentStream, Place, uneven
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
@@ -137,26 +137,24 @@ def test_any_corpus_any_ranks_any_stop(shards, global_batch, seq_len, packing, b
     assert all(inputs.min() >= 0 and inputs.max() < TOKENIZER.vocab_size for inputs, *_ in undisturbed)
 
 
+@PACKINGS
+@pytest.mark.parametrize(
+    ("global_batch", "streams", "ranks"), [(24, 12, (2, 3, 4, 6, 12)), (96, 96, (3, 32, 96)), (6, 1, (1,))]
+)
+def test_any_divisor_of_the_batch_is_a_number_of_streams(packing, global_batch, streams, ranks):
+    cfg = config(global_batch, packing=packing, data__streams=streams)
+    source = MemorySource(corpus(1, 200))
+    alone = global_batches(cfg, source, TOKENIZER, 1, 6)
+    assert len(alone[0][3]) == streams
+    for world_size in ranks:
+        assert same(global_batches(cfg, source, TOKENIZER, world_size, 6), alone)
+
+
 def test_a_position_of_another_global_batch_is_refused():
     cfg, source = config(global_batch=4), MemorySource(corpus(2, 40))
     state = global_batches(config(global_batch=8), source, TOKENIZER, 1, 1)[0][3]
-    with pytest.raises(UserError, match=r"8 streams, and this run has 4\. .*train\.global_batch"):
+    with pytest.raises(UserError, match=r"8 streams, and this run has 4\. .*data\.streams"):
         TrainLoader(cfg, source, TOKENIZER, 0, 1, state)
-
-
-@pytest.mark.parametrize(("shards", "streams"), [(5, 2), (4, 4), (1, 2)])
-def test_shards_that_were_begun_or_read_to_their_end_are_those_up_to_each_streams_place(shards, streams):
-    cfg, source = config(global_batch=streams), MemorySource(corpus(shards, 30))
-    read = {v: [] for v in range(streams)}
-    for _, _, _, state in global_batches(cfg, source, TOKENIZER, 1, 80):
-        for v in range(streams):
-            name = DocumentStream(source, TOKENIZER, cfg.data.seed, v, streams).shard_name(Place(*state[str(v)]))
-            read[v] += [name] if read[v][-1:] != [name] else []
-        ended = {name for v in read for name in (read[v] if state[str(v)][0] else read[v][:-1])}
-        found = begun(source, cfg.data.seed, state)
-        assert found.keys() == {name for v in read for name in read[v]}
-        assert {name for name in found if found[name]} == ended
-    assert ended == set(source.train_shards)
 
 
 def test_streams_with_more_shards_than_others_are_told():

@@ -1,13 +1,12 @@
 """Preparing tokens: killed at any point it goes on, and what stands in its way is named."""
 
-import errno
 import gzip
 import importlib.util
 import io
 import itertools
 import json
+import multiprocessing
 import os
-import pickle
 import random
 import shutil
 import signal
@@ -18,14 +17,16 @@ import time
 from pathlib import Path
 
 import pytest
-from data_corpus import REPO, make_config, run_python, write_shards
+import tokenizers.models
+import tokenizers.pre_tokenizers
+from data_corpus import REPO, global_batches, make_config, run_python, same, write_shards
 
-from dlr_pretrain.data import Tokenizer, open_source, open_tokenizer, sample
+from dlr_pretrain.data import load_tokenizer, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data import prepare as module
 from dlr_pretrain.data.prepare import JOURNAL, Progress, prepare
-from dlr_pretrain.data.remote import HubSource, Listing
-from dlr_pretrain.data.tokens import MANIFEST, TokenSource
-from dlr_pretrain.data.workers import in_processes
+from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.tokenizer import train_tokenizer
+from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests import conftest
 
@@ -51,7 +52,8 @@ def make(root: Path, model: Path, output: Path, workers: int = 1) -> list[Progre
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+    found = {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file() and not p.name.startswith(".")}
+    return {name: path.read_bytes() for name, path in found.items()}
 
 
 def hidden(folder: Path) -> set[str]:
@@ -67,7 +69,7 @@ def test_any_number_of_workers_writes_the_same_folder(root, model, tmp_path):
     whole = content(tmp_path / "one")
     assert whole == content(tmp_path / "several")
     names = [f"train-{i:05d}-of-{SHARDS:05d}.tokens" for i in range(SHARDS)] + ["validation-00000-of-00001.tokens"]
-    assert sorted(whole) == [MANIFEST, "spiece.model", *names]
+    assert sorted(whole) == [MANIFEST, *(f"{TOKENIZER}/{n}" for n in ("spiece.model", "tokenizer_config.json")), *names]
     assert hidden(tmp_path / "one") == {".lock", ".checked.json"}
     manifest = json.loads(whole[MANIFEST])
     for reports in (alone, several):
@@ -77,27 +79,27 @@ def test_any_number_of_workers_writes_the_same_folder(root, model, tmp_path):
     assert manifest["shards"]["train"][2]["source"] == f"c4-train.00002-of-{SHARDS:05d}.json.gz"
 
 
-def test_a_shard_without_documents_and_a_large_vocabulary(tmp_path, model):
-    write_shards(tmp_path / "text", [["some words"], []])
-    write_shards(tmp_path / "text", [["more"]], split="validation")
-    cfg = make_config(data__root=tmp_path / "text", tokenizer__path=model)
-    tokenizer = open_tokenizer(cfg, open_source(cfg))
-    tokenizer.vocab_size = 70_000  # as if it had more pieces than two bytes can tell apart
-    made = prepare(open_source(cfg), tokenizer, tmp_path / "tokens", 1, lambda _: None)
-    (block,) = made.blocks(made.train_shards[0])
-    assert block.take([0], 10**6).tokens.tolist() == [*tokenizer.encode(["some words"])[0], 1]
-    assert list(made.blocks(made.train_shards[1])) == []
+def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(70_000)} | {"END": 70_000}))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    lines = [json.dumps({"text": f"w{i} w{i % 7}"}) if i % 9 else "{bad" for i in range(900)]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(lines))
+    keys = {"data__bad_rows": "skip", "data__held_out": 0.1, "train__seq_len": 16, "eval__packing": "packed"}
+    keys |= {"tokenizer__path": tmp_path / "words.json", "tokenizer__eos": "END", "train__global_batch": 4}
+    cfg = make_config("local", data__root=tmp_path / "text", **keys)
+    source = open_source(cfg)
+    made = prepare(source, open_tokenizer(cfg, source), tmp_path / "tokens", 1, lambda _: None)
+    assert sum(entry.documents for entry in made.entries.values()) == 800 and made.vocab_size == 70_001
     assert all(made.fault(name) is None for name in made.entries)
-
-
-def test_a_source_on_the_hub_and_its_tokenizer_can_be_sent_to_a_process(model):
-    listing = Listing("allenai/c4", "a" * 40, {"en/c4-train.json.gz": 7}, {"en/c4-validation.json.gz": 3})
-    for cache in (None, "/cache"):
-        source = HubSource(listing, "text", cache)
-        sent = pickle.loads(pickle.dumps(source))
-        assert (sent.describe(), sent.fingerprint) == (source.describe(), source.fingerprint)
-    tokenizer = pickle.loads(pickle.dumps(Tokenizer(model)))
-    assert tokenizer.encode(["more words"]) == Tokenizer(model).encode(["more words"])
+    other = make_config(
+        "tokens", data__root=tmp_path / "tokens", train__seq_len=16, eval__packing="packed", train__global_batch=4
+    )
+    found = [(cfg, source, open_tokenizer(cfg, source)), (other, made, open_tokenizer(other, made))]
+    assert same(*(global_batches(*one, 2, 200) for one in found))  # several epochs
+    one, two = (validation_set(*each) for each in found)
+    assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -159,31 +161,45 @@ def test_finished_shards_are_kept_and_damaged_ones_made_again(root, model, tmp_p
     assert again[-1].kept == SHARDS + 1 and again[-1].tokens == 0
 
 
-def work(folder, job):
-    """A job that says which process works at it, and never ends."""
-    (Path(folder) / str(os.getpid())).touch()
-    yield job
-    time.sleep(600)
-
-
-def test_workers_end_with_a_parent_that_is_killed(tmp_path):
+def test_workers_end_with_a_parent_that_is_killed(root, model, tmp_path):
     program = f"""
         import sys
         sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(REPO)!r}]
-        from test_data_prepare import in_processes, work
-        for event in in_processes(work, (sys.argv[1],), [1, 2], 2):
-            print(event, flush=True)
+        if __name__ == "__main__":
+            from test_data_prepare import Path, Slow, make_config, open_source, open_tokenizer, prepare
+            cfg = make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r})
+            slow = Slow(open_source(cfg).listing, cfg.data)
+            slow.folder = {str(tmp_path)!r}
+            prepare(slow, open_tokenizer(cfg, slow), Path({str(tmp_path / "tokens")!r}), 2, lambda _: None)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert {parent.stdout.readline(), parent.stdout.readline()} == {"1\n", "2\n"}
-        workers = [int(path.name) for path in tmp_path.iterdir()]
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"]) as parent:
+        deadline = time.monotonic() + 60
+        while len(workers := [int(p.name[4:]) for p in tmp_path.glob("pid_*")]) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
         assert len(workers) == 2 and all(map(alive, workers))
         parent.kill()
         deadline = time.monotonic() + 20
         while any(map(alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(alive, workers))
+
+
+class Slow(TextSource):
+    """Says which process reads, and never ends."""
+
+    def read(self, shard, start=0, step=1):
+        if multiprocessing.current_process().name != "MainProcess":
+            (Path(self.folder) / f"pid_{os.getpid()}").touch()
+            time.sleep(600)
+        return super().read(shard, start, step)
+
+
+class Deadly(TextSource):
+    def read(self, shard, start=0, step=1):
+        if multiprocessing.current_process().name != "MainProcess":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(shard, start, step)
 
 
 def alive(pid: int) -> bool:
@@ -193,15 +209,11 @@ def alive(pid: int) -> bool:
         return False
 
 
-def end_at_once(job):
-    if job == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    yield job
-
-
-def test_a_worker_that_is_killed_ends_the_preparation_with_its_reason():
-    with pytest.raises(UserError, match=r"a worker process ended unexpectedly \(signal 9\).*fewer --workers"):
-        list(in_processes(end_at_once, (), [1, 2, 3], 2))
+def test_a_worker_that_is_killed_ends_the_preparation_with_its_reason(root, model, tmp_path):
+    cfg = make_config(data__root=root, tokenizer__path=model)
+    source = Deadly(open_source(cfg).listing, cfg.data)
+    with pytest.raises(UserError, match=r"a worker process ended unexpectedly.*fewer --workers"):
+        prepare(source, open_tokenizer(cfg, source), tmp_path / "tokens", 2, lambda _: None)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -233,7 +245,9 @@ def test_a_full_disk_is_named_and_nothing_is_left_half(root, model, tmp_path, mo
 def test_unreadable_input_is_named_and_the_rest_kept(root, model, tmp_path, workers):
     path = sorted(root.glob("c4-train*"))[4]
     sound = path.read_bytes()
-    path.write_bytes(sound[:200] + bytes(len(sound) - 200))  # as many bytes: the source is the same
+    path.write_bytes(
+        sound[: len(sound) // 2] + bytes(len(sound) - len(sound) // 2)
+    )  # as many bytes: the source is the same
     with pytest.raises(UserError, match=r"c4-train\.00004-of-00006\.json\.gz: (damaged|document)"):
         make(root, model, tmp_path / "tokens", workers)
     assert hidden(tmp_path / "tokens") == {".lock"}
@@ -242,35 +256,11 @@ def test_unreadable_input_is_named_and_the_rest_kept(root, model, tmp_path, work
     TokenSource(tmp_path / "tokens").check(print)
 
 
-def test_a_shard_that_was_cut_off_is_fetched_again_and_the_finished_ones_are_kept(root, model, tmp_path):
-    train = sorted(root.glob("c4-train*"))
-    sound = train[4].read_bytes()
-    train[4].write_bytes(sound[: len(sound) // 2])
-    with pytest.raises(UserError, match=r"c4-train\.00004-of-00006\.json\.gz: damaged or cut off"):
-        make(root, model, tmp_path / "tokens")
-    train[4].write_bytes(sound)
-    train[0].write_bytes(train[0].read_bytes() + gzip.compress(b'{"text": "more"}\n'))  # another was cut off as well
-    assert make(root, model, tmp_path / "tokens")[-1].kept == 3
-    make(root, model, tmp_path / "whole")
-    assert content(tmp_path / "tokens") == content(tmp_path / "whole")
-
-
-def test_shards_that_are_all_others_are_another_source(root, model, tmp_path):
-    train = sorted(root.glob("c4-train*"))
-    train[1].write_bytes(train[1].read_bytes()[:-9])
-    with pytest.raises(UserError, match="damaged or cut off"):
-        make(root, model, tmp_path / "tokens")
-    for path in train:
-        path.write_bytes(gzip.compress(b'{"text": "words of another source"}\n'))
-    with pytest.raises(UserError, match="holds the tokens of another source"):
-        make(root, model, tmp_path / "tokens")
-
-
 def test_another_source_or_tokenizer_may_not_be_mixed_in(root, model, tmp_path):
     make(root, model, tmp_path / "tokens")
     before = content(tmp_path / "tokens")
     other = tmp_path / "other.model"
-    sample.train_tokenizer(other, ["other words for another tokenizer, one and two"] * 3, pieces=30)
+    train_tokenizer(other, ["other words for another tokenizer, one and two"] * 3, pieces=30)
     with pytest.raises(UserError, match=r"holds the tokens of another source, tokenizer or format .*text: 6 train"):
         make(root, other, tmp_path / "tokens")
     path = sorted(root.glob("c4-train*"))[0]
@@ -303,26 +293,6 @@ def test_one_preparation_at_a_time(root, model, tmp_path):
     assert len(make(root, model, tmp_path / "tokens")) > 1
 
 
-def test_on_a_file_system_without_locks_a_file_names_who_prepares(root, model, tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(module.fcntl, "flock", flock)
-    output = tmp_path / "tokens"
-    left = output / ".train-00000-of-00006.tokens.77"
-    with module._alone(output):
-        left.touch()
-        rule = rf"tokens/\.claim: process {os.getpid()} on .+ is preparing this folder, .*delete this file where"
-        with pytest.raises(UserError, match=rule):
-            make(root, model, output)
-        assert left.exists()  # of the one who prepares
-    make(root, model, output)
-    assert hidden(output) == {".lock", ".checked.json"}
-    (output / ".claim").write_text("process 1 on a machine that was lost")
-    with pytest.raises(UserError, match="process 1 on a machine that was lost is preparing"):
-        make(root, model, output)
-
-
 def test_of_tokenizers_that_two_commands_train_at_once_one_stays(root, tmp_path, monkeypatch):
     source, inner = open_source(make_config(data__root=root)), script.train_tokenizer
     made = []
@@ -336,7 +306,7 @@ def test_of_tokenizers_that_two_commands_train_at_once_one_stays(root, tmp_path,
 
     monkeypatch.setattr(script, "train_tokenizer", train)
     path = script.own_tokenizer(source, tmp_path / "tokens", 300)
-    assert path.stat().st_ino == made[1] and Tokenizer(path).vocab_size <= 300
+    assert path.stat().st_ino == made[1] and load_tokenizer(path).vocab_size <= 300
     assert [path.name for path in tmp_path.iterdir() if "300" in path.name] == ["tokens.300.model"]
 
 
@@ -375,8 +345,10 @@ def test_a_tokenizer_of_its_own_is_trained_once(tmp_path, monkeypatch, capsys, c
     said = capsys.readouterr().out
     assert said.count("training a tokenizer of 300 pieces") == 1
     assert said.count("taking the tokenizer that was trained before") == 1
-    assert 0 < Tokenizer(tmp_path / "tokens.300.model").vocab_size <= 300
-    assert (tmp_path / "tokens" / "spiece.model").read_bytes() == (tmp_path / "tokens.300.model").read_bytes()
+    assert 0 < load_tokenizer(tmp_path / "tokens.300.model").vocab_size <= 300
+    assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == (
+        tmp_path / "tokens.300.model"
+    ).read_bytes()
     monkeypatch.setattr(sys, "argv", [*sys.argv, f"tokenizer.path={tmp_path}/tokens.300.model"])
     assert script.main() == EXIT_CONFIG and "Leave one of them out" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "310"])

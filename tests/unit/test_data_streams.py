@@ -93,18 +93,19 @@ def test_the_order_does_not_depend_on_the_version_of_numpy():
     assert permutation(8, 42, 0, 0).tolist() == [4, 1, 3, 6, 0, 7, 2, 5]
 
 
-@pytest.mark.parametrize("texts", [[], [""], ["", "", ""]])
-def test_a_stream_without_text_ends_with_its_reason(texts):
-    stream = DocumentStream(MemorySource([["text"], texts]), TOKENIZER, 42, 1, 2)
-    with pytest.raises(UserError, match=r"stream 1 \(shard-1\) holds no text.*global_batch"):
-        for _ in range(10):
-            list(zip(stream.chunks(Place()), range(100), strict=False))
-
-
-def test_more_streams_than_documents_name_the_share_that_is_empty():
-    stream = DocumentStream(MemorySource([["one", "two"]]), TOKENIZER, 42, 5, 8)
-    with pytest.raises(UserError, match="document 5 of every 8 in shard-0"):
-        next(stream.chunks(Place()))
+@pytest.mark.parametrize(
+    ("shards", "stream", "streams", "rule"),
+    [
+        ([["text"], []], 1, 2, r"1 document for 2 data streams: stream 1 has no text\. Set data\.streams=1"),
+        ([["text"], ["", ""]], 1, 2, r"3 documents for 2 data streams: stream 1 has no text\. Set data\.streams=1"),
+        ([["one", "two"]], 5, 8, r"2 documents for 8 data streams: stream 5 has no text\. Set data\.streams=2"),
+        ([[]], 0, 1, r"0 documents for 1 data stream: stream 0 has no text\. Give other files"),
+    ],
+)
+def test_a_stream_without_text_ends_with_its_reason(shards, stream, streams, rule):
+    with pytest.raises(UserError, match=rule):
+        for _ in DocumentStream(MemorySource(shards), TOKENIZER, 42, stream, streams).chunks(Place()):
+            pass
 
 
 @needs_real_data

@@ -11,7 +11,7 @@ from data_corpus import global_batches, make_config
 
 from dlr_pretrain.data import open_source, open_tokenizer
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.data.tokens import CHECKED, MANIFEST, MODEL
+from dlr_pretrain.data.tokens import CHECKED, FORMAT, MANIFEST, TOKENIZER
 from dlr_pretrain.util.errors import UserError
 
 
@@ -54,16 +54,22 @@ def ended_in_the_middle(folder: Path) -> None:
         (lambda f: shard(f).write_bytes(shard(f).read_bytes()[:-8]), r"train-00001-of-00002.*\d bytes, and .* were"),
         (lambda f: shard(f).unlink(), "train-00001-of-00002.tokens: No such file"),
         (flip, "train-00001-of-00002.tokens: damaged or foreign: its checksum"),
-        (ended_in_the_middle, "train-00001-of-00002.tokens: it holds documents that do not end with their one </s>"),
+        (ended_in_the_middle, "train-00001-of-00002.tokens: it holds documents that do not end with their one end"),
         (out_of_vocabulary, "train-00001-of-00002.tokens: it holds ids outside the vocabulary of"),
         (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no finished folder of tokens. Make it with scripts"),
         (lambda f: (f / MANIFEST).write_text("{"), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
         (lambda f: rewrite(f / MANIFEST, lambda m: m["shards"]["train"].clear()), "manifest.json: damaged"),
         (lambda f: rewrite(f / MANIFEST, lambda m: m["shards"]["train"][0].update(tokens=7)), "manifest.json: damaged"),
-        (lambda f: rewrite(f / MANIFEST, lambda m: m.update(format=2)), "format 2, and this version reads format 1"),
-        (lambda f: (f / MODEL).unlink(), "spiece.model: No such file"),
-        (lambda f: (f / MODEL).write_bytes(b"another"), "spiece.model: not the tokenizer .*Put the original back"),
+        (
+            lambda f: rewrite(f / MANIFEST, lambda m: m.update(format=9)),
+            f"format 9, and this version reads format {FORMAT}",
+        ),
+        (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: no such file"),
+        (
+            lambda f: (f / TOKENIZER / "spiece.model").write_bytes(b"another"),
+            "spiece.model: not a readable sentencepiece model",
+        ),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
@@ -75,7 +81,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
 def test_another_tokenizer_is_refused(made, model):
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         open_source(make_config("tokens", data__root=made, tokenizer__path=model))
-    source = open_source(make_config("tokens", data__root=made, tokenizer__path=made / MODEL))
+    source = open_source(make_config("tokens", data__root=made, tokenizer__path=made / TOKENIZER))
     with pytest.raises(UserError, match="not the tokenizer"):
         source.documents(open_tokenizer(make_config(tokenizer__path=model), source))
 

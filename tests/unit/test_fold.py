@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.config.composition import recorded
 from dlr_pretrain.config.written import read_config
-from dlr_pretrain.data import Tokenizer, open_source, validation_set
+from dlr_pretrain.data import load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
@@ -142,7 +142,7 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(train, tmp_path,
     assert fold(checkpoint, "--tokens", 300, "--output", tmp_path / "folded", *form).returncode == 0
     found, cfg = facts(tmp_path / "folded"), recorded(read_config(run))
     few = replace(cfg, eval=replace(cfg.eval, tokens=300))
-    rows = validation_set(few, open_source(few), Tokenizer(run / "spiece.model"))
+    rows = validation_set(few, open_source(few), load_tokenizer(run / "tokenizer"))
     written = load_file(tmp_path / "folded" / FILE)
     models = {"before": Llama(cfg, 120, grouped=False), "after": Llama(cfg, 120, grouped=False)}
     models["before"].load_state_dict({n: t for n, t in saved(checkpoint).items() if n in models["before"].state_dict()})

@@ -1,0 +1,263 @@
+"""How documents lie in a file: JSON lines, text, parquet or arrow, plain or compressed, and what is none of these.
+
+The first bytes of a file are looked at before it is read, because downloads and editors leave much behind that has the
+right name. Rows of parquet and arrow files come from pyarrow in batches (``datasets``' rows are several times slower).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from itertools import islice
+from typing import BinaryIO, NamedTuple
+
+from dlr_pretrain.data.files import File, open_file
+from dlr_pretrain.util.errors import UserError, first_line
+
+READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
+HEAD_BYTES = 512  # that are looked at
+BOM = b"\xef\xbb\xbf"
+COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
+           ".arrow": "arrow"}  # fmt: skip
+SUFFIXES = tuple(FORMATS) + tuple(name + packed for name in FORMATS for packed in COMPRESSED.values())
+FETCH = "Fetch this shard again"
+STRANGERS = [
+    (b"version https://git-lfs", "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
+    (b"PK\3\4", "a zip archive", "Unpack it"),
+    (b"7z\xbc\xaf", "a 7z archive", "Unpack it"),
+    (b"%PDF", "a PDF document", "Convert it to text"),
+    (b"\0\5\x16\7", "an AppleDouble file of macOS", "Delete it"),
+    (b"\xff\xfe", "UTF-16 text", "Convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "Convert it to UTF-8"),
+    (b"<!doctype", "an HTML page, perhaps an error of the server", FETCH),
+    (b"<html", "an HTML page, perhaps an error of the server", FETCH),
+    (b"<?xml", "XML, perhaps an error of the server", FETCH),
+    (bytes(64), "full of zeros, as of a download that broke off", FETCH),
+]
+DAMAGED = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors and OSErrors
+
+
+class Format(NamedTuple):
+    """What the first bytes and the name of a file say."""
+
+    kind: str  # lines, text, parquet, arrow, or empty
+    compression: str  # its suffix; "" if there is none
+
+
+def sniff(file: File, stream: BinaryIO) -> Format:
+    """The format of a file that is open at its start, where it is left. Raises UserError if it cannot be read."""
+    name = file.name.lower()
+    packed = next((suffix for suffix in COMPRESSED.values() if name.endswith(suffix)), "")
+    kind = next((k for suffix, k in FORMATS.items() if name.removesuffix(packed).endswith(suffix)), None)
+    head = _head(file, stream)
+    found = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
+    if not head:
+        return Format("empty", "")
+    _refuse(file, head)
+    if packed != found and (packed or kind):
+        said = f"named {packed} and not compressed so" if packed else f"compressed ({found}), and its name hides it"
+        right = file.address.removesuffix(packed) + found
+        raise UserError(f"{file.address}: is {said}. Rename it to {right.rsplit('/', 1)[-1]}, or fetch it again")
+    if found:
+        head = _head(file, stream, found)
+        _refuse(file, head)
+    if not head:
+        return Format("empty", found)
+    shown = head.removeprefix(BOM).lstrip()
+    if head.startswith(b"PAR1"):
+        kind = "parquet"
+    elif head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        kind = "arrow"
+    elif kind in ("parquet", "arrow"):
+        raise UserError(f"{file.address}: is no {kind} file: it begins with {head[:8]!r}. {FETCH}")
+    elif kind is None and shown.startswith(b"{"):
+        kind = "lines"
+    elif kind is None:
+        raise UserError(f"{file.address}: its name ends with none of {', '.join(FORMATS)}. Rename it, or leave it out")
+    if kind == "lines" and shown.startswith(b"["):
+        rule = "is a JSON array, and a shard holds one JSON object a line"
+        raise UserError(f"{file.address}: {rule}. Convert it: jq -c '.[]' FILE > FILE.jsonl")
+    if kind == "lines" and shown.split(b"\n")[0].strip() == b"{":
+        rule = "is one JSON object over several lines, and a shard holds one a line"
+        raise UserError(f"{file.address}: {rule}. Convert it: jq -c . FILE > FILE.jsonl")
+    if kind == "text" and b"\0" in head:
+        raise UserError(f"{file.address}: is binary, not text. Leave it out")
+    return Format(kind, found)
+
+
+def _head(file: File, stream: BinaryIO, compression: str = "") -> bytes:
+    begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
+    try:
+        return _plain(begin, compression).read(HEAD_BYTES)
+    except DAMAGED as error:
+        raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
+    finally:
+        stream.seek(0)
+
+
+def _refuse(file: File, head: bytes) -> None:
+    low = head.removeprefix(BOM).lstrip().lower()
+    for magic, what, fix in STRANGERS:
+        if head.startswith(magic) or low.startswith(magic):
+            raise UserError(f"{file.address}: is {what}. {fix}")
+
+
+def _plain(stream: BinaryIO, compression: str):
+    """The stream of decompressed bytes."""
+    if compression == ".zst":
+        import pyarrow
+
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
+    opened: dict[str, Callable] = {".gz": lambda s: gzip.GzipFile(fileobj=s), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
+    return opened[compression](stream) if compression else stream
+
+
+def rows(
+    file: File, text_key: str, start: int = 0, by_paragraph: bool = False, cache: str | None = None
+) -> Iterator[bytes | str | None]:
+    """The rows of a file from row ``start`` on: lines of JSON as bytes, otherwise the texts (None: no text).
+
+    Raises UserError, which names the row, if the file is damaged.
+    """
+    number = start
+    with open_file(file, cache) as stream:
+        kind, compression = sniff(file, stream)
+        try:
+            with closing(_rows(kind, _plain(stream, compression), text_key, start, by_paragraph)) as found:
+                for row in found:
+                    yield row
+                    number += 1
+        except KeyError as error:
+            raise UserError(f"{file.address}: {error.args[0]}. Set data.text_key to the field with the text") from error
+        except DAMAGED as error:
+            said = first_line(error)
+            raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
+
+
+def _rows(kind: str, stream, text_key: str, start: int, by_paragraph: bool) -> Iterator[bytes | str | None]:
+    blocks = iter(lambda: stream.read(READ_BYTES), b"")
+    if kind == "lines":
+        yield from lines(blocks, start)
+    elif kind == "text" and by_paragraph:
+        yield from islice(_paragraphs(lines(blocks)), start, None)
+    elif kind == "text" and start == 0:
+        yield b"".join(blocks).decode("utf-8-sig", "replace")
+    elif kind == "parquet":
+        yield from _from_parquet(stream, text_key, start)
+    elif kind == "arrow":
+        yield from _from_arrow(stream, text_key, start)
+
+
+def lines(blocks: Iterable[bytes], start: int = 0) -> Iterator[bytes]:
+    """The lines of blocks of bytes from line ``start`` on, without their line feeds. Lines before are only counted."""
+    number, rest, first = 0, b"", True  # lines passed so far; the unfinished last line of the last block
+    for block in blocks:
+        if first:
+            block, first = block.removeprefix(BOM), False
+        if number < start:
+            skipped = min(block.count(b"\n"), start - number)
+            number += skipped
+            if number < start:
+                continue
+            block = block.split(b"\n", skipped)[-1]
+        whole = (rest + block).split(b"\n")
+        rest = whole.pop()
+        yield from whole
+    if rest:
+        yield rest
+
+
+def _paragraphs(found: Iterable[bytes]) -> Iterator[str]:
+    """Runs of lines that are not blank."""
+    run: list[bytes] = []
+    for line in found:
+        if line.strip():
+            run.append(line.rstrip(b"\r"))
+        elif run:
+            yield b"\n".join(run).decode("utf-8", "replace")
+            run = []
+    if run:
+        yield b"\n".join(run).decode("utf-8", "replace")
+
+
+def _from_parquet(stream, text_key: str, start: int) -> Iterator[str | None]:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(stream) as file:
+        column = text_key if text_key in file.schema_arrow.names else text_key.split(".")[0]
+        if column not in file.schema_arrow.names:
+            raise KeyError(f"has no column {text_key!r}: its columns are {', '.join(file.schema_arrow.names)}")
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if start >= size:
+                start -= size
+                continue
+            for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
+                yield from _texts(batch, text_key)[start:]
+                start = max(0, start - len(batch))
+
+
+def _from_arrow(stream, text_key: str, start: int) -> Iterator[str | None]:
+    """The rows of an arrow stream, as ``save_to_disk`` writes it, or of an arrow file."""
+    import pyarrow
+
+    magic = stream.read(6)
+    stream.seek(0)
+    if magic == b"ARROW1":
+        file = pyarrow.ipc.open_file(stream)
+        batches = (file.get_batch(i) for i in range(file.num_record_batches))
+    else:
+        batches = pyarrow.ipc.open_stream(stream)
+    for batch in batches:
+        if start < len(batch):
+            yield from _texts(batch.slice(start), text_key)
+        start = max(0, start - len(batch))
+
+
+def _texts(batch, text_key: str) -> list[str | None]:
+    """The texts of a record batch; None for a row whose text is missing or no string."""
+    import pyarrow
+    import pyarrow.compute
+
+    names = batch.schema.names
+    first, *inner = [text_key] if text_key in names else text_key.split(".")
+    if first not in names:
+        raise KeyError(f"has no column {text_key!r}: its columns are {', '.join(names)}")
+    column = batch.column(first)
+    for name in inner:
+        if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+            raise KeyError(f"has no field {text_key!r}: {first} is {column.type}")
+        column = pyarrow.compute.struct_field(column, name)
+    return [text if isinstance(text, str) else None for text in column.to_pylist()]
+
+
+def parse_text(row: bytes | str | None, text_key: str, address: str, document: int) -> str:
+    """The text of a row; a blank line is an empty document. Bytes that are not UTF-8 become U+FFFD."""
+    if isinstance(row, str):
+        return row
+    where = f"{address}: document {document}"
+    fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
+    if row is None:
+        raise UserError(f"{where} has no text {text_key!r}: it is null or no string. {fix}")
+    if not row.strip():
+        return ""
+    where += f" (line {document + 1})"
+    try:
+        record = json.loads(row.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        rule = "A shard holds one JSON object a line"
+        raise UserError(f"{where} is not JSON ({error}). {rule}; data.bad_rows=skip leaves such rows out") from error
+    text = record
+    for name in [text_key] if isinstance(record, dict) and text_key in record else text_key.split("."):
+        text = text.get(name) if isinstance(text, dict) else None
+    if not isinstance(text, str):
+        found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
+        raise UserError(f"{where} has no text {text_key!r}: {found}. {fix}")
+    return text
