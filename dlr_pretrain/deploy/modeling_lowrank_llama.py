@@ -34,11 +34,14 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.utils import logging
 
 try:
     from transformers.initialization import copy_  # leaves alone what a checkpoint has set
 except ImportError:  # transformers 4 does not ask for modules that are set
     copy_ = Tensor.copy_
+
+logger = logging.get_logger(__name__)
 
 
 class LowRankLlamaConfig(LlamaConfig):
@@ -341,10 +344,11 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
             super()._init_weights(module)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
-        """As the library's, but not reentrant, which follows gradients through hidden states alone."""
+        """As the library's. A reentrant one follows gradients through hidden states alone, and would lose the latents'."""
         settings = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if settings["use_reentrant"] and self.config.crosses:
-            raise ValueError("use_reentrant=True loses the gradients of latents that cross between blocks: give False")
+            logger.warning_once("Latents cross between blocks: use_reentrant=False is taken instead of True.")
+            settings["use_reentrant"] = False
         super().gradient_checkpointing_enable(settings, **kwargs)
 
 

@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from dlr_pretrain.deploy import modeling_lowrank_llama as own
 from transformers import LlamaConfig
+from transformers.models.auto import modeling_auto as auto
 from transformers.models.llama import modeling_llama as theirs
 
 from .generation.test_utils import GenerationTesterMixin
@@ -41,6 +42,11 @@ KIND = {kind!r}
 CONFIG = LlamaConfig if KIND == "llama" else own.LowRankLlamaConfig
 HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 CLASSES = tuple(getattr(theirs, "Llama" + h) if KIND == "llama" else getattr(own, "LowRankLlama" + h) for h in HEADS)
+
+
+for kind, head in zip(("MODEL", "MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQUENCE_CLASSIFICATION",
+                       "MODEL_FOR_TOKEN_CLASSIFICATION"), HEADS):  # their tests look up what to feed by these names
+    getattr(auto, kind + "_MAPPING_NAMES")["lowrank_llama"] = "LowRankLlama" + head
 
 
 class Tester:
