@@ -19,84 +19,61 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
-from scipy.stats import t as student
 
 from benchmarks.protocol import paired
+from dlr_pretrain.analysis.tune import Design, Trial, compare, remarks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "evidence.md"
 PIECES = ("pairs", "paper", "mechanism", "ablations", "longer", "paths")
 SCALES = ("60m", "130m", "350m", "1b")
 BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
-LEVEL = 0.95
 
 
 # ----------------------------------------------------------------------------------------------------
 # Runs and comparisons
 
 
-class Effect(NamedTuple):
-    """The difference of a method's loss from the first method's, by seed, with Student's interval of its mean."""
-
-    by_seed: pd.Series
-    level: float
-    low: float
-    high: float
-
-    @property
-    def mean(self) -> float:
-        return self.by_seed.mean()
-
-    @property
-    def cells(self) -> list[str]:
-        return [f"{self.mean:+.4f} ({len(self.by_seed)})", f"{self.low:+.4f} to {self.high:+.4f}"]
-
-
 class Comparison:
-    """Methods at one or several rates. Half A of the validation text chooses a method's rate, half B is reported."""
+    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/tune.py``."""
 
     def __init__(self, line: dict, runs: dict[str, dict]):
         self.words = shlex.split(line["shared"])
-        self.methods, self.rates, self.seeds, self.fresh = line["design"].values()
         last = {name: {key: column[-1] for key, column in run["metrics"].items()} for name, run in runs.items()}
-        self.trials = pd.DataFrame([trial | last[trial["run"]] for trial in line["trials"]])
-        self.level = 1 - (1 - LEVEL) / max(1, len(self.methods) - 1)  # Bonferroni: all intervals hold together
+        trials = [
+            Trial(
+                **trial, state="finished", **{f"loss_{half}": last[trial["run"]][f"eval/loss_{half}"] for half in "ab"}
+            )
+            for trial in line["trials"]
+        ]
+        self.design = Design(**line["design"])
+        self.found = compare(self.design, trials) | {"budgets": {}, "ordered_by_seed": True}
+        self.trials = pd.DataFrame(self.found["trials"])
+        self.chosen = self.found["chosen"]
+        self.effects = {c["method"]: c for c in self.found["comparisons"] if c["better"]}
 
-    def grid(self, method: str, half: str) -> pd.Series:
-        """The losses of a method with the seeds of the grid, by rate."""
+    def grid(self, method: str) -> pd.Series:
+        """The losses of a method on half B with the seeds of the grid, by rate."""
         t = self.trials
-        return t[(t.method == method) & t.seed.isin(self.seeds)].set_index("lr")[f"eval/loss_{half}"]
+        return t[(t.method == method) & t.seed.isin(self.design.seeds)].set_index("lr").loss_b
 
-    def rate(self, method: str) -> float:
-        return self.grid(method, "a").groupby(level=0).mean().idxmin()
+    def held_out(self, method: str) -> list[float]:
+        return list(self.chosen[method]["held_out"]["losses"].values())
 
-    def held_out(self, method: str) -> pd.Series:
-        """The losses on half B at the chosen rate, by seed; fresh seeds, if any, replace the grid's."""
-        t, seeds = self.trials, self.fresh or self.seeds
-        chosen = t[(t.method == method) & (t.lr == self.rate(method)) & t.seed.isin(seeds)]
-        return chosen.set_index("seed")["eval/loss_b"]
 
-    @cached_property
-    def effects(self) -> dict[str, Effect]:
-        """Of each method but the first; one seed has no interval and gives none."""
-        found = {}
-        for method in self.methods[1:]:
-            d = self.held_out(method) - self.held_out(self.methods[0])
-            if len(d) > 1:
-                interval = student.interval(self.level, len(d) - 1, d.mean(), d.std() / math.sqrt(len(d)))
-                found[method] = Effect(d, self.level, *interval)
-        return found
+def cells(effect: dict) -> list[str]:
+    d = effect["difference"]
+    return [f"{d['mean']:+.4f} ({d['n']})", f"{d['low']:+.4f} to {d['high']:+.4f}"]
 
 
 class Piece:
@@ -142,39 +119,22 @@ def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right:
 
 def tune(piece: Piece) -> str:
     """Each method at its own rate, and its difference from the first of its comparison."""
-    rows, levels, remarks = [], set(), []
+    rows = []
     for c, setting in zip(piece.comparisons, piece.settings(), strict=True):
-        several = len(c.rates) > 1
-        if not several:
-            remarks.append(f"One rate, {c.rates[0]:g}, was given to all: none was chosen.")
-        for method in c.methods:
-            lr, held_out = c.rate(method), c.held_out(method)
-            end = {c.rates[0]: "lowest", c.rates[-1]: "highest"}.get(lr) if several else None
-            if end:
-                beyond = {"lowest": "below", "highest": "above"}[end]
-                remarks.append(
-                    f"{method}: its best rate, {lr:g}, is the {end} of the grid, and a better one may lie {beyond} it. "
-                    "Widen lr= and give the command again."
-                )
-            verdict = ["", "", ""]
-            if effect := c.effects.get(method):
-                levels.add(effect.level)
-                better = method if effect.high < 0 else c.methods[0] if effect.low > 0 else "none shown"
-                verdict = [*effect.cells, better]
-            rows.append([setting, method, f"{lr:g}" + (f", the {end}" if end else ""), spread(held_out), *verdict])
-        if several and not c.fresh:
-            remarks.append(
-                "The rates were chosen with the same seeds that are reported, though on other text, so the reported "
-                "losses are slightly optimistic. Give confirm=<seeds> to report seeds that chose nothing."
-            )
+        for method, choice in c.chosen.items():
+            end = f", the {choice['edge']}" if choice["edge"] in ("lowest", "highest") else ""
+            effect = c.effects.get(method)
+            verdict = [*cells(effect), effect["better"]] if effect else ["", "", ""]
+            rows.append([setting, method, f"{choice['lr']:g}{end}", spread(c.held_out(method)), *verdict])
+    levels = sorted({effect["difference"]["level"] for c in piece.comparisons for effect in c.effects.values()})
     notes = [
         "Perplexity is on the half of the validation text that chose no rate: mean ± standard deviation (number of "
         "seeds). Differences are in nats per token from the first method of the same comparison, between runs with "
         "the same seed; negative means that the method of the row is better. A method is called better if its "
         "interval excludes zero.",
-        f"Intervals are Student's t over seeds, at {', '.join(f'{100 * level:.4g} %' for level in sorted(levels))}.",
+        f"Intervals are Student's t over seeds, at {', '.join(f'{100 * level:.4g} %' for level in levels)}.",
         *by_chance(piece),
-        *dict.fromkeys(remarks),
+        *dict.fromkeys(remark for c in piece.comparisons for remark in remarks(c.found)),
     ]
     header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
     return table(header, rows, notes, (3, 4))
@@ -184,7 +144,8 @@ def by_chance(piece: Piece) -> list[str]:
     """How often chance alone would have some interval exclude zero. The intervals of one comparison hold together,
     those of several do not; the same runs compared twice count once."""
     several = [c.effects for c in piece.comparisons if c.effects]
-    levels = {(m, *e.by_seed.items()): e.level for effects in several for m, e in effects.items()}
+    found = [effect for effects in several for effect in effects.values()]
+    levels = {(e["method"], *e["by_seed"].items()): e["difference"]["level"] for e in found}
     chance = 100 * (1 - math.prod(levels.values()))
     return [
         f"There are {len(levels)} comparisons, each with an interval of its own. If nothing differed, the chance that "
@@ -193,11 +154,11 @@ def by_chance(piece: Piece) -> list[str]:
 
 
 def tune_rates(piece: Piece) -> str:
-    rates = sorted({lr for c in piece.comparisons for lr in c.rates})
+    rates = sorted({lr for c in piece.comparisons for lr in c.design.rates})
     rows = [
-        [setting, method, *(spread(c.grid(method, "b")[[lr]]) for lr in rates)]
+        [setting, method, *(spread(c.grid(method)[[lr]]) for lr in rates)]
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
-        for method in c.methods
+        for method in c.chosen
     ]
     notes = ["Perplexity on held-out text: mean ± standard deviation over the seeds of the grid (their number)."]
     header = ["Setting", "Method", *map("{:g}".format, rates)]
@@ -206,7 +167,7 @@ def tune_rates(piece: Piece) -> str:
 
 def tune_order(piece: Piece) -> str:
     """The order of the methods, ours and the paper's."""
-    held_out = {method: c.held_out(method) for c in piece.comparisons for method in c.methods}
+    held_out = {method: c.held_out(method) for c in piece.comparisons for method in c.chosen}
     ranked = sorted(held_out, key=lambda method: np.exp(held_out[method]).mean())
     theirs = paper().loc[ranked]
     ranks = theirs.rank().astype(int)
@@ -228,7 +189,7 @@ def tune_effect(piece: Piece) -> str:
     """What DLR changes, ours and the paper's."""
     theirs = np.log(paper())
     rows = [
-        [method, *effect.cells, *(f"{theirs[s][method] - theirs[s][c.methods[0]]:+.4f}" for s in SCALES)]
+        [method, *cells(effect), *(f"{theirs[s][method] - theirs[s][effect['against']]:+.4f}" for s in SCALES)]
         for c in piece.comparisons
         for method, effect in c.effects.items()
     ]
@@ -247,7 +208,7 @@ def probed(piece: Piece) -> dict[str, dict[str, pd.DataFrame]]:
     for trial in comparison.trials.sort_values(["method", "lr"], ascending=[False, True]).itertuples():
         metrics = pd.DataFrame(piece.runs[trial.run]["metrics"]).set_index("step")
         layers = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("probe/"))
-        variant = f" (train.lr={trial.lr:g})" if trial.lr != comparison.rates[0] else ""
+        variant = f" (train.lr={trial.lr:g})" if trial.lr != comparison.design.rates[0] else ""
         found[trial.method + variant] = {
             layer: metrics.filter(like=f"/{layer}/").rename(columns=lambda n: n.split("/")[2]).dropna()
             for layer in layers
@@ -347,11 +308,12 @@ def panels(n: int, x: str, y: str, width: float = 3.6, height: float = 3.1) -> t
 def draw_differences(piece: Piece, _name: str) -> Figure:
     """Each difference once, with its interval: blue is better, red is worse, grey is undecided."""
     found = [
-        ((" ".join(filter(None, (method, setting))), f" at {c.rate(method):g}", f" against {c.methods[0]}"), effect)
+        ((" ".join(filter(None, (method, setting))), f" at {c.chosen[method]['lr']:g}", f" against {e['against']}"),
+         e["difference"])
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
-        for method, effect in c.effects.items()
-    ]
-    points = list({(parts, e.low): (parts, e) for parts, e in found}.values())
+        for method, e in c.effects.items()
+    ]  # fmt: skip
+    points = [point for i, point in enumerate(found) if point not in found[:i]]
     names = [parts[0] for parts, _ in points]
     for more in (1, 2):  # a name that several share is given its rate, then what it is compared with
         several = Counter(names)
@@ -360,10 +322,10 @@ def draw_differences(piece: Piece, _name: str) -> Figure:
     row = max(0.32, 0.04 + 0.14 * max(name.count("\n") + 1 for name in names))  # inches: no name reaches the next
     axis = "difference of the loss, nats per token (left of 0 is better)"
     figure, (ax,) = panels(1, axis, "", width=7.0, height=1.0 + row * len(points))
-    for y, (_, e) in enumerate(points):
-        colour = VERMILLION if e.low > 0 else BLUE if e.high < 0 else GREY
-        error = [[e.mean - e.low], [e.high - e.mean]]
-        ax.errorbar(e.mean, y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
+    for y, (_, d) in enumerate(points):
+        colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
+        error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
+        ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
     ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.set_yticks(range(len(points)), names, fontsize=8)
     ax.set_ylim(len(points) - 0.5, -0.5)
@@ -374,16 +336,16 @@ def draw_rates(piece: Piece, _name: str) -> Figure:
     """Perplexity against the rate, a panel a comparison; points are seeds, lines means, a ring the chosen rate."""
     figure, axes = panels(len(piece.comparisons), "peak learning rate", "perplexity on held-out text")
     for c, ax in zip(piece.comparisons, axes, strict=True):
-        for i, method in enumerate(c.methods):
-            losses, style = np.exp(c.grid(method, "b")), {"color": SERIES[i], "marker": MARKS[i]}
-            shifted = losses.index * (1 + 0.015 * (i - (len(c.methods) - 1) / 2))  # points of one rate side by side
+        for i, (method, choice) in enumerate(c.chosen.items()):
+            losses, style = np.exp(c.grid(method)), {"color": SERIES[i], "marker": MARKS[i]}
+            shifted = losses.index * (1 + 0.015 * (i - (len(c.chosen) - 1) / 2))  # points of one rate side by side
             means = losses.groupby(level=0).mean()
             ax.plot(shifted, losses, linestyle="none", alpha=0.35, markersize=4, **style)
             ax.plot(means, markersize=5, linewidth=1.6, label=method, **style)
             ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": "none"}
-            ax.plot([c.rate(method)], [means[c.rate(method)]], "o", color=SERIES[i], **ring)
-        ax.set(xscale="log", yscale="log", title=c.methods[0])
-        ax.xaxis.set(major_locator=FixedLocator(c.rates), minor_locator=NullLocator())
+            ax.plot([choice["lr"]], [means[choice["lr"]]], "o", color=SERIES[i], **ring)
+        ax.set(xscale="log", yscale="log", title=c.design.methods[0])
+        ax.xaxis.set(major_locator=FixedLocator(c.design.rates), minor_locator=NullLocator())
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         for which in ("major", "minor"):
             getattr(ax.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
@@ -394,7 +356,7 @@ def draw_rates(piece: Piece, _name: str) -> Figure:
 
 def draw_losses(piece: Piece, _name: str) -> Figure:
     """Training loss (running medians of each seed) and evaluations (dots), a panel a backbone, with the dense model."""
-    methods = {method: c.trials.run[c.trials.method == method] for c in piece.comparisons for method in c.methods}
+    methods = {method: c.trials.run[c.trials.method == method] for c in piece.comparisons for method in c.chosen}
     figure, axes = panels(len(BACKBONES), "tokens seen (positions)", "loss (nats/token)")
     shown: list[float] = []
     for name, ax in zip(BACKBONES, axes, strict=True):
