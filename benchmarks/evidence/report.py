@@ -49,13 +49,11 @@ class Comparison:
 
     def __init__(self, line: dict, runs: dict[str, dict]):
         self.words = shlex.split(line["shared"])
-        last = {name: {key: column[-1] for key, column in run["metrics"].items()} for name, run in runs.items()}
-        trials = [
-            Trial(
-                **trial, state="finished", **{f"loss_{half}": last[trial["run"]][f"eval/loss_{half}"] for half in "ab"}
-            )
-            for trial in line["trials"]
-        ]
+        trials = []
+        for trial in line["trials"]:
+            metrics = runs[trial["run"]]["metrics"]
+            last = {f"loss_{half}": metrics[f"eval/loss_{half}"][-1] for half in "ab"}
+            trials.append(Trial(**trial, state="finished", **last))
         self.design = Design(**line["design"])
         self.found = compare(self.design, trials) | {"budgets": {}, "ordered_by_seed": True}
         self.trials = pd.DataFrame(self.found["trials"])

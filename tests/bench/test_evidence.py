@@ -72,10 +72,10 @@ def test_runs_are_packed_with_what_the_page_needs(trained):
     assert first["hours"] == pytest.approx(0.6) and other["hours"] == pytest.approx(0.6)  # 60 updates of 36 s
     assert "secret" not in json.dumps(piece.lines)
     (comparison,) = piece.comparisons
-    effect = comparison.effects["cola+dlr"]
+    effect = comparison.effects["cola+dlr"]["difference"]
     mean, half = -0.1 * 85 / 84, 0.1 / 84
     reach = math.tan(0.95 * math.pi / 2) * half  # Student's t with one degree of freedom is Cauchy's distribution
-    assert (effect.low, effect.high) == pytest.approx((mean - reach, mean + reach))
+    assert (effect["low"], effect["high"]) == pytest.approx((mean - reach, mean + reach))
 
 
 @pytest.mark.parametrize(
