@@ -344,7 +344,7 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
             super()._init_weights(module)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
-        """As the library's. A reentrant one follows gradients through hidden states alone, and would lose the latents'."""
+        """As the library's. A reentrant one follows gradients through hidden states alone: the latents' are lost."""
         settings = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if settings["use_reentrant"] and self.config.crosses:
             logger.warning_once("Latents cross between blocks: use_reentrant=False is taken instead of True.")
