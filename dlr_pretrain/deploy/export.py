@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
+from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy.card import card
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
@@ -77,7 +77,8 @@ def export(
     pieces = tokenizer.vocab_size
     if pieces > vocab_size:
         raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
-    settings = model_config(cfg, vocab_size, dtype, tokenizer) | {"tokenizer_sha256": tokenizer.fingerprint}
+    ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
+    settings = model_config(cfg, vocab_size, dtype) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
     if layout == "cola":
         tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
     aside, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
@@ -86,9 +87,7 @@ def export(
     write_weights(aside, tensors)
     if loadable(cfg):
         _write_json(aside / "config.json", settings)
-        _write_json(
-            aside / "generation_config.json", {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-        )
+        _write_json(aside / "generation_config.json", ends)
     if layout == "own" and cfg.backbone.name in exported_layers()[0]:
         shutil.copyfile(MODELING, aside / MODELING.name)
     export_tokenizer(aside, tokenizer_path, positions(cfg))
@@ -215,8 +214,8 @@ def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: i
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
 
 
-def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype, tokenizer: Tokenizer) -> dict[str, object]:
-    """The content of ``config.json``, for a plain LLaMA or for one with the layers of ``cfg.backbone``."""
+def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
+    """``config.json`` of a plain LLaMA or of one with the layers of ``cfg.backbone``, but for the tokenizer's ids."""
     shape = {
         "vocab_size": vocab_size,
         "hidden_size": cfg.scale.hidden_size,
@@ -232,9 +231,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype, tokenizer: To
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "initializer_range": INIT_STD,
-        "pad_token_id": tokenizer.pad_id,
         "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_id,
         "dtype": DTYPES[dtype],
     }
     if cfg.backbone.name == "full":

@@ -21,7 +21,7 @@ CROSSED = ("lax", "lax-dense", "cola_lax")
 
 
 def exported(kind: str, head: type = LowRankLlamaForCausalLM) -> LowRankLlamaForCausalLM:
-    model = head(LowRankLlamaConfig(**model_config(config(kind), ROWS, torch.float32)))
+    model = head(LowRankLlamaConfig(**model_config(config(kind), ROWS, torch.float32), pad_token_id=0))
     model.load_state_dict(trained(kind).state_dict(), strict=head is LowRankLlamaForCausalLM)
     return model
 
