@@ -40,8 +40,8 @@ SMALL = [
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """A run that cannot save does not try for minutes, unless a test asks for it."""
-    monkeypatch.setattr("dlr_pretrain.train.trainer.TRIES", 2)
-    monkeypatch.setattr("dlr_pretrain.train.trainer.PAUSE", 0.1)
+    monkeypatch.setattr("dlr_pretrain.train.saver.TRIES", 2)
+    monkeypatch.setattr("dlr_pretrain.train.saver.PAUSE", 0.1)
 
 
 @pytest.fixture(autouse=True)

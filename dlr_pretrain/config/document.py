@@ -21,7 +21,7 @@ HEAD = """# Configuration
 Every key, from `dlr_pretrain/config/tree.py` and `configs/` (`python -m dlr_pretrain.config.document` writes this
 page). A key is given as `section.key=value`, an option of a group as `group=option`. `${{a.b}}` is the value of another
 key. Keys with a dot in the last column take part in the mathematics of a run: they name its directory, and cannot
-change when it resumes (`run.fork_from` starts another run from it). The others may; and so may those that say where
+change when it resumes (`run.start_from` starts another run from it). The others may; and so may those that say where
 text and tokenizer lie, with `run.dir` given, as long as they are the same text and tokenizer.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""

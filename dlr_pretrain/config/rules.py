@@ -56,8 +56,10 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= dict.fromkeys(["backbone.b_gain", "optimizer.b_lr"], "dlr.train_b=false freezes B at zero")
     elif "rank" not in cfg.backbone.knobs:
         idle["optimizer.b_lr"] = f"backbone={cfg.backbone.name} has no up-projection B"
-    if cfg.run.fork_from is not None:
-        idle["train.init_from"] = "the run starts from run.fork_from"
+    if cfg.run.start_from is not None:
+        idle["train.init_from"] = "the run starts from run.start_from"
+    else:
+        idle["run.start_optimizer"] = "the run starts from no other: run.start_from=null"
     if cfg.own_schedule:
         own = "optimizer.schedule=loro has a decay of its own"
         idle |= dict.fromkeys(["train.lr_decay", "train.lr_decay_steps"], own)

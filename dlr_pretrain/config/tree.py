@@ -225,7 +225,8 @@ class Run:
         at_most=100_000,
         identity=False,
     )
-    fork_from: str | None = key("run or checkpoint to go on from under other settings; null: none")
+    start_from: str | None = key("run, checkpoint or exported folder whose weights a new run starts from; null: none")
+    start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too")
 
 
 @dataclass

@@ -23,11 +23,9 @@ from dlr_pretrain.data import TrainLoader, embedding_rows, open_source, open_tok
 from dlr_pretrain.doctor.checks import Found, in_child
 from dlr_pretrain.doctor.machine import gigabytes
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Keep, Snapshot
 from dlr_pretrain.train.memory import largest_that_fits
 from dlr_pretrain.train.runtime import Runtime
-from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.train.trial import noise, trial, trial_loop
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import available_memory, peak_memory, resident_memory
@@ -123,7 +121,7 @@ def step(cfg: Config, runtime: Runtime) -> Found:
         for index in range(2):
             runtime.gather(None)
             began = time.perf_counter()
-            losses.append(updates.update(batch, index, cfg.train.lr)[0].item())
+            losses.append(updates(batch, index, cfg.train.lr)[0].item())
             times.append(time.perf_counter() - began)
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -152,20 +150,13 @@ def saved_and_read(cfg: Config, runtime: Runtime, scratch: Path) -> Found:
     train = replace(cfg.train, global_batch=runtime.world_size, micro_batch=1, seq_len=min(cfg.train.seq_len, 32))
     short = replace(cfg, train=train, scale=replace(cfg.scale, num_layers=layers), compile=False)
     runtime.use_device()
-    updates = trial(short, runtime, vocab_size)
-    updates.update(noise(short, runtime, vocab_size), 0, cfg.train.lr)
-    optimizer = updates.optimizer
-    state = Snapshot(
-        model=updates.weights.state,
-        optimizer=optimizer.state_tensors(),
-        random=runtime.random_state(),
-        state={"step": 1},
-        optimizer_layout=optimizer.state_layout(),
-    )
+    loop = trial_loop(short, runtime, vocab_size, scratch)
+    loop.update(noise(short, runtime, vocab_size), 0, cfg.train.lr)
+    loop.step = 1
+    state = loop.snapshot()
     began = time.perf_counter()
-    with Saver(scratch / "checkpoints", runtime, Keep(1)) as saver:
-        saver.save(1, state)
-        saver.wait()
+    with loop.saver:
+        loop.save(final=True)
     seconds = time.perf_counter() - began
     folder, skipped = checkpoint.newest(scratch / "checkpoints")
     if folder is None:

@@ -101,7 +101,7 @@ def last_saved(run_dir: Path) -> int:
     """The step of the last checkpoint that the run in ``run_dir`` has made; 0 if it has made none."""
     record = read_record(run_dir)
     saved = record.get("saved", 0)
-    return 0 if saved == record.get("forked", {}).get("step") else saved
+    return 0 if saved == record.get("started_from", {}).get("step") else saved
 
 
 if __name__ == "__main__":

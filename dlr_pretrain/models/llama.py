@@ -7,7 +7,6 @@ Shapes: B micro-batch, T positions, D hidden size, H heads, E = D / H.
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 from functools import partial
 
@@ -232,9 +231,6 @@ class Llama(nn.Module):
         The products of the head are not compiled, because the number of pieces that the loss cuts them into varies.
         """
         compiled = partial(torch.compile, dynamic=False, fullgraph=True)
-        torch._dynamo.config.optimize_ddp = False  # it would split each graph along DDP's buckets
-        # It warns of operations in place in a checkpointed block; there are none.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         self.score = compiled(score)
         if whole:
             self.hidden = compiled(self.hidden)

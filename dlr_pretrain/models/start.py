@@ -1,4 +1,4 @@
-"""Starts a run from a dense model (``train.init_from``)."""
+"""Starts a run from a folder of weights: a dense model (``train.init_from``), or an export of this framework's own."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from dlr_pretrain.util.errors import UserError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class DenseStart:
-    """The dense LLaMA in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
+class FolderStart:
+    """The weights in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
-    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as
-    transformers and the full-rank export of this framework write it. The constructor reads headers, but no tensors. It
-    raises UserError with everything that does not fit.
+    If ``dense``, names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding
+    rows, as transformers and the full-rank export of this framework write it. Otherwise they must be those of the model
+    of ``cfg`` as it is exported. ``key`` is the key that names the folder, for messages. The constructor reads headers,
+    but no tensors. It raises UserError with everything that does not fit.
     """
 
-    def __init__(self, folder: Path, cfg: Config, vocab_size: int):
-        self.folder = folder
+    def __init__(self, folder: Path, cfg: Config, vocab_size: int, key: str, dense: bool):
+        self.folder, self.key, self.dense = folder, key, dense
         with torch.device("meta"):
-            dense = Llama(replace(cfg, backbone=DENSE), vocab_size, grouped=False).state_dict()
-        expected = {name: tensor.shape for name, tensor in dense.items()}
+            shaped = Llama(replace(cfg, backbone=DENSE) if dense else cfg, vocab_size, grouped=False).state_dict()
+        expected = {name: tensor.shape for name, tensor in shaped.items()}
         try:
             self.files = _files(folder)
             wrong = _wrong_shapes(self.files, expected) + _wrong_facts(folder / "config.json", cfg)
@@ -44,8 +45,9 @@ class DenseStart:
             raise self._refused(wrong)
 
     def _refused(self, wrong: list[str]) -> UserError:
-        fix = "Name the folder of a dense model of this scale, with as many rows as scale.vocab_size"
-        return UserError("\n  ".join([f"train.init_from={self.folder}: {fix}", *listed(wrong)]))
+        kind = "a dense model" if self.dense else "an exported model of this backbone"
+        fix = f"Name the folder of {kind} of this scale, with as many rows as scale.vocab_size"
+        return UserError("\n  ".join([f"{self.key}={self.folder}: {fix}", *listed(wrong)]))
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
@@ -61,18 +63,19 @@ class DenseStart:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Start ``model`` from these weights: copy embeddings, norms and head; each group converts its projections.
+        """Start ``model`` from these weights. Each group converts its projections from dense ones; the rest is copied.
 
         If an up-projection carries a residual, the residual is subtracted here, because training adds it again. The
-        first forward pass thus multiplies by the factors of the dense weights.
+        first forward pass thus multiplies by the weights of the folder, or by the factors of the dense ones.
         """
         device, left = model.lm_head.weight.device, set(self.files)
-        for prefix, group in named_groups(model):
+        for prefix, group in named_groups(model) if self.dense else ():
             names = [f"{prefix}{name}.weight" for name in group.spec.names]
             group.start_from_([self.read(name).to(device) for name in names])
             left -= set(names)
+        own = model.state_dict()  # views: also of buffers
         for name in left:
-            model.get_parameter(name).copy_(self.read(name))
+            own[name].copy_(self.read(name))
         for _, linear in residuals(model):
             linear.residual.add(linear.weight, getattr(linear, "dlr_alpha", None), share=-1.0)
 

@@ -21,7 +21,7 @@ class Adam(torch.optim.Optimizer):
     once, as in the fused kernels. A parameter without a gradient does not change. Counters are tensors on the CPU.
     """
 
-    advancing = staticmethod(iter)  # iterates over an update's parameters; a run's version reports each to its watch
+    heartbeat = staticmethod(iter)  # iterates over an update's parameters; a run's version reports each to its watch
     index: int | None = None  # the update's index in the run, from 0; None if unknown
 
     def __init__(self, groups: list[dict], knobs: dict):
@@ -34,7 +34,7 @@ class Adam(torch.optim.Optimizer):
             self.update_group(group)
 
     def update_group(self, group: dict) -> None:
-        for p in self.advancing(group["params"]):
+        for p in self.heartbeat(group["params"]):
             if p.grad is not None:
                 self.update(p, group)
 

@@ -29,7 +29,7 @@ def build(
     *,
     compiled: bool = False,
     rounding_seed: int | None = None,
-    advancing: Callable[[Iterable], Iterable] = iter,
+    heartbeat: Callable[[Iterable], Iterable] = iter,
 ) -> Optimizer:
     """Build the optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
@@ -37,7 +37,7 @@ def build(
     sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
-    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``advancing`` iterates over
+    rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``heartbeat`` iterates over
     the parameters of updates that can take seconds (galore, fira, loro).
     """
     module, options = _module(choice), {}
@@ -49,7 +49,7 @@ def build(
     parts = module.build(named, choice.knobs, undecayed, **options)
     for part in parts:
         if isinstance(part, Adam):
-            part.advancing = advancing
+            part.heartbeat = heartbeat
     return Optimizer(named, parts)
 
 

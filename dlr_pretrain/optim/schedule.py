@@ -19,6 +19,12 @@ def rate(cfg: Config, update: int) -> float:
     return since_merge * decayed(update, **span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
 
 
+def merge_due(cfg: Config, step: int) -> bool:
+    """Whether ReLoRA merges after update ``step`` (counted from 1); never after the last."""
+    every = cfg.backbone.knobs.get("merge_every")
+    return every is not None and step % every == 0 and step < cfg.train.steps
+
+
 def restarts(cfg: Config) -> tuple[int, int] | None:
     """(updates between restarts of the rate of ``cfg``, updates over which it then rises); None without restarts."""
     knobs, backbone = cfg.optimizer.knobs, cfg.backbone.knobs

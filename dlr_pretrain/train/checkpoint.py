@@ -24,22 +24,26 @@ import uuid
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from dlr_pretrain.train.files import Rest, at_once, write_safetensors
+from dlr_pretrain.train.files import DTYPES, Throttle, unthrottled, write_safetensors
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there, sync, write_durably
 
+if TYPE_CHECKING:
+    from dlr_pretrain.train.runtime import Runtime
+
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
 CHECK_THREADS = 8
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass
@@ -60,7 +64,6 @@ class Keep:
     last: int
     every: int | None = None
     best: bool = False
-    best_after: int = 0  # evaluations up to this step used other text
 
 
 class Piece(NamedTuple):
@@ -115,10 +118,10 @@ def begin(root: Path, step: int) -> Path | None:
         with suppress(OSError):  # the disk does not answer: the manifest may be there, so the folder stays
             if not is_there(left / MANIFEST):
                 _delete(left, ignore_errors=True)
-    return aside(root, final.name)
+    return tmp_dir(root, final.name)
 
 
-def aside(root: Path, name: str) -> Path:
+def tmp_dir(root: Path, name: str) -> Path:
     """Make an empty folder beside the checkpoints of ``root``. It never counts as a checkpoint, even if it is left."""
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
     made.mkdir(parents=True)
@@ -126,79 +129,73 @@ def aside(root: Path, name: str) -> Path:
 
 
 def write_part(
-    aside: Path,
+    folder: Path,
     rank: int,
     world_size: int,
     pieces: Mapping[str, Piece],
-    rest: Rest = at_once,
+    throttle: Throttle = unthrottled,
 ) -> dict[str, dict]:
     """Write ``pieces`` (CPU tensors) durably; returns the manifest entry of the file.
 
-    ``rest`` is an argument of ``write_safetensors``.
+    ``throttle`` is an argument of ``write_safetensors``.
     """
-    path = aside / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
+    path = folder / f"part_{rank:05d}_of_{world_size:05d}.safetensors"
     by_alignment = sorted(pieces, key=lambda name: -pieces[name].tensor.element_size())
-    entry = write_safetensors(path, {name: pieces[name].tensor for name in by_alignment}, rest)
+    entry = write_safetensors(path, {name: pieces[name].tensor for name in by_alignment}, throttle)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
     return {path.name: entry | ({"rows": rows} if rows else {})}
 
 
 def commit(
-    aside: Path,
+    folder: Path,
     step: int,
     parts: dict[str, dict],
     snapshot_state: dict,
     layout: dict[str, dict],
     keep: Keep,
     passed_over: Collection[Path] = (),
+    evaluations: Mapping[int, float] | None = None,
 ) -> Path:
-    """Make the parts in ``aside`` the checkpoint of ``step``, durably; then delete those that ``keep`` does not keep.
+    """Make the parts in ``folder`` the checkpoint of ``step``, durably; then delete those that ``keep`` does not keep.
 
     The checkpoints in ``passed_over``, which were found damaged when the run resumed, are deleted too. Any other
     checkpoint of a later step stays: another start of the run, which took over from this one, has written it.
+    ``evaluations`` holds the evaluation loss of each evaluated step.
     """
-    root = aside.parent
+    root = folder.parent
     final = root / _name(step)
     content = json.dumps(snapshot_state)
-    write_durably(aside / STATE, content)
+    write_durably(folder / STATE, content)
     described = {"bytes": len(content.encode()), "sha256": hashlib.sha256(content.encode()).hexdigest()}
     manifest = {"format": FORMAT, "step": step, "files": parts | {STATE: described}, "optimizer_layout": layout}
     manifest["sha256"] = _digest(manifest)
-    os.rename(aside, final)
+    os.rename(folder, final)
     sync(root)
     write_durably(final / MANIFEST, json.dumps(manifest, indent=1))
     with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
-        for directory in _superfluous(final, keep, set(passed_over) - {final}):
+        for directory in _superfluous(final, keep, set(passed_over) - {final}, evaluations or {}):
             _delete(directory, ignore_errors=True)
     return final
 
 
-def _superfluous(newest: Path, keep: Keep, stale: set[Path]) -> list[Path]:
+def _superfluous(newest: Path, keep: Keep, stale: set[Path], evaluations: Mapping[int, float]) -> list[Path]:
     """The directories to delete now that ``newest`` is durable. Raises OSError if the disk does not answer."""
     ours = [d for d in directories(newest.parent) if d in stale or step_of(d) <= step_of(newest)]
     valid = [d for d in ours if is_there(d / MANIFEST) and d not in stale]
-    kept = {newest} | _kept(valid, keep)
+    kept = {newest} | _kept(valid, keep, evaluations)
     return [d for d in ours if d not in kept]
 
 
-def _kept(valid: list[Path], keep: Keep) -> set[Path]:
+def _kept(valid: list[Path], keep: Keep, evaluations: Mapping[int, float]) -> set[Path]:
     """Those of the ``valid`` checkpoints (newest first) that ``keep`` keeps."""
     kept = set(valid[: keep.last])
     if keep.every is not None:
         kept |= {d for d in valid if step_of(d) % keep.every == 0}
     if keep.best:
-        evaluated = {d: _evaluation(d) for d in valid if step_of(d) > keep.best_after}
-        losses = {d: loss for d, loss in evaluated.items() if loss is not None and math.isfinite(loss)}
+        evaluated = {d: evaluations.get(step_of(d), math.nan) for d in valid}
+        losses = {d: loss for d, loss in evaluated.items() if math.isfinite(loss)}
         kept |= {min(losses, key=losses.__getitem__)} if losses else set()
     return kept
-
-
-def _evaluation(directory: Path) -> float | None:
-    """The evaluation loss at a checkpoint's step; None if there was none, or if the file is missing or damaged."""
-    try:
-        return json.loads((directory / STATE).read_text()).get("eval_loss")
-    except (FileNotFoundError, ValueError):
-        return None
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -217,6 +214,11 @@ class Stored:
         _, rows, file, name = self.pieces[0]
         shape = file.get_slice(name).get_shape()
         return tuple(shape) if rows is None else (rows, *shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        _, _, file, name = self.pieces[0]
+        return TORCH_DTYPES[file.get_slice(name).get_dtype()]
 
     def whole(self) -> Tensor:
         _, rows, file, name = self.pieces[0]
@@ -237,13 +239,32 @@ class Stored:
         return torch.cat(found) if len(found) > 1 else found[0]
 
 
+class Received:
+    """``stored`` as rank 0 reads it; all ranks must ask for the same tensors in the same order."""
+
+    def __init__(self, stored: Stored, runtime: Runtime):
+        self.stored, self.runtime, self.shape = stored, runtime, stored.shape
+
+    def whole(self) -> Tensor:
+        device = self.runtime.device
+        if self.runtime.is_main:
+            tensor = self.stored.whole().to(device)
+        else:
+            tensor = torch.empty(self.shape, dtype=self.stored.dtype, device=device)
+        self.runtime.broadcast([tensor])
+        return tensor
+
+    def rows(self, first: int, end: int) -> Tensor:
+        return self.whole()[first:end]
+
+
 @dataclass
 class Checkpoint:
     """A checkpoint on disk."""
 
     path: Path
-    model: dict[str, Stored]
-    optimizer: dict[str, Stored]
+    model: dict[str, Stored | Received]
+    optimizer: dict[str, Stored | Received]
     random: list[Tensor]  # one state for each rank that wrote it
     state: dict
     optimizer_layout: dict[str, dict]
@@ -251,6 +272,14 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.state["step"]
+
+    def shared(self, runtime: Runtime) -> Checkpoint:
+        """This checkpoint, of which rank 0 reads whole tensors from the disk and the other ranks receive them."""
+        return replace(
+            self,
+            model={name: Received(stored, runtime) for name, stored in self.model.items()},
+            optimizer={name: Received(stored, runtime) for name, stored in self.optimizer.items()},
+        )
 
     def close(self) -> None:
         """Release the files, which stay memory-mapped while anything refers to them."""
@@ -279,7 +308,7 @@ def load(directory: Path) -> Checkpoint:
     )
 
 
-def fill_(tensor: Tensor, stored: Stored) -> None:
+def fill_(tensor: Tensor, stored: Stored | Received) -> None:
     """Copy this rank's rows of ``stored`` into ``tensor``."""
     sharded.local_rows(tensor).copy_(sharded.own_part(tensor, stored))
 

@@ -16,18 +16,18 @@ from torch import Tensor
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
           torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 WRITE_BYTES = 1 << 22  # hashed and written at a time
-Rest = Callable[[float], object]
+Throttle = Callable[[float], object]
 
 
-def at_once(seconds: float) -> None:
+def unthrottled(seconds: float) -> None:
     """Makes no pause between blocks: the default of ``write_safetensors``."""
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at_once) -> dict:
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], throttle: Throttle = unthrottled) -> dict:
     """Write ``tensors`` durably and hash them, in one pass; returns {"bytes", "sha256"} of the file.
 
-    ``rest(seconds)`` is called after each block, with the time that the block took. The safetensors library would first
-    copy everything, and its file would have to be read again for the checksum.
+    ``throttle(seconds)`` is called after each block, with the time that the block took. The safetensors library would
+    first copy everything, and its file would have to be read again for the checksum.
     """
     header, end = {}, 0
     for name, tensor in tensors.items():
@@ -44,7 +44,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], rest: Rest = at
                 if file.write(block) != len(block):  # on a full disk, an unbuffered file first writes less
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
                 size += len(block)
-                rest(time.perf_counter() - began)
+                throttle(time.perf_counter() - began)
         os.fsync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,13 +12,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from dlr_pretrain.models import dlr
+from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import global_norm
 
 if TYPE_CHECKING:
-    from dlr_pretrain.train.weights import Weights
+    from dlr_pretrain.train.fsdp import ShardedGradients
 
-# Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
-# and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
-CACHED = 1 << 15
+
+def gradients_of(weights: Weights, world_size: int) -> Gradients | ShardedGradients:
+    """What runs backward passes through ``weights`` and sums their gradients."""
+    if weights.sharded:
+        from dlr_pretrain.train.fsdp import ShardedGradients  # its imports take half a second
+
+        return ShardedGradients(weights, weights.accumulate)
+    return Gradients(weights, weights.accumulate, world_size)
 
 
 class Gradients:
@@ -95,24 +101,6 @@ class Gradients:
                 master.grad = None
         if self.buffer is not None:
             self.buffer.zero_()
-
-
-def global_norm(gradients: list[Tensor]) -> Tensor:
-    """The l2 norm over all gradients, in fp32, on the device."""
-    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
-
-
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The l2 norm of each tensor, in fp32, on the device."""
-    if tensors[0].device.type != "cpu":
-        return torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
-    pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
-    return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The values of ``tensor`` in memory order, without a copy even if it is transposed."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
 
 
 def _summed(_, bucket):  # DDP refuses annotations that are strings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from dlr_pretrain.config.written import MANIFEST
 from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import UserError, leave
+from dlr_pretrain.util.files import is_there
 from dlr_pretrain.util.heartbeat import EXPIRY
 
 HEARTBEAT = 10.0  # seconds between beats
@@ -57,19 +60,37 @@ class RunLock:
 
         If the holder may be dead, first waits for up to 2 * ``EXPIRY`` seconds to be sure.
         """
+        while not self._take():  # the holder before this one has deleted its file, because it recorded nothing
+            pass
+        self._thread.start()
+        return self.token
+
+    def _take(self) -> bool:
+        """Take the lease; returns False if its file was deleted meanwhile."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            while True:
+            alone = False
+            while self._there() and not alone:
                 alone = self._wait()
                 self._beat()
-                if alone or self._settled():
-                    break
+                alone = alone or self._settled()
+        except FileNotFoundError:
+            pass
         except BaseException:
             os.close(self.descriptor)
             raise
-        self._thread.start()
-        return self.token
+        if there := self._there():
+            return there
+        os.close(self.descriptor)
+        return False
+
+    def _there(self) -> bool:
+        """Whether the open file still has its name: a file that was deleted keeps nobody out."""
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def require_held(self, at_most: float = 0.0) -> None:
         """Raise UserError if another start has taken the run over, or the lease was deleted.
@@ -90,15 +111,28 @@ class RunLock:
                 "It writes nothing more"
             )
 
+    @property
+    def held(self) -> bool:
+        """Whether this process has taken the lock; it may have lost it since (see ``require_held``)."""
+        return self._thread.is_alive()
+
     def release(self) -> None:
-        """Release the lock for the next process; does nothing if this process does not hold it."""
-        if not self._thread.is_alive():
+        """Release the lock for the next process; does nothing if this process does not hold it.
+
+        A start that recorded nothing of its run leaves nothing behind.
+        """
+        if not self.held:
             return
         self._stopped.set()
         self._thread.join()
         with suppress(OSError, UserError):
             self.require_held()
-            self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
+            if is_there(self.run_dir / MANIFEST):
+                self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
+            else:
+                self.path.unlink()
+                shutil.rmtree(self.run_dir / ".beats", ignore_errors=True)
+                self.run_dir.rmdir()  # fails if there is anything else
         os.close(self.descriptor)
 
     def __enter__(self) -> RunLock:

@@ -123,7 +123,7 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
 def _update_twice(cfg: Config, runtime: Runtime, vocab_size: int, compiled_for: int) -> None:
     updates, batch = trial(cfg, runtime, vocab_size, compiled_for=compiled_for), noise(cfg, runtime, vocab_size)
     for index in range(2):
-        updates.update(batch, index, cfg.train.lr)
+        updates(batch, index, cfg.train.lr)
     torch.cuda.synchronize(runtime.device)
 
 

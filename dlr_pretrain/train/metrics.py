@@ -1,48 +1,64 @@
-"""Metrics: copied to the host without waiting; throughput; ``metrics.jsonl``, with one line per completed update."""
+"""Metrics: copied to the host without waiting; one line per completed update in ``metrics.jsonl``; throughput."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from dlr_pretrain.config import Config
+from dlr_pretrain.models import Llama
+from dlr_pretrain.models.flops import flops_per_token, peak_flops
+from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.history import sound_records
 
+if TYPE_CHECKING:
+    from dlr_pretrain.train.guard import Outcome
+
 SETTLING_STEPS = 10  # first steps of a start, which do not count towards throughput
-WINDOW = 20  # steps over which throughput is averaged
+THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged
+SPIKE_WINDOW = 128  # losses that a loss is compared with
+SCORED_AFTER = 32  # losses before the first one that is scored
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended line by line, cut back to the checkpoint when a run resumes.
+    """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes.
 
     ``missing`` names the steps from ``first_step`` to ``resumed_step`` whose lines were lost, though they were trained.
+    ``evaluations`` holds the evaluation loss of each evaluated step.
     """
 
-    def __init__(self, path: Path, resumed_step: int, first_step: int = 1):
+    def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 1):
         self.path, self.unwritten, self.refusal = path, b"", ""
-        self._lock = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
-        kept = [line for line in sound_records(path)[0] if line["step"] <= resumed_step]
-        self.missing = missing_steps((line["step"] for line in kept), first_step, resumed_step)
+        self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
+        kept = [record for record in sound_records(path)[0] if record["step"] <= resumed_step]
+        self.missing = missing_steps((record["step"] for record in kept), first_step, resumed_step)
+        self.evaluations = {record["step"]: record["eval/loss"] for record in kept if record.get("eval/loss")}
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
-        """Append a line. If the disk does not take it now, the next call tries again."""
+        """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
+        if "eval/loss" in record:
+            self.evaluations[record["step"]] = record["eval/loss"]
         self._offer(_line(record).encode())
 
     def _offer(self, more: bytes = b"") -> None:
-        with self._lock:
+        with self._mutex:
             self.unwritten += more
             try:
                 while self.unwritten:
@@ -96,46 +112,99 @@ class Pending:
         event.record()
         self.queue.append((step, host, event))
 
-    def ready(self, everything: bool = False) -> Iterator[tuple[int, list[float]]]:
-        """The steps that are due and their values, oldest first: all but the last ``lag``, or everything.
+    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, list[float]]]:
+        """The steps that are due and their values, oldest first: all but the last ``lag``, or all if ``everything()``.
 
         Waits until the GPU has finished each step.
         """
-        while len(self.queue) > (0 if everything else self.lag):
+        while len(self.queue) > (0 if everything() else self.lag):
             step, values, event = self.queue.popleft()
             if event is not None:
                 event.synchronize()
             yield step, values.tolist()
 
 
+class Meter:
+    """The metrics of an update beside its loss: rate, speed, memory, and how unusual the loss is."""
+
+    def __init__(self, cfg: Config, runtime: Runtime, model: Llama, micro_batch: int):
+        self.cfg, self.runtime = cfg, runtime
+        self.throughput, self.spikes = Throughput(), SpikeScore()
+        self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
+        self.peak = peak_flops(runtime.device, cfg.precision.name)
+        vocab_size = model.lm_head.out_features
+        self.flops_per_token = flops_per_token(cfg, vocab_size, micro_batch) if self.peak else None
+        self.paused, self.seconds_per_step = self.throughput.paused, self.throughput.seconds_per_step
+
+    def record(self, step: int, outcome: Outcome) -> dict:
+        """The record of update ``step``, without its counts of tokens."""
+        speed = self.throughput.step(self.cfg.train.global_batch * self.cfg.train.seq_len)
+        return {
+            "train/loss": finite_or_none(outcome.loss),
+            "train/spike": self.spikes.score(outcome.loss),
+            "train/lr": rate(self.cfg, step - 1),
+            "train/grad_norm": finite_or_none(outcome.norm),
+            "perf/tokens_per_second": speed,
+            "perf/mfu": self.mfu(speed),
+            "perf/max_memory_gb": self.runtime.peak_memory() / 1e9,
+            "time": time.time(),
+        } | self.probed.pop(step, {})
+
+    def mfu(self, tokens_per_second: float | None) -> float | None:
+        """Achieved over peak FLOP/s of all GPUs; None if the throughput or the peak is not known."""
+        if tokens_per_second is None or self.peak is None:
+            return None
+        return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
+
+
 class Throughput:
-    """Positions per second over the last steps. Evaluation, saving and the first steps (compilation) do not count."""
+    """Tokens per second over the last steps. Evaluation, saving and the first steps (compilation) do not count."""
 
     def __init__(self):
-        self.times: deque[float] = deque(maxlen=WINDOW)
+        self.times: deque[float] = deque(maxlen=THROUGHPUT_WINDOW)
         self.steps = 0
         self.clock = time.perf_counter()
 
-    def step(self, positions: int) -> float | None:
-        """Count a step of ``positions`` that has just ended; returns positions per second, None in the first steps."""
+    def step(self, tokens: int) -> float | None:
+        """Count a step of ``tokens`` that has just ended; returns tokens per second, None in the first steps."""
         now = time.perf_counter()
         self.steps += 1
         if self.steps > SETTLING_STEPS:
             self.times.append(now - self.clock)
         self.clock = now
-        return positions * len(self.times) / sum(self.times) if self.times else None
+        return tokens * len(self.times) / sum(self.times) if self.times else None
 
     def seconds_per_step(self) -> float | None:
         return sum(self.times) / len(self.times) if self.times else None
 
     @contextmanager
-    def paused(self):
+    def paused(self) -> Iterator[None]:
         """Time spent in this context does not count."""
         start = time.perf_counter()
         try:
             yield
         finally:
             self.clock += time.perf_counter() - start
+
+
+class SpikeScore:
+    """How many standard deviations a loss lies above the mean of the ``SPIKE_WINDOW`` losses before it.
+
+    Checkpoints hold these losses, so that a resumed run logs the same scores.
+    """
+
+    def __init__(self, losses: Iterable[float] = ()):
+        self.losses = deque(losses, SPIKE_WINDOW)
+
+    def score(self, loss: float) -> float | None:
+        """The score of the next loss; None if it is not finite, or if the losses before it are too few or all equal."""
+        if not math.isfinite(loss):
+            return None
+        found = None
+        if len(self.losses) >= SCORED_AFTER and (deviation := statistics.pstdev(self.losses)) > 0:
+            found = (loss - statistics.fmean(self.losses)) / deviation
+        self.losses.append(loss)
+        return found
 
 
 def finite_or_none(value: float) -> float | None:

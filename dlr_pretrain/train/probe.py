@@ -49,10 +49,10 @@ class Probe:
         pieces = list(zip(*(rows.split(SEQUENCES) for rows in inputs), strict=True))
         matrices = {name: self._matrices(name, state) for name in self.layers}
         totals = torch.zeros(len(self.layers), SUMS, dtype=torch.float64, device=runtime.device)
-        with self.weights.published():
+        with self.weights.with_residual():
             model = self.weights.model
             multiplied = dict(model.named_parameters()) | dict(model.named_buffers())
-            for piece in runtime.advancing(pieces):
+            for piece in runtime.heartbeat(pieces):
                 scored = piece[1] != IGNORE
                 gradients = self.path.output_gradients(multiplied, self.layers, piece, count)
                 for total, name in zip(totals, self.layers, strict=True):

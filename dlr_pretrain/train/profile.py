@@ -11,7 +11,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.runtime import Runtime
 
-ASIDE = "not training"  # the range in traces of what stands between two steps: evaluations and saves
+UNTIMED = "not training"  # the range in traces of what stands between two steps: evaluations and saves
 ROWS = 60  # of the table
 HISTORY = 200_000  # allocations of GPU memory that torch records with their place in the code
 

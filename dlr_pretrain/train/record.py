@@ -34,13 +34,13 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
     if "saved" not in read_record(run_dir):
-        update_record(run_dir, {"identity": {}, "forked": None})
-    hold(run_dir, identity(cfg) | fingerprints)
+        update_record(run_dir, {"identity": {}, "started_from": None})
+    bind_identity(run_dir, identity(cfg) | fingerprints)
     record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))
 
 
-def hold(run_dir: Path, entries: dict[str, object]) -> None:
+def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
     """Add ``entries`` to the identity in ``manifest.json``; raise UserError if they contradict what it holds.
 
     A directory in which nothing was saved yet may become another run.
@@ -49,7 +49,7 @@ def hold(run_dir: Path, entries: dict[str, object]) -> None:
     before = record.get("identity", {})
     changed = differences(before, entries)
     if changed and "saved" in record:
-        fix = f"Restore these keys, choose another run.dir, or go on from it there with run.fork_from={run_dir}"
+        fix = f"Restore these keys, or choose another run.dir and start there with run.start_from={run_dir}"
         what = told(changed, between="\n  ")
         raise UserError(f"{run_dir} holds another run:\n  {what}\n{fix}")
     update_record(run_dir, {"identity": before | entries})

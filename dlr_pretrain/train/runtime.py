@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -14,9 +15,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.train.parts import part
 from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError, tell
@@ -35,6 +36,7 @@ class Runtime:
     """
 
     def __init__(self, cfg: Config):
+        self.cfg, self._settings = cfg, ExitStack()
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.is_main = self.rank == 0
@@ -108,7 +110,7 @@ class Runtime:
             wait = FOR_EVER if self.limit is None else timedelta(seconds=self.limit + SLACK)
             dist.distributed_c10d._set_pg_timeout(wait)
 
-    def advancing(self, items: Iterable[T]) -> Iterator[T]:
+    def heartbeat(self, items: Iterable[T]) -> Iterator[T]:
         """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
         for item in items:
             self.watch.ticks += 1
@@ -122,6 +124,10 @@ class Runtime:
     def patient(self) -> AbstractContextManager[None]:
         """Within this context the rank may wait longer than ``run.timeout_minutes``, for its or another rank's disk."""
         return self.watch.patient()
+
+    def start_watch(self, run_dir: Path, token: str) -> None:
+        """Watch the progress of all ranks from now on; ``token`` names this start of the run."""
+        decided(lambda: self.watch.start(run_dir, token))
 
     def on_main(self, decide: Callable[[], T]) -> T:
         """Call ``decide`` on rank 0, and return its result on every rank.
@@ -198,7 +204,7 @@ class Runtime:
         """A new group for collectives on the host, such as those of another thread; all ranks must call together."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if self.world_size > 1 else None
 
-    @part("communication")
+    @record_function("communication")
     def sum(self, tensor: Tensor) -> Tensor:
         """``tensor`` summed over ranks, in place."""
         if self.world_size > 1:
@@ -239,6 +245,7 @@ class Runtime:
             torch.cuda.set_rng_state(state[host:], self.device)
 
     def __enter__(self) -> Runtime:
+        self._settings.enter_context(torch_settings(self.cfg))
         return self
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
@@ -249,6 +256,7 @@ class Runtime:
         If ``error`` follows from the loss of another rank or from an early request to stop, that cause is raised.
         """
         instead = self._reason(error)
+        self._settings.close()
         self.watch.stop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
@@ -271,6 +279,26 @@ class Runtime:
                 tell(f"error: {lost}")
             return lost
         return None
+
+
+@contextmanager
+def torch_settings(cfg: Config) -> Iterator[None]:
+    """torch's settings of the whole process that a run needs; at the end they are as before, for a multirun's next."""
+    log, cudnn = logging.getLogger("torch._higher_order_ops.wrap"), torch.backends.cuda.cudnn_sdp_enabled()
+    level = log.level
+    with ExitStack() as changed:
+        if cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN at lengths such as 192 (pytorch #196678)
+            torch.backends.cuda.enable_cudnn_sdp(False)
+        if cfg.compile:
+            # Dynamo would split each graph along DDP's buckets; and it warns of operations in place in a checkpointed
+            # block, where there are none.
+            changed.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            log.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            log.setLevel(level)
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def _stopped(when: str) -> Stopped:

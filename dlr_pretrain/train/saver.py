@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Keep, Piece, Snapshot
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 
 T = TypeVar("T")
-# The writing thread lowers its own priority (on Linux every thread has one of its own). That does not help between
-# ranks in different sessions, so the thread also works for only a fifth of the time, as long as nobody waits for it.
+# On a CPU the writing thread would take the cores of the training. It lowers its own priority (on Linux every thread
+# has one of its own). That does not help between ranks in different sessions, so it also works for only a fifth of the
+# time, as long as nobody waits for it.
 NICENESS = 19
 REST = 4
 SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
+TRIES, PAUSE = 11, 30.0  # attempts at a last save, and seconds between them
 
 
 class NotSaved(UserError):
@@ -33,60 +40,66 @@ class NotSaved(UserError):
 
 
 class Saver:
-    """Writes checkpoints under ``root``, one at a time: each rank writes its part, and rank 0 the manifest.
+    """Writes the checkpoints of a run, one at a time: each rank writes its part, and rank 0 the manifest.
 
-    Rank 0 calls ``permit()`` before a checkpoint becomes valid, which it does not if ``permit`` raises, and
-    ``done(step)`` afterwards. ``about``, the identity of the run, is added to the checkpoint's state. ``passed_over``
-    are the damaged checkpoints that rank 0 found at the start; the first save deletes them.
-    The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
+    Before a checkpoint becomes valid, rank 0 makes sure that it still holds ``lock`` and that every line of ``metrics``
+    is on the disk. ``passed_over`` are the damaged checkpoints that rank 0 found at the start; the first save deletes
+    them. The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
     def __init__(
         self,
-        root: Path,
+        run_dir: Path,
         runtime: Runtime,
         keep: Keep,
-        permit: Callable[[], None] = lambda: None,
-        done: Callable[[int], None] = lambda step: None,
-        about: dict | None = None,
+        lock: RunLock | None,
+        metrics: MetricsFile | None,
+        console: Console,
+        identity: dict,
         saved_step: int = 0,
         passed_over: Collection[Path] = (),
     ):
-        self.root, self.runtime, self.keep, self.permit, self.done = root, runtime, keep, permit, done
-        self.about = about or {}
+        self.run_dir, self.root = run_dir, run_dir / "checkpoints"
+        self.runtime, self.keep, self.lock, self.metrics = runtime, keep, lock, metrics
+        self.console, self.identity = console, identity
         self.saved = saved_step  # the last step that a checkpoint holds; the same on all ranks after ``wait``
+        self.begun = saved_step  # the last step of which a save was begun
         self.error: Exception | None = None  # why the last save failed; set on all ranks, but not at the same instant
         self._passed_over = passed_over
         self._group = runtime.new_group()
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[torch.dtype, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._awaited = threading.Event()
 
     def rehearse(self) -> None:
         """Have every rank write a file where checkpoints will be, so that a problem shows now and not hours later."""
         runtime = self.runtime
-        aside = self._together(lambda: checkpoint.aside(self.root, "rehearsal") if runtime.is_main else None)[0]
-        try:
-            self._together(lambda: _write_in(aside, runtime.rank))
-        finally:
-            if runtime.is_main:
-                shutil.rmtree(aside, ignore_errors=True)
+        with runtime.patient():
+            folder = self._together(lambda: checkpoint.tmp_dir(self.root, "rehearsal") if runtime.is_main else None)[0]
+            try:
+                self._together(lambda: _write_in(folder, runtime.rank))
+            finally:
+                if runtime.is_main:
+                    shutil.rmtree(folder, ignore_errors=True)
 
-    def save(self, step: int, snapshot: Snapshot) -> UserError | None:
-        """Wait for the previous save, then start to save ``snapshot``, which may be overwritten when this returns.
+    def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
+        """Start to save ``snapshot``, which may be overwritten when this returns. Waits for the previous save first.
 
-        If the previous save failed and ``wait`` has not raised its error, returns that error if it is a UserError (this
-        save takes its place), and raises it otherwise.
+        With ``final``, returns when the checkpoint is durable, and if the disk is full or does not answer, tries again
+        for some minutes. If the previous save failed and nobody has asked for its error, this one takes its place.
         """
-        failed = self._ended()
-        if failed is not None and not isinstance(failed, UserError):
-            raise failed
-        pieces, copied = self._to_host(checkpoint.share(snapshot, self.runtime.rank, self.runtime.world_size))
-        self._awaited.clear()
-        rest = (step, pieces, copied, snapshot.state, snapshot.optimizer_layout)
-        self._thread = threading.Thread(target=self._work, args=rest, name="checkpoint", daemon=True)
-        self._thread.start()
-        return failed
+        for left in reversed(range(TRIES if final else 1)):
+            self._start(step, snapshot)
+            if not final:
+                return
+            try:
+                return self.wait()
+            except NotSaved as error:
+                if not left or any(self.runtime.gather(self.runtime.stop_requested)):
+                    raise
+                self.console.say(f"warning: {error}. It is tried for another {left * PAUSE:.0f} s")
+                with self.runtime.patient():
+                    time.sleep(PAUSE)
 
     def wait(self) -> None:
         """Wait until the last save is durable. Raises UserError, on all ranks, if it failed on any.
@@ -95,6 +108,24 @@ class Saver:
         """
         if (error := self._ended()) is not None:
             raise error
+
+    def raise_error(self) -> None:
+        """Raise the error of the last save, if it has failed by now."""
+        if self.error is not None:
+            self.wait()
+
+    def _start(self, step: int, snapshot: Snapshot) -> None:
+        failed = self._ended()
+        if failed is not None:
+            if not isinstance(failed, UserError):
+                raise failed
+            self.console.say(f"warning: {failed}. Step {step:,} is saved in its place")
+        pieces, copied = self._to_host(checkpoint.share(snapshot, self.runtime.rank, self.runtime.world_size))
+        self._awaited.clear()
+        rest = (step, pieces, copied, snapshot.state, snapshot.optimizer_layout)
+        self._thread = threading.Thread(target=self._work, args=rest, name="checkpoint", daemon=True)
+        self._thread.start()
+        self.begun = step
 
     def _ended(self) -> Exception | None:
         """Wait for the last save to end. Returns why it failed, or None; the next call returns None."""
@@ -109,34 +140,49 @@ class Saver:
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host."""
         on_gpu = self.runtime.device.type == "cuda"
-        copies = {}
+        copies, used = {}, dict.fromkeys(self._sizes(pieces), 0)
         for name, piece in pieces.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != piece.tensor.shape or buffer.dtype != piece.tensor.dtype:
-                buffer = torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype, pin_memory=on_gpu)
-                self._buffers[name] = buffer  # kept, because new memory costs more than copying
-            copies[name] = piece._replace(tensor=buffer.copy_(piece.tensor, non_blocking=True))
+            dtype, values = piece.tensor.dtype, piece.tensor.numel()
+            flat = self._buffers[dtype][used[dtype] : used[dtype] + values]
+            used[dtype] += values
+            copies[name] = piece._replace(tensor=flat.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True))
         if not on_gpu:
             return copies, None
         copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits for it
         copied.record()
         return copies, copied
 
+    def _sizes(self, pieces: dict[str, Piece]) -> dict[torch.dtype, int]:
+        """The values of each dtype. Makes room for them: one buffer a dtype, kept, because new memory is slow.
+
+        torch rounds pinned memory up to a power of two, so that one buffer wastes less than one for each tensor.
+        """
+        sizes: dict[torch.dtype, int] = {}
+        for piece in pieces.values():
+            sizes[piece.tensor.dtype] = sizes.get(piece.tensor.dtype, 0) + piece.tensor.numel()
+        for dtype, values in sizes.items():
+            if dtype not in self._buffers or len(self._buffers[dtype]) < values:
+                pinned = self.runtime.device.type == "cuda"
+                self._buffers[dtype] = torch.empty(values, dtype=dtype, pin_memory=pinned)
+        return sizes
+
     def _work(self, step: int, pieces: dict[str, Piece], copied, state: dict, layout: dict[str, dict]) -> None:
         runtime = self.runtime
+        throttle = checkpoint.unthrottled
         if copied is not None:  # a new thread starts on GPU 0, and waiting there would allocate half a GB on it
             torch.cuda.set_device(runtime.device)
-        with suppress(OSError, AttributeError):  # if cores are few, the threads of the training go first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        else:
+            throttle = self._rest
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            aside = self._together(lambda: self._begin(step) if runtime.is_main else None)[0]
-            if aside is not None:
+            folder = self._together(lambda: self._begin(step) if runtime.is_main else None)[0]
+            if folder is not None:
                 if copied is not None:
                     copied.synchronize()
-                parts = self._together(
-                    lambda: checkpoint.write_part(aside, runtime.rank, runtime.world_size, pieces, self._rest)
-                )
-                self._together(lambda: self._commit(aside, step, parts, state, layout) if runtime.is_main else None)
+                rank, size = runtime.rank, runtime.world_size
+                parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces, throttle))
+                self._together(lambda: self._commit(folder, step, parts, state, layout) if runtime.is_main else None)
             self.saved = step
         except UserError as error:
             self.error = NotSaved(f"checkpoint of step {step} could not be written: {error}")
@@ -146,19 +192,31 @@ class Saver:
     def _rest(self, seconds: float) -> None:
         self._awaited.wait(REST * seconds)
 
-    def _begin(self, step: int) -> Path | None:
-        self.permit()
-        aside = checkpoint.begin(self.root, step)
-        if aside is None:
-            self.done(step)
-        return aside
+    def _require_permission(self) -> None:
+        """On rank 0: raise if another start has taken the run over, or metrics are not on the disk."""
+        if self.lock is not None:
+            self.lock.require_held()
+        if self.metrics is not None:
+            self.metrics.sync()
 
-    def _commit(self, aside: Path, step: int, parts: list[dict], state: dict, layout: dict[str, dict]) -> None:
-        self.permit()
+    def _begin(self, step: int) -> Path | None:
+        self._require_permission()
+        folder = checkpoint.begin(self.root, step)
+        if folder is None:
+            self._note(step)
+        return folder
+
+    def _commit(self, folder: Path, step: int, parts: list[dict], state: dict, layout: dict[str, dict]) -> None:
+        self._require_permission()
         files = {name: entry for part in parts for name, entry in part.items()}
-        checkpoint.commit(aside, step, files, state | self.about, layout, self.keep, self._passed_over)
-        self.done(step)
+        evaluations = self.metrics.evaluations if self.metrics is not None else {}
+        state = state | {"identity": self.identity}
+        checkpoint.commit(folder, step, files, state, layout, self.keep, self._passed_over, dict(evaluations))
+        self._note(step)
         self._passed_over = ()
+
+    def _note(self, step: int) -> None:
+        update_record(self.run_dir, {"saved": step})
 
     def _together(self, act: Callable[[], T]) -> list[T]:
         """Call ``act`` on every rank, and return all results. If it raises on any rank, all ranks raise UserError."""

@@ -1,6 +1,8 @@
-"""Updates a model on random tokens, without a run directory: for trials, checks and measurements."""
+"""Updates a new model on random tokens, without the data of a run: for trials, checks and measurements."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 
@@ -8,22 +10,38 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.train.descent import Descent
+from dlr_pretrain.train.build import place
+from dlr_pretrain.train.checkpoint import Keep
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.guard import Guard
+from dlr_pretrain.train.loop import Loop
+from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.runtime import Runtime
-from dlr_pretrain.train.weights import place
+from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.update import Update
 
 
 def trial(
     cfg: Config, runtime: Runtime, vocab_size: int, model: Llama | None = None, compiled_for: int | None = None
-) -> Descent:
-    """The ``Descent`` of ``model`` (default: a new one), compiled as for ``compiled_for`` ranks (default: all)."""
+) -> Update:
+    """The updates of ``model`` (default: a new one), compiled as for ``compiled_for`` ranks (default: all)."""
     if model is None:
         model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
-    weights = place(cfg, model)
-    if cfg.compile:
-        torch._dynamo.reset()
-        weights.compile_(cfg.train, compiled_for or runtime.world_size)
-    return Descent(cfg, runtime, weights)
+    return Update(cfg, runtime, place(cfg, runtime, model, compiled_for))
+
+
+def trial_loop(
+    cfg: Config, runtime: Runtime, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None
+) -> Loop:
+    """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
+    console = Console(cfg, enabled=False)
+    saver = Saver(run_dir, runtime, Keep(1), None, metrics, console, {})
+    guard = Guard(cfg, runtime, None, saver, console, None)
+
+    def evaluator(*_, **__) -> dict[str, float]:
+        return {"eval/loss": 0.0}
+
+    return Loop(cfg, runtime, trial(cfg, runtime, vocab_size), evaluator, metrics, saver, guard, console)
 
 
 def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:

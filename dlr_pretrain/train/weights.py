@@ -20,29 +20,16 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Train
-from dlr_pretrain.models import Llama, dlr
+from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.train.checkpoint import Stored, fill_
-from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
-
-
-def place(cfg: Config, model: Llama) -> Weights:
-    """The ``Weights`` of ``model``, whole on this rank in the dtype of the state; sharded under ``parallel=fsdp``."""
-    if cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN at lengths such as 192 (pytorch #196678)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    if cfg.parallel.name == "fsdp":
-        from dlr_pretrain.train.sharded import ShardedWeights  # its imports take half a second
-
-        return ShardedWeights(model, cfg.precision.name, cfg.train.accumulate)
-    return Weights(model, cfg.precision.name, cfg.train.accumulate)
 
 
 class Weights:
@@ -63,10 +50,6 @@ class Weights:
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
         self.differentiated = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
-
-    def gradients(self, world_size: int) -> Gradients:
-        """The object that runs backward passes through the model and sums their gradients."""
-        return Gradients(self, self.accumulate, world_size)
 
     def compile_(self, train: Train, world_size: int) -> None:
         """Compile the model in place: on one GPU as one graph, up to 350m, and otherwise block by block.
@@ -96,7 +79,7 @@ class Weights:
         return [name for name in self.trained if self.model.get_parameter(name).dim() == 0]
 
     @contextmanager
-    def published(self) -> Iterator[None]:
+    def with_residual(self) -> Iterator[None]:
         """Within this context the model multiplies by state plus residual, rounded once. Outside, the state holds B."""
         if self.masters is not None:
             self._publisher.publish(self.masters)
@@ -143,7 +126,7 @@ class Weights:
             return {}
         folded = dlr.folded_state(self.model, {name: value.detach() for name, value in self.state.items()})
         branches = {f"{name}.weight" for name, up in dlr.residuals(self.model) if up.residual.impl == "branch"}
-        with self.published():
+        with self.with_residual():
             for name, p in self.model.named_parameters():
                 own = sharded.local_rows(folded[name]) if name in folded.keys() - branches else None
                 if own is not None and not torch.equal(own.to(p.dtype), sharded.local_rows(p).detach()):

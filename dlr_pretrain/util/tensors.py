@@ -1,12 +1,36 @@
-"""Conventions shared by all code that computes with tensors."""
+"""Conventions and norms shared by all code that computes with tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 IGNORE = -100  # as a target: the position has no target
+# Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
+# and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
+CACHED = 1 << 15
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which to compute with values of ``dtype`` before a single rounding: fp32, or fp64 for fp64."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def global_norm(gradients: list[Tensor]) -> Tensor:
+    """The l2 norm over all gradients, in fp32, on the device."""
+    return torch.linalg.vector_norm(torch.stack(norms(gradients)))
+
+
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The l2 norm of each tensor, in fp32, on the device."""
+    if tensors[0].device.type != "cpu":
+        return torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+    pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
+    return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The values of ``tensor`` in memory order, without a copy even if it is transposed."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)

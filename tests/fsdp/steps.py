@@ -17,8 +17,8 @@ from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import merging
-from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.weights import place
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
@@ -43,13 +43,13 @@ def config(*words: str) -> Config:
     return load([*(word for name, word in default.items() if name not in given), *words], 2)
 
 
-def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Descent:
+def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Update:
     """The updates of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
     built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
     weights = place(cfg, build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name]))
     if cfg.compile:
         weights.model.compile_()
-    return Descent(cfg, runtime, weights)
+    return Update(cfg, runtime, weights)
 
 
 def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
@@ -60,10 +60,10 @@ def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
     return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
 
 
-def trained(updates: Descent, steps: list[Batch]) -> Outcome:
+def trained(updates: Update, steps: list[Batch]) -> Outcome:
     losses, norms = [], []
     for index, batch in enumerate(steps):
-        loss, norm, *_ = updates.update(batch, index, rate(updates.cfg, index)).tolist()
+        loss, norm, *_ = updates(batch, index, rate(updates.cfg, index)).tolist()
         losses.append(loss), norms.append(norm)
         if merging.is_due(updates.cfg, index + 1):
             merging.merge(updates.cfg, updates.weights, updates.optimizer, index + 1)
@@ -71,7 +71,7 @@ def trained(updates: Descent, steps: list[Batch]) -> Outcome:
     return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
 
 
-def moments(updates: Descent) -> dict[str, Tensor]:
+def moments(updates: Update) -> dict[str, Tensor]:
     """The optimizer's state, whole, what is quantised by value."""
     parameters, found = updates.optimizer.parameters, {}
     for name, entry, value in updates.optimizer._entries():

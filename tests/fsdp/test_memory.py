@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
+import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.util import sharded
@@ -36,8 +36,8 @@ def test_each_of_two_ranks_holds_half():
             cfg = config(*WIDE, f"parallel={parallel}", "precision=bf16_mixed")
             updates, batches = made(cfg, runtime), own_batches(cfg, runtime)
             for step in range(3):
-                updates.update(batches[step], step, 1e-3)
-            with torch.no_grad(), updates.weights.published():
+                updates(batches[step], step, 1e-3)
+            with torch.no_grad(), updates.weights.with_residual():
                 updates.weights.model(*inputs_and_targets(batches[0].tokens, batches[0].lengths))
             if parallel == "fsdp":
                 updates.weights.folded(keep=False)
@@ -77,7 +77,7 @@ def test_a_plan_counts_what_rank_0_holds(words):
             clear()
 
         updates.gradients.clear = counted
-        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
+        updates(own_batches(cfg, runtime)[0], 0, 1e-3)
         if runtime.rank == 0:
             planned = memory(cfg, VOCAB, 2)
             indices = (r for m in updates.weights.model.modules() if (r := getattr(m, "residual", None)))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
+import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
@@ -158,7 +158,7 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
         cfg = config("backbone=cola", "dlr=on", "parallel=fsdp", "train.on_nonfinite=skip")
         updates = made(cfg, runtime)
         first, second, third, *_ = own_batches(cfg, runtime)
-        updates.update(first, 0, 1e-3)
+        updates(first, 0, 1e-3)
 
         def state():
             tensors = updates.weights.state | updates.optimizer.state_tensors()
@@ -173,11 +173,11 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
             return gradients
 
         updates.gradients.collect = poisoned
-        loss, norm, masked, *_ = updates.update(second, 1, 1e-3).tolist()
+        loss, norm, masked, *_ = updates(second, 1, 1e-3).tolist()
         assert masked == 1 and not torch.isfinite(torch.tensor(norm)) and loss == pytest.approx(3.7, abs=0.3)
         assert_bits(state(), before)
         updates.gradients.collect = collect
-        assert updates.update(third, 2, 1e-3).tolist()[2] == 0
+        assert updates(third, 2, 1e-3).tolist()[2] == 0
         assert not torch.equal(state()["lm_head.weight"], before["lm_head.weight"])
 
     on_two_ranks(act)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dlr_pretrain.train.sharded  # noqa: F401 - imported once for all ranks that are forked
+import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.util import sharded
@@ -46,7 +46,7 @@ def test_all_ranks_quantise_the_same_moments(width):
         cfg = config(*WORDS, width, "parallel=fsdp")
         updates = made(cfg, runtime)
         updates.optimizer.load_state_tensors({}, {})  # as a fork from another optimizer does
-        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
+        updates(own_batches(cfg, runtime)[0], 0, 1e-3)
         plain = PLAIN + (("mlp",) if width == CUT else ())  # 64 rows of 190 values are as many
         for name, p in updates.optimizer.parameters.items():
             state = updates.optimizer.part_of[name].state[sharded.local_rows(p)]
@@ -87,7 +87,7 @@ def test_bytes_of_the_state_are_counted_as_they_are():
     def act(runtime):
         cfg = config(*WORDS, CUT, "parallel=fsdp")
         updates = made(cfg, runtime)
-        updates.update(own_batches(cfg, runtime)[0], 0, 1e-3)
+        updates(own_batches(cfg, runtime)[0], 0, 1e-3)
         held = sum(sharded.local_rows(t).nbytes for t in updates.optimizer.state_tensors().values())
         parameters = {name: sharded.local_rows(p) for name, p in updates.optimizer.parameters.items()}
         rows = {name: torch.empty_like(p, device="meta") for name, p in parameters.items()}

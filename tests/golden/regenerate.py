@@ -55,14 +55,14 @@ def batches(batch_size: int, seq_len: int):
 
 
 def curve(*overrides: str) -> list[float]:
-    """The loss of every update of a run, without its loop, data and run directory."""
+    """The loss of every update of a new model, without data room and run directory."""
     kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
     kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
     cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
-    steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
     with Runtime(cfg) as runtime:
-        updates = trial(cfg, runtime, VOCAB)
-        return [updates.update(batch, i, rate(cfg, i))[0].item() for i, batch in enumerate(steps)]
+        update = trial(cfg, runtime, VOCAB)
+        steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
+        return [update(batch, index, rate(cfg, index))[0].item() for index, batch in enumerate(steps)]
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ def test_the_largest_micro_batch_is_found_and_nothing_stays_behind(left):
             assert not memory.fits(cfg, runtime, 32_000, 2 * rows)
             pinned = cfg.with_micro_batch(rows)
             updates = trial(pinned, runtime, 32_000)
-            updates.update(noise(pinned, runtime, 32_000), 0, 1e-3)
+            updates(noise(pinned, runtime, 32_000), 0, 1e-3)
             torch.cuda.synchronize()
         finally:
             updates = None

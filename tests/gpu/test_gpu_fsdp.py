@@ -19,7 +19,7 @@ def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     with Runtime(cfg) as runtime:
         updates = trial(cfg, runtime, VOCAB)
         some = itertools.islice(batches(BATCH, SEQ_LEN), 8)
-        found = [updates.update(batch, index, 1e-3)[0] for index, batch in enumerate(some)]
+        found = [updates(batch, index, 1e-3)[0] for index, batch in enumerate(some)]
         return [loss.item() for loss in found], updates.weights.folded(keep=True)
 
 

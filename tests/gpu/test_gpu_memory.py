@@ -34,7 +34,7 @@ def test_7b_takes_what_the_plan_says(words, at_most):
         for index in range(4):
             if index == 2:
                 torch.cuda.reset_peak_memory_stats()
-            updates.update(batch, index, 1e-4)
+            updates(batch, index, 1e-4)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
     assert peak < at_most

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from dlr_pretrain.train.descent import Descent
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
@@ -41,7 +41,7 @@ def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):
     def fails(self, batch, index, lr, failed):
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
 
-    monkeypatch.setattr(Descent, "update", fails)
+    monkeypatch.setattr(Update, "__call__", fails)
     with pytest.raises(UserError, match=r"were asked for, .* GB were allocated at the peak"):
         train(tmp_path / "run", *COMMON, "profile=on", "profile.start=3")
     snapshot = pickle.loads((tmp_path / "run" / "profile" / "out_of_memory_rank0.pickle").read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import distributed_c10d
 
-from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.util.errors import EXIT_LOST
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
@@ -41,14 +42,14 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
 
 def break_rank_1(monkeypatch, at_step: int, act) -> None:
     """Let rank 1 ``act`` instead of taking the batch of a step."""
-    real = Trainer.next_batch
+    real, steps = Guard.next_batch, itertools.count(1)
 
     def next_batch(self, loader):
-        if self.runtime.rank == 1 and self.step == at_step - 1:
+        if self.runtime.rank == 1 and next(steps) == at_step:
             act()
         return real(self, loader)
 
-    monkeypatch.setattr(Trainer, "next_batch", next_batch)
+    monkeypatch.setattr(Guard, "next_batch", next_batch)
 
 
 @pytest.mark.parametrize(("minutes", "days"), [("null", 1000), ("60", 0)])
@@ -99,7 +100,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(words, tmp_path, monkeypatch)
         break_rank_1(broken, at_step=8, act=lambda: time.sleep(600))
         with pytest.raises(AssertionError) as ended:
             forked(given, ranks=2)
-    place = r", in train/trainer\.py:\d+ \(train\)"
+    place = r", in train/loop\.py:\d+ \(fit\)"
     message = rf"no step for \d+ s: {LAST_SEEN.format(1, 7)}{place}; the others wait at 8\. "
     assert len(re.findall(message, str(ended.value))) == 1, ended.value  # one rank speaks
     for rank in (0, 1):

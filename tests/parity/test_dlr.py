@@ -192,9 +192,9 @@ def test_publishing_takes_as_many_kernels_for_any_depth(precision):
         cfg = small("cola", "dlr=on", f"precision={precision}", layers=layers)
         weights = Weights(build(cfg, VOCAB, torch.device("cpu"), STATE_DTYPE[precision]), precision)
         require_tied(weights.model)
-        with weights.published():  # makes the indices
+        with weights.with_residual():  # makes the indices
             pass
-        with Kernels() as kernels, weights.published():
+        with Kernels() as kernels, weights.with_residual():
             pass
         return kernels.count
 

@@ -40,7 +40,7 @@ def fast(cfg: Config, start: dict[str, Tensor], prepare: Callable[[Llama], objec
     prepare(weights.model)
     losses = []
     for inputs in batches():
-        with weights.published():
+        with weights.with_residual():
             losses.append(gradients.add(inputs, torch.tensor(48), last=True).item())
         gradients.collect()
         optimizer.update(LR, skip=torch.zeros(()))

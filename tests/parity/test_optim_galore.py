@@ -174,13 +174,13 @@ def test_the_trainer_hears_of_each_matrix(name):
     start, gradients = draw(1)
     optimizer, heard = run(name, [], start, lr=0.1), []
 
-    def advancing(items):
+    def heartbeat(items):
         for item in items:
             heard.append(item)
             yield item
 
     for part in optimizer.parts:
-        part.advancing = advancing
+        part.heartbeat = heartbeat
     for full, p in optimizer.parameters.items():
         p.grad = torch.empty_like(p, requires_grad=False).copy_(gradients[0][full])
     optimizer.update(0.1, skip=GO)

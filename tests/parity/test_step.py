@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.data.streams import permutation
-from dlr_pretrain.train.descent import Descent
-from dlr_pretrain.train.gradients import global_norm, norms
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import ROOT, forked, saved, torchrun
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -112,7 +112,7 @@ def test_a_step_that_is_not_finite_is_masked_named_and_leaves_the_steps_before_i
 @pytest.mark.slow
 def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     """As where equal gradients give unequal singular vectors on unequal GPUs."""
-    update = Descent.update
+    update = Update.__call__
 
     def drifting(self, batch, index, lr, failed):
         values = update(self, batch, index, lr, failed)
@@ -120,7 +120,7 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
             self.weights.model.model.norm.weight.data[3] += 1e-6
         return values
 
-    monkeypatch.setattr(Descent, "update", drifting)
+    monkeypatch.setattr(Update, "__call__", drifting)
     with pytest.raises(AssertionError, match=r"step 10: the ranks hold different weights, 1 of them from model.norm"):
         forked(words(f"run.dir={tmp_path}/run", "train.lr=1e-12", "train.warmup_steps=0", "train.clip=null"), ranks=2)
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
@@ -162,7 +162,7 @@ def test_clipping_bounds_the_global_norm():
     assert norm.item() == pytest.approx((12 * 4 + 5) ** 0.5)
 
     def factor(bound: float | None) -> torch.Tensor | None:
-        return Descent.clip_factor(SimpleNamespace(cfg=SimpleNamespace(train=SimpleNamespace(clip=bound))), norm)
+        return Update.clip_factor(SimpleNamespace(cfg=SimpleNamespace(train=SimpleNamespace(clip=bound))), norm)
 
     assert factor(0.5).item() == pytest.approx(0.5 / norm.item(), rel=1e-6)
     assert factor(8.0).item() == 1.0

@@ -8,4 +8,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def local_disk(monkeypatch):
     """What is not there will not come."""
-    monkeypatch.setattr("dlr_pretrain.train.run.LATE", 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.start.LATE", 0.0)

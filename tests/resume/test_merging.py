@@ -79,7 +79,7 @@ class Late(Pending):
 
 
 def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", Late)
+    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
     choice = ("backbone=relora", "backbone.merge_every=2", "backbone.restart_warmup=0", "train.warmup_steps=0")
     with pytest.raises(UserError, match=r"step 2: loss .* not finite"):
         train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")

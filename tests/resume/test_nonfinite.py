@@ -13,10 +13,10 @@ from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
-from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
@@ -30,7 +30,7 @@ SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
 @pytest.fixture
 def poison(monkeypatch):
     """``poison(6, 7)`` makes the loss and the gradient of these steps not finite."""
-    bad, at, update, add = set(), {}, Descent.update, Gradients.add
+    bad, at, update, add = set(), {}, Update.__call__, Gradients.add
 
     def counted(self, batch, index, lr, failed):
         at["step"] = index + 1
@@ -39,7 +39,7 @@ def poison(monkeypatch):
     def poisoned(self, inputs, count, last):
         return add(self, inputs, count * (0.0 if at["step"] in bad else 1.0), last)
 
-    monkeypatch.setattr(Descent, "update", counted)
+    monkeypatch.setattr(Update, "__call__", counted)
     monkeypatch.setattr(Gradients, "add", poisoned)
     return lambda *steps: bad.update(steps)
 
@@ -143,7 +143,7 @@ def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, po
 def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison, pending):
     poison(6, 7, 9)
     whole = final(train(tmp_path / "whole", *SKIP))
-    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", pending)
     for stop in (6, 8):
         with pytest.raises(Stopped):
             train(tmp_path / "parts", *SKIP, f"train.stop_after={stop}")
@@ -153,7 +153,7 @@ def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch,
 @pytest.mark.parametrize(("pending", "last"), [(Pending, 11), (Late, 12)])
 def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pending, last):
     poison(3, 4, *range(8, 20))
-    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", pending)
     with pytest.raises(UserError, match=r"the last 4 updates were not finite, and train.max_skipped=3"):
         train(tmp_path / "run", *SKIP, "train.max_skipped=3", "checkpoint.every=100")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
@@ -176,7 +176,7 @@ def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path
 def test_a_stop_while_waiting_for_data_skips_nothing(train, tmp_path, monkeypatch, pending):
     """The step that has no data is not taken; it is no update that was left out."""
     whole = final(train(tmp_path / "whole", *SKIP))
-    monkeypatch.setattr("dlr_pretrain.train.trainer.Pending", pending)
+    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", pending)
     take, taken = TrainLoader.take, []
 
     def waiting(self, stop, patience):

@@ -174,7 +174,7 @@ def test_a_last_checkpoint_that_shows_late_is_waited_for(train, tmp_path, capsys
             hidden.rename(last)
         sleep(seconds)
 
-    monkeypatch.setattr("dlr_pretrain.train.run.LATE", 600.0)
+    monkeypatch.setattr("dlr_pretrain.train.start.LATE", 600.0)
     monkeypatch.setattr(time, "sleep", shows)
     train(tmp_path / "run")
     assert "after step 7" in (said := capsys.readouterr().out) and "warning" not in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -16,14 +17,14 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.train import checkpoint, files
 from dlr_pretrain.train.checkpoint import MANIFEST, Checkpoint, Keep, Piece, Snapshot, load, newest
-from dlr_pretrain.train.trainer import Trainer
+from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
 
 PART = "part_00000_of_00001.safetensors"
 
 
-def save(root, step: int, given: Snapshot, keep_last: int, ranks: int = 1, **keep):
+def save(root, step: int, given: Snapshot, evaluations=None, *, keep_last: int, ranks: int = 1, **keep):
     """What the threads of the ranks do, one after the other."""
     aside = checkpoint.begin(root, step)
     if aside is None:
@@ -31,7 +32,8 @@ def save(root, step: int, given: Snapshot, keep_last: int, ranks: int = 1, **kee
     parts = {}
     for rank in range(ranks):
         parts |= checkpoint.write_part(aside, rank, ranks, checkpoint.share(given, rank, ranks))
-    return checkpoint.commit(aside, step, parts, given.state, given.optimizer_layout, Keep(keep_last, **keep))
+    kept = Keep(keep_last, **keep)
+    return checkpoint.commit(aside, step, parts, given.state, given.optimizer_layout, kept, (), evaluations)
 
 
 def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
@@ -218,41 +220,30 @@ def test_every_so_many_steps_one_is_kept(tmp_path):
 
 
 def test_the_best_one_is_kept_among_those_that_were_evaluated(tmp_path):
-    for step, loss in enumerate([None, 3.0, 2.0, float("nan"), 2.5, None, 2.25], 1):
-        given = snapshot(step)
-        given.state["eval_loss"] = loss
-        save(tmp_path, step, given, keep_last=1, best=True)
+    losses = {2: 3.0, 3: 2.0, 4: float("nan"), 5: 2.5, 7: 2.25}
+    for step in range(1, 8):
+        evaluations = {at: loss for at, loss in losses.items() if at <= step}
+        save(tmp_path, step, snapshot(step), evaluations, keep_last=1, best=True)
     assert names(tmp_path) == {"step_00000003", "step_00000007"}
 
 
-@pytest.mark.parametrize("place", ["the marker", "the evaluation"])
-def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch, place):
+def test_while_a_disk_does_not_answer_nothing_is_deleted(tmp_path, monkeypatch):
     """Not even where Path.exists would say that the file is not there, as it does from Python 3.14 on."""
+    for step in (1, 2):
+        save(tmp_path, step, snapshot(step), {1: 1.0}, keep_last=1, best=True)
+    stat, silent = Path.stat, tmp_path / "step_00000001" / MANIFEST
 
-    def at(step: int, loss: float) -> None:
-        given = snapshot(step)
-        given.state["eval_loss"] = loss
-        save(tmp_path, step, given, keep_last=1, best=True)
-
-    at(1, 1.0), at(2, 2.0)
-    stat, read = Path.stat, Path.read_text
-    silent = tmp_path / "step_00000001" / (MANIFEST if place == "the marker" else checkpoint.STATE)
-
-    def answer(call):
-        def asked(self, *given, **named):
-            if self == silent:
-                raise OSError(errno.ESTALE, "Stale file handle")
-            return call(self, *given, **named)
-
-        return asked
+    def asked(self, *given, **named):
+        if self == silent:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return stat(self, *given, **named)
 
     with monkeypatch.context() as away:
-        away.setattr(Path, "stat", answer(stat))
+        away.setattr(Path, "stat", asked)
         away.setattr(Path, "exists", lambda self: self != silent and os.path.exists(self))
-        away.setattr(Path, "read_text", answer(read))
-        at(3, 3.0)
+        save(tmp_path, 3, snapshot(3), {1: 1.0}, keep_last=1, best=True)
     assert names(tmp_path) == {f"step_0000000{n}" for n in (1, 2, 3)}
-    at(4, 4.0)
+    save(tmp_path, 4, snapshot(4), {1: 1.0}, keep_last=1, best=True)
     assert names(tmp_path) == {"step_00000001", "step_00000004"}
 
 
@@ -420,17 +411,17 @@ def test_a_full_disk_ends_the_run_in_one_line_and_the_last_one_stands(train, tmp
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(*given)
 
-    take = Trainer.next_batch
+    take, steps = Guard.next_batch, itertools.count()
 
     def next_batch(self, loader):  # the save of step 10 has failed by the time that it is looked at
-        if self.step == 11:
+        if next(steps) == 11:
             trained_on.set()
             self.saver._thread.join()
         return take(self, loader)
 
     with monkeypatch.context() as patched:
         patched.setattr(owner, stage, filling)
-        patched.setattr(Trainer, "next_batch", next_batch)
+        patched.setattr(Guard, "next_batch", next_batch)
         with pytest.raises(UserError, match=r"checkpoint of step 10 could not be written: .*No space left"):
             train(tmp_path / "run")
     root = tmp_path / "run" / "checkpoints"

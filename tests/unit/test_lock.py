@@ -49,6 +49,19 @@ def quick(monkeypatch):
         monkeypatch.setattr(lock, name, getattr(lock, name) / 100)
 
 
+@pytest.fixture(autouse=True)
+def recorded(tmp_path):
+    """What a run has recorded, so that its directory stays when it is released."""
+    (tmp_path / "manifest.json").touch()
+
+
+def test_a_start_that_recorded_nothing_leaves_nothing(tmp_path):
+    with RunLock(tmp_path / "run") as own:
+        own.acquire()
+        (tmp_path / "run" / ".beats").mkdir()
+    assert not (tmp_path / "run").exists()
+
+
 def unsupported(*_):
     raise OSError("Function not implemented")
 

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from dlr_pretrain.train import metrics
-from dlr_pretrain.train.metrics import SETTLING_STEPS, WINDOW, MetricsFile, Pending, Throughput, missing_steps
+from dlr_pretrain.train.metrics import (
+    SETTLING_STEPS,
+    THROUGHPUT_WINDOW,
+    MetricsFile,
+    Pending,
+    Throughput,
+    missing_steps,
+)
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 
@@ -120,8 +127,8 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
 def test_on_a_cpu_metrics_are_due_at_once():
     pending = Pending(torch.device("cpu"))
     pending.push(1, torch.tensor([1.5, 2.0]))
-    assert [*pending.ready()] == [(1, [1.5, 2.0])]
-    assert [*pending.ready(everything=True)] == []
+    assert [*pending.ready(lambda: False)] == [(1, [1.5, 2.0])]
+    assert [*pending.ready(lambda: True)] == []
 
 
 def test_late_metrics_are_due_in_order_and_everything_when_asked():
@@ -130,7 +137,7 @@ def test_late_metrics_are_due_in_order_and_everything_when_asked():
     for step in range(1, 6):
         pending.push(step, torch.tensor([float(step)]))
         pending.lag = 2
-        seen.append([s for s, _ in pending.ready(everything=step == 4)])
+        seen.append([s for s, _ in pending.ready(lambda step=step: step == 4)])
         pending.lag = 0
     assert seen == [[], [], [1], [2, 3, 4], []]
 
@@ -164,7 +171,7 @@ def test_throughput_leaves_out_the_first_steps_and_pauses(monkeypatch):
 def test_throughput_is_that_of_the_last_steps(monkeypatch):
     clock = Clock(monkeypatch)
     throughput = Throughput()
-    for seconds in [1.0] * (SETTLING_STEPS + 5) + [4.0] * WINDOW:
+    for seconds in [1.0] * (SETTLING_STEPS + 5) + [4.0] * THROUGHPUT_WINDOW:
         clock.now += seconds
         rate = throughput.step(8)
     assert rate == 2.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.train.profile import ASIDE
+from dlr_pretrain.train.profile import UNTIMED
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked, saved
@@ -40,7 +40,7 @@ def test_training_is_the_same_and_its_parts_are_named(train, tmp_path, capsys):
     assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["profile.txt", "trace_rank0.json.gz"]
     found = ranges(profiled / "profile" / "trace_rank0.json.gz")
     assert {name: found[name] for name in CALLS} == {name: 3 * calls for name, calls in CALLS.items()}
-    assert found[ASIDE] > 0 and found["communication"] == 3 * 2 + 1  # one evaluation, between two traced steps
+    assert found[UNTIMED] > 0 and found["communication"] == 3 * 2 + 1  # one evaluation, between two traced steps
     text = (profiled / "profile" / "profile.txt").read_text()
     assert all(name in text for name in ("forward", "backward", "optimizer", "aten::mm"))
     assert "profile.txt, and traces" in capsys.readouterr().out

@@ -15,10 +15,10 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity, to_dict
 from dlr_pretrain.train import record
 from dlr_pretrain.train.record import (
+    bind_identity,
     describe_code,
     describe_device,
     git_state,
-    hold,
     open_record,
     record_start,
     update_record,
@@ -95,7 +95,7 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
 
 def test_where_nothing_was_saved_another_run_may_begin(tmp_path):
     open_in(tmp_path, "train.clip=1.0")
-    hold(tmp_path, {"train.init_from.weights": "w"})
+    bind_identity(tmp_path, {"train.init_from.weights": "w"})
     assert open_in(tmp_path, "seed=7")["identity"] == json.loads(json.dumps(identity(config("seed=7")))) | {
         "data.shards": "f"
     }

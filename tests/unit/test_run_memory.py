@@ -11,8 +11,8 @@ import torch
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import memory
-from dlr_pretrain.train.descent import Descent
 from dlr_pretrain.train.memory import dump, explained, largest
+from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from tests.conftest import forked, saved
 
@@ -92,15 +92,15 @@ def test_a_run_that_is_out_of_memory_says_what_helps_and_then_goes_on(train, tmp
             raise torch.OutOfMemoryError(ERROR)
         return update(self, batch, index, lr, failed)
 
-    update = Descent.update
-    monkeypatch.setattr(Descent, "update", fails)
+    update = Update.__call__
+    monkeypatch.setattr(Update, "__call__", fails)
     with pytest.raises(UserError) as caught:
         train(tmp_path / "run", "backbone=cola", "dlr=on")
     text = str(caught.value)
     assert caught.value.exit_code == EXIT_FAILED
     assert text.startswith("out of GPU memory on rank 0 with train.micro_batch=2: 2.50 GiB were asked for. ")
     assert "train.micro_batch=auto" in text and "scripts/plan.py" in text and "\n" not in text
-    monkeypatch.setattr(Descent, "update", update)
+    monkeypatch.setattr(Update, "__call__", update)
     assert (train(tmp_path / "run", "backbone=cola", "dlr=on", "train.micro_batch=1") / "folded").exists()
 
 

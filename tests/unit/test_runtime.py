@@ -135,7 +135,7 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["open_source", "build"])  # data, the model
+@pytest.mark.parametrize("stage", ["open_source", "initial_weights"])  # data, the model
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     from dlr_pretrain.train import run
 

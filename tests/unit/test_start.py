@@ -15,7 +15,7 @@ from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import model_config, write_weights
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import active
-from dlr_pretrain.models.start import DenseStart
+from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped, UserError
 from tests.parity.reference import VOCAB, small
@@ -41,9 +41,13 @@ def folder(dense, tmp_path):
     return tmp_path
 
 
+def dense_start(folder, cfg) -> FolderStart:
+    return FolderStart(folder, cfg, VOCAB, "train.init_from", dense=True)
+
+
 def started(cfg, folder, dtype=torch.float64):
     model = build(cfg, VOCAB, CPU, dtype)
-    DenseStart(folder, cfg, VOCAB).put_into_(model)
+    dense_start(folder, cfg).put_into_(model)
     return model.requires_grad_(False)
 
 
@@ -90,7 +94,7 @@ def test_a_projection_starts_as_its_best_approximation(dense, folder, dlr, dtype
 
 def test_shards_and_what_transformers_writes_are_read(dense, folder, tmp_path):
     transformers = pytest.importorskip("transformers")
-    whole = DenseStart(folder, small("full"), VOCAB)
+    whole = dense_start(folder, small("full"))
     (tmp_path / "shards").mkdir()
     write_weights(tmp_path / "shards", dense.state_dict(), shard_bytes=20_000)
     settings = model_config(small("full"), VOCAB, torch.float32)
@@ -99,7 +103,7 @@ def test_shards_and_what_transformers_writes_are_read(dense, folder, tmp_path):
     theirs.load_state_dict(dense.state_dict())
     theirs.save_pretrained(tmp_path / "theirs")
     for other in ("shards", "theirs"):
-        start = DenseStart(tmp_path / other, small("full"), VOCAB)
+        start = dense_start(tmp_path / other, small("full"))
         assert start.files.keys() == whole.files.keys() and not (tmp_path / "shards" / FILE).exists()
         assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
 
@@ -118,7 +122,7 @@ def rewritten(folder, change) -> None:
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
     rewritten(folder, change)
     with pytest.raises(UserError, match=message):
-        DenseStart(folder, small("lora"), VOCAB)
+        dense_start(folder, small("lora"))
 
 
 @pytest.mark.parametrize(("facts", "message"), [
@@ -131,17 +135,17 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
 def test_what_shapes_do_not_show_is_read_from_the_configuration(folder, facts, message):
     sound = {"num_attention_heads": 2, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-6}
     (folder / "config.json").write_text(json.dumps(sound))
-    DenseStart(folder, small("lora"), VOCAB)
+    dense_start(folder, small("lora"))
     (folder / "config.json").write_text(json.dumps(sound | facts))
     with pytest.raises(UserError, match=message):
-        DenseStart(folder, small("lora"), VOCAB)
+        dense_start(folder, small("lora"))
 
 
 @pytest.mark.parametrize("file", [FILE, "model.safetensors.index.json", "config.json"])
 def test_damaged_files_are_named(folder, file):
     (folder / file).write_text("[1]")
     with pytest.raises(UserError, match=r"cannot be read: "):
-        DenseStart(folder, small("lora"), VOCAB)
+        dense_start(folder, small("lora"))
 
 
 @pytest.mark.parametrize(("words", "problem"), [

@@ -21,9 +21,9 @@ from torch.profiler import record_function
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.precision import WORKING_DTYPE
-from dlr_pretrain.train.gradients import global_norm
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import global_norm
 
 
 class ShardedWeights(Weights):
@@ -38,12 +38,9 @@ class ShardedWeights(Weights):
         shard_(model, WORKING_DTYPE[precision], torch.float32 if accumulate == "fp32" else None)
         super().__init__(model, precision, accumulate)
 
-    def gradients(self, world_size: int) -> ShardedGradients:
-        return ShardedGradients(self, self.accumulate)
-
     @contextmanager
-    def published(self) -> Iterator[None]:
-        with super().published():
+    def with_residual(self) -> Iterator[None]:
+        with super().with_residual():
             yield
             self.model.reshard()  # without a backward pass the root module would keep its gathered weights
 
@@ -74,6 +71,8 @@ class ShardedGradients:
     the dtype of the state; ``fp32`` sums over both in fp32. The sums take 1/ranks of the memory that those of a
     replicated model take.
     """
+
+    bucketed = False  # DDP's word: no bucket is rebuilt here
 
     def __init__(self, weights: ShardedWeights, accumulate: str):
         self.weights = weights

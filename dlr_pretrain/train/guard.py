@@ -1,0 +1,250 @@
+"""Everything that may end a run before its last step, or leave out one of its updates.
+
+An update whose loss or gradient is not finite is masked on the device. Here it is counted, its batch is kept, and it
+ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank that fails, because its data or its disk
+do, carries the failure into its next update, which changes nothing on any rank: so all ranks end at the same step. A
+request to stop is seen by all ranks in the update during which it came.
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.lock import HEARTBEAT, RunLock
+from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.nonfinite import KeptBatches
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
+
+if TYPE_CHECKING:
+    from dlr_pretrain.train.loop import Loop
+
+CONTINUES = "The same command continues"
+
+
+class Outcome(NamedTuple):
+    """What an update returns, as numbers on the host."""
+
+    loss: float  # mean over the targets of all ranks, in nats
+    norm: float  # of the gradient before clipping
+    masked: float  # 1: the update changed nothing
+    halted: float  # 1: nor does any later one
+    real_tokens: float  # of all ranks
+    stops: float  # ranks that were asked to stop
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
+class Guard:
+    """Decides whether a run goes on. ``batches`` keeps the batches of updates that are not finite.
+
+    In a trial there is no lock on a run directory, and batches are not kept.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        lock: RunLock | None,
+        saver: Saver,
+        console: Console,
+        batches: KeptBatches | None,
+    ):
+        self.cfg, self.runtime, self.lock, self.saver = cfg, runtime, lock, saver
+        self.console, self.batches = console, batches
+        self.failure: UserError | None = None  # why this rank must end the run
+        self.broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
+        self.stopping = False  # a rank was asked to stop
+        self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates left out: two counts, the last step
+        self._to_check = False  # an update was left out since the last one: are the weights finite?
+
+    # ------------------------------------------------------------------------------------------------
+    # Before an update
+
+    def next_batch(self, loader: TrainLoader) -> Batch:
+        """The next batch; an empty one if this rank has failed, so that all ranks learn of it in the update."""
+        self._to_check = False
+        try:
+            self.saver.raise_error()
+            if self.failure is None:
+                return self._take(loader)
+        except UserError as error:
+            self.fail(error)
+        rows = self.cfg.train.global_batch // self.runtime.world_size
+        tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
+        return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
+
+    def _take(self, loader: TrainLoader) -> Batch:
+        """The loader's next batch. Every error becomes a UserError, because the state is sound and can be saved."""
+        try:
+            return loader.take(lambda: self.runtime.stop_requested, self.runtime.patience)
+        except UserError:
+            raise
+        except Exception as error:  # from a library or the system
+            traceback.print_exc()
+            raise UserError(f"the training data: {type(error).__name__}: {error}") from error
+
+    def fail(self, error: UserError | None) -> None:
+        """Note why this rank must end the run; the first reason counts."""
+        self.failure = self.failure or error
+
+    # ------------------------------------------------------------------------------------------------
+    # After an update
+
+    def see(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> bool:
+        """Take in the outcome of an update; returns whether the run goes on from it.
+
+        ``before`` is the position in the data before ``batch``.
+        """
+        self.stopping = self.stopping or outcome.stops > 0
+        failed = outcome.halted and self.cfg.train.on_nonfinite == "skip"  # masked because a rank has failed
+        if outcome.masked and not outcome.finite and not failed:
+            self._leave_out(step, outcome, batch, before)
+        if outcome.halted:
+            self.broken = (step, outcome)
+        return self.broken is None
+
+    def _leave_out(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> None:
+        try:
+            kept = ""
+            if self.batches is not None and batch.state:
+                kept = f"its batch is in {self.batches.keep(step, outcome.loss, outcome.norm, batch, before)}"
+        except OSError as error:
+            kept = f"its batch could not be written: {error}"
+        if self.cfg.train.on_nonfinite == "skip":
+            self._to_check = True
+            self.skipped += 1
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
+            self.last_skipped = step
+            numbers = f"loss {outcome.loss:g}, gradient norm {outcome.norm:g}"
+            self.console.say(f"warning: step {step}: {numbers}: the update was left out; {kept}")
+            self.fail(self._too_many_skipped())
+
+    def _too_many_skipped(self) -> Diverged | None:
+        if self.skipped_in_a_row <= self.cfg.train.max_skipped:
+            return None
+        rule = f"the last {self.skipped_in_a_row} updates were not finite"
+        return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
+
+    def write(self, metrics: MetricsFile, record: dict) -> None:
+        """Write ``record``. If another start has taken the run over, the next update ends this one."""
+        complete = not metrics.unwritten
+        try:
+            with suppress(OSError):  # the disk may not answer; a checkpoint asks again
+                if self.lock is not None:
+                    self.lock.require_held(at_most=2 * HEARTBEAT)
+            metrics.write(record)
+        except UserError as error:
+            self.fail(error)
+        if complete and metrics.unwritten:
+            self.console.say(f"warning: {metrics.refusal}. It is tried again, until a checkpoint needs it")
+
+    def wants_save(self, step: int) -> bool:
+        """Whether to save after ``step``, beside the regular saves.
+
+        After left-out updates a save checks that the weights are finite, unless the last save was just before.
+        """
+        old = step - self.saver.begun > self.cfg.train.max_skipped
+        return self.stopping or step == self.cfg.train.stop_after or (self._to_check and old)
+
+    def leaves(self, step: int) -> bool:
+        """Whether the run ends after ``step``, finished or not."""
+        return self.stopping or step in (self.cfg.train.stop_after, self.cfg.train.steps)
+
+    def require_sound(self, step: int, weights: Weights) -> None:
+        """Before a save: raise UserError if weights are not finite, or differ between ranks.
+
+        They differ if GPUs of several kinds compute unequal initial values or updates.
+        """
+        sums, finite = zip(*self.runtime.gather((weights.checksums(), weights.finite())), strict=True)
+        differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
+        if all(finite) and not differ:
+            return
+        with suppress(UserError):
+            self.saver.wait()
+        last = self.saver.saved
+        saved = f"Step {last}, the last that was saved, is whole" if last else "Nothing was saved"
+        if not all(finite):
+            raise Diverged(
+                f"step {step}: the last updates left weights that are not finite. {saved}. "
+                f"Lower train.lr={self.cfg.train.lr:g}"
+            )
+        raise UserError(
+            f"step {step}: the ranks hold different weights, {len(differ)} of them from {differ[0]} on. "
+            f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
+        )
+
+    # ------------------------------------------------------------------------------------------------
+    # The end
+
+    def raise_if_stopped(self, step: int) -> None:
+        """Raise Stopped if the run was asked to end after ``step``, which is saved."""
+        where = f"stopped after step {step} of {self.cfg.train.steps}"
+        if step == self.cfg.train.steps:
+            return
+        if self.stopping:
+            raise Stopped(f"{where} (asked to stop); saved. {CONTINUES}")
+        stop_after = self.cfg.train.stop_after
+        if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
+            raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without it, the run goes on")
+
+    def raise_if_broken(self, loop: Loop) -> None:
+        """If an update ends the run, save the state before it and raise the reason, on every rank."""
+        if self.broken is None:
+            return
+        step, outcome = self.broken
+        loop.step = step - 1
+        try:
+            self.saver.wait()
+        except UserError as error:
+            self.fail(error)
+        if loop.step > self.saver.saved:
+            loop.save(final=True)
+        self._raise_reason(step, outcome)
+
+    def _raise_reason(self, step: int, outcome: Outcome) -> NoReturn:
+        before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
+        failures = [(rank, error) for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
+        if failures and all(isinstance(error, Stopped) for _, error in failures):
+            where = f"stopped after step {step - 1} of {self.cfg.train.steps}"
+            raise Stopped(f"{where} ({failures[0][1]}); saved")
+        if failures:
+            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
+            kinds = [type(error) for _, error in failures]
+            kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
+            raise kind(f"step {step} was not taken. {before}. {reasons}")
+        folder = f" in {self.batches.folder}" if self.batches is not None else ""
+        raise Diverged(
+            f"step {step}: loss {outcome.loss:g}, gradient norm {outcome.norm:g}: not finite. The update was not "
+            f"applied. {before}. Lower train.lr={self.cfg.train.lr:g}, look at its batch{folder}, or "
+            "leave such steps out with train.on_nonfinite=skip"
+        )
+
+    def raise_if_failed(self) -> None:
+        """After the last step: raise the failure of a rank, which no later update can carry."""
+        for failure in self.runtime.gather(self.failure):
+            if failure is not None:
+                raise failure
+
+    # ------------------------------------------------------------------------------------------------
+    # State
+
+    def state(self) -> list[int]:
+        return [self.skipped, self.skipped_in_a_row, self.last_skipped]
+
+    def resume(self, step: int, state: list[int]) -> None:
+        self.skipped, self.skipped_in_a_row, self.last_skipped = state
+        if step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
+            self.fail(self._too_many_skipped())

@@ -1,0 +1,232 @@
+"""The training loop: update, record, evaluate, save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch.profiler import record_function
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.optim.schedule import merge_due, rate
+from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.evaluate import Evaluator
+from dlr_pretrain.train.guard import Guard, Outcome
+from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending, SpikeScore
+from dlr_pretrain.train.probe import Probe
+from dlr_pretrain.train.profile import UNTIMED, Profiler
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.views import View
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step, besides its record."""
+
+    evaluate: bool
+    merge: bool
+    save: bool
+
+    @property
+    def anything(self) -> bool:
+        return self.evaluate or self.merge or self.save
+
+
+def calendar(cfg: Config, step: int) -> Due:
+    """What follows update ``step``, counted from 1. The last step is evaluated and saved."""
+    last = step == cfg.train.steps
+    return Due(
+        evaluate=last or step % cfg.eval.every == 0,
+        merge=merge_due(cfg, step),
+        save=last or step % cfg.checkpoint.every == 0,
+    )
+
+
+class Loop:
+    """Trains the weights of ``update`` from step ``self.step``, the number of updates so far, to the last one.
+
+    ``metrics`` and ``view`` are there on rank 0 only.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        runtime: Runtime,
+        update: Update,
+        evaluator: Evaluator,
+        metrics: MetricsFile | None,
+        saver: Saver,
+        guard: Guard,
+        console: Console,
+        view: View | None = None,
+    ):
+        self.cfg, self.runtime, self.update, self.evaluator = cfg, runtime, update, evaluator
+        self.weights, self.optimizer = update.weights, update.optimizer
+        self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
+        self.view = view
+        self.probe, self.profiler = Probe(cfg, runtime, self.weights), Profiler(cfg, runtime, console)
+        self.meter = Meter(cfg, runtime, self.weights.model, update.micro_batch)
+        self.pending = Pending(runtime.device)
+        self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived
+        self.step = self.tokens = self.real_tokens = 0
+        self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
+        self.best = math.inf  # the lowest evaluation loss
+        self.unevaluated: dict | None = None  # the record of the last step, if its evaluation was put off
+
+    def fit(self, loader: TrainLoader) -> None:
+        """Train to the last step. ``guard`` raises whatever ends the run before it."""
+        cfg, guard = self.cfg, self.guard
+        self.make_up_evaluation()
+        guard.raise_if_stopped(self.step)
+        if self.step < cfg.train.steps:
+            self.update.rehearse()
+        while self.step < cfg.train.steps:
+            batch = guard.next_batch(loader)
+            self.probe_gradients(batch)
+            values = self.update(batch, self.step, rate(cfg, self.step), failed=guard.failure is not None)
+            self.step += 1
+            self.push(values, batch)
+
+            due = calendar(cfg, self.step)
+            improved = self.drain(due)
+            guard.raise_if_broken(self)
+            if due.merge:
+                with self.untimed():
+                    self.update.merge(self.step)
+            if due.save or improved or guard.wants_save(self.step):
+                with self.untimed():
+                    self.save(final=guard.leaves(self.step))
+            guard.raise_if_stopped(self.step)
+        guard.raise_if_failed()
+
+    def push(self, values, batch: Batch) -> None:
+        """Send the metrics of the update on their way to the host, while the device goes on."""
+        self.runtime.stepped(self.step)
+        self.batches[self.step] = batch
+        self.pending.push(self.step, values)
+        with self.meter.paused():
+            self.profiler.step()
+
+    def drain(self, due: Due) -> bool:
+        """Record the updates whose metrics have arrived, oldest first; all of them if something follows this step.
+
+        Stops at an update that ends the run. Returns whether the evaluation, if one is due, is the best so far and to
+        be kept for it.
+        """
+        improved = False
+        for step, values in self.pending.ready(lambda: due.anything or self.guard.wants_save(self.step)):
+            outcome, batch = Outcome(*values), self.batches.pop(step)
+            if not self.guard.see(step, outcome, batch, self.streams):
+                break
+            self.streams = batch.state
+            self.tokens += self.update.tokens
+            self.real_tokens += int(outcome.real_tokens)
+            record = {"step": step, "train/skipped": self.guard.skipped}
+            record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
+            record |= self.meter.record(step, outcome)
+            if due.evaluate and step == self.step:
+                improved = self.evaluate(record, at_once=due.merge or self.cfg.checkpoint.keep_best)
+            else:
+                self.report(record)
+        return improved
+
+    def report(self, record: dict) -> None:
+        """Write and show ``record``."""
+        if self.metrics is not None:
+            self.guard.write(self.metrics, record)
+        if self.view is not None:
+            self.view.log(record)
+        self.console.step(record, self.meter.seconds_per_step())
+
+    # ------------------------------------------------------------------------------------------------
+    # Beside the updates
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Work within this context counts as no part of a step, neither for the throughput nor in a profile."""
+        with self.meter.paused(), record_function(UNTIMED):
+            yield
+
+    def evaluate(self, record: dict, at_once: bool) -> bool:
+        """Evaluate, and complete and report ``record`` with the result; returns whether the result is to be kept.
+
+        Unless ``at_once``, a request to stop puts the evaluation off. The next start makes up for it.
+        """
+        at_once = at_once or self.step == self.cfg.train.steps
+        found = None
+        if at_once or not self.guard.stopping:
+            with self.untimed(), self.weights.with_residual():
+                found = self.evaluator(self.weights.model, not at_once)
+        if found is None:
+            self.guard.stopping, self.unevaluated = True, record
+            return False
+        improved, self.best = found["eval/loss"] < self.best, min(self.best, found["eval/loss"])
+        self.report(record | found)
+        return improved and self.cfg.checkpoint.keep_best
+
+    def make_up_evaluation(self) -> None:
+        """Make the evaluation that the start before this one put off."""
+        if self.unevaluated is not None:
+            record, self.unevaluated = self.unevaluated, None
+            self.evaluate(record, at_once=False)
+
+    def probe_gradients(self, batch: Batch) -> None:
+        """Probe the weights before the update from ``batch``, if that is due."""
+        if self.probe.is_due(self.step):
+            self.runtime.synchronize()  # the throughput must count the GPU's time of earlier steps
+            with self.untimed():
+                self.meter.probed[self.step + 1] = self.probe(batch)
+
+    # ------------------------------------------------------------------------------------------------
+    # State
+
+    def save(self, final: bool = False) -> None:
+        """Save everything that the next step depends on; with ``final``, return when it is durable.
+
+        Raises UserError if the weights are not sound, or, with ``final``, if the save fails for some minutes.
+        """
+        self.guard.require_sound(self.step, self.weights)
+        self.saver.save(self.step, self.snapshot(), final)
+
+    def snapshot(self) -> Snapshot:
+        streams: dict[str, list[int]] = {}
+        for own in self.runtime.gather(self.streams):
+            streams |= own
+        return Snapshot(
+            model=self.weights.state,
+            optimizer=self.optimizer.state_tensors(),
+            optimizer_layout=self.optimizer.state_layout(),
+            random=self.runtime.random_state(),
+            state={
+                "step": self.step,
+                "tokens": self.tokens,
+                "real_tokens": self.real_tokens,
+                "skipped": self.guard.state(),
+                "losses": list(self.meter.spikes.losses),
+                "best": self.best if math.isfinite(self.best) else None,
+                "unevaluated": self.unevaluated,
+                "streams": streams,
+            },
+        )
+
+    def resume(self, found: Checkpoint) -> None:
+        """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
+        self.weights.load(found.model)
+        self.optimizer.load_state_tensors(found.optimizer, found.optimizer_layout)
+        if len(found.random) == self.runtime.world_size:
+            self.runtime.set_random_state(found.random[self.runtime.rank])
+        require_tied(self.weights.model)
+        found.close()
+        state = found.state
+        self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
+        self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
+        self.best = math.inf if state["best"] is None else state["best"]
+        self.meter.spikes = SpikeScore(state["losses"])
+        self.guard.resume(self.step, state["skipped"])

@@ -1,0 +1,64 @@
+"""What a run trains on: data, tokenizer and validation set, opened and checked before anything else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.data import (
+    ORDER_VERSION,
+    Source,
+    Tokenizer,
+    ValidationSet,
+    embedding_rows,
+    list_files,
+    open_source,
+    open_tokenizer,
+    validation_set,
+)
+from dlr_pretrain.deploy.tokenizer import tokenizer_json
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.util.errors import UserError
+
+MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: told, and refused
+
+
+@dataclass
+class Text:
+    """Data, tokenizer and validation set of a run."""
+
+    source: Source
+    tokenizer: Tokenizer
+    validation: ValidationSet
+    vocab_size: int  # embedding rows
+    version: str | None  # the commit on the hub, or the name of the sample
+    unknown: float  # share of the text's first tokens that are unknown
+
+    @property
+    def fingerprints(self) -> dict[str, str | int]:
+        """What must stay the same when a run resumes, also if the files lie elsewhere."""
+        return {
+            "data.shards": self.source.fingerprint,
+            "tokenizer.pieces": self.tokenizer.fingerprint,
+            "data.order": ORDER_VERSION,
+        }
+
+
+def open_text(cfg: Config, runtime: Runtime, console: Console) -> Text:
+    """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
+    record = runtime.on_main(lambda: read_record(Path(cfg.run.dir)))
+    version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
+    listing = runtime.on_main(lambda: list_files(cfg, console.say, version, patient=resumes))
+    source = runtime.main_first(lambda: open_source(cfg, console.say, listing))
+    tokenizer = runtime.main_first(lambda: open_tokenizer(cfg, source))
+    vocab_size = embedding_rows(cfg, tokenizer)
+    tokenizer_json(tokenizer)  # refuses a tokenizer that the export could not write
+    unknown = runtime.on_main(lambda: source.unknown_share(tokenizer))
+    if unknown > TOO_MUCH_UNKNOWN:
+        rule = f"cannot express {unknown:.0%} of the text: it would be learnt as one unknown token"
+        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
+    validation = runtime.on_main(lambda: validation_set(cfg, source, tokenizer))
+    return Text(source, tokenizer, validation, vocab_size, listing.version if listing else None, unknown)

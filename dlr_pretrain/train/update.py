@@ -1,0 +1,129 @@
+"""One update of the weights from a batch. If the loss or the gradient is not finite, the weights do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch, inputs_and_targets
+from dlr_pretrain.models import dlr
+from dlr_pretrain.models.linear import Draw, named_groups, require_tied
+from dlr_pretrain.optim import build as optim
+from dlr_pretrain.train.gradients import gradients_of
+from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import IGNORE
+
+
+class Update:
+    """Computes all gradients of a global batch, then takes the optimizer's step."""
+
+    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
+        require_tied(weights.model)
+        self.cfg, self.runtime, self.weights = cfg, runtime, weights
+        self.micro_batch = cfg.micro_batch(runtime.world_size)
+        self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
+        self.gradients = gradients_of(weights, runtime.world_size)
+        self.optimizer = optim.build(
+            cfg.optimizer,
+            weights.optimized,
+            weights.undecayed,
+            compiled=cfg.compile,
+            rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
+            heartbeat=runtime.heartbeat,
+        )
+        self.halted = torch.zeros((), device=runtime.device)  # becomes 1 with the update that ends the run
+
+    def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
+        """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
+
+        With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read the
+        mask and the clip factor. ``index`` counts the updates of the run from 0.
+
+        An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
+        update changes anything either. If this or another rank has ``failed``, this update and all later ones change
+        nothing. Returns ``guard.Outcome`` as a tensor on the device, in fp64, which holds any token count.
+        """
+        to_device = self.runtime.to_device
+        inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
+        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, failed]))
+        counts[0] = (inputs[1] != IGNORE).sum()
+        count, real_tokens, stops, failures = self.runtime.sum(counts)
+
+        micro_batches = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
+        loss = self.runtime.sum(self.forward_backward(micro_batches, count))
+        norm, masked = self.step(loss, index, lr, failures)
+        outcome = loss, norm, masked, self.halted, real_tokens, stops
+        return torch.stack([value.double() for value in outcome])
+
+    def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
+        """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
+
+        ``micro_batches`` holds the model's inputs. The model multiplies by B with its residual here, and only here.
+        """
+        last = len(micro_batches)
+        with self.weights.with_residual():
+            losses = [
+                self.gradients.add(inputs, count, last=number == last)
+                for number, inputs in enumerate(self.runtime.heartbeat(micro_batches), 1)
+            ]
+        return torch.stack(losses).sum()
+
+    @record_function("optimizer")
+    def step(self, loss: Tensor, index: int, lr: float, failures: Tensor) -> tuple[Tensor, Tensor]:
+        """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was masked."""
+        norm = self.gradients.norm(self.gradients.collect())
+        masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failures)
+        self.optimizer.update(lr, masked, self.clip_factor(norm), index=index)
+        if self.cfg.dlr.mode == "decayed_offset":
+            knobs = self.cfg.optimizer.knobs
+            share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
+            dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
+        self.gradients.clear()
+        return norm, masked
+
+    def clip_factor(self, norm: Tensor) -> Tensor | None:
+        """The factor that scales a gradient of ``norm`` down to the bound, at most 1; None if there is no bound."""
+        bound = self.cfg.train.clip
+        return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
+
+    def mask(self, finite: Tensor, failures: Tensor) -> Tensor:
+        """Returns 1 if this update is to be left out, else 0. After a halt every update is left out.
+
+        Halts the run if a rank failed, or if the update is not ``finite`` and ``train.on_nonfinite`` is "stop".
+        """
+        halt = failures > 0
+        if self.cfg.train.on_nonfinite == "stop":
+            halt = halt | ~finite
+        self.halted = torch.maximum(self.halted, halt.float())
+        return torch.maximum(self.halted, (~finite).float())
+
+    def merge(self, step: int) -> None:
+        """ReLoRA's merge after update ``step``: the factors' product goes into the frozen weights, they start anew.
+
+        Most of their optimizer state is dropped. The result depends on the state, the configuration and ``step`` alone:
+        it is the same on every rank and after a resume. Source: Lialin et al. (2023).
+        """
+        knobs, draw, number = self.cfg.backbone.knobs, Draw(self.cfg.seed), step // self.cfg.backbone.merge_every
+        groups = named_groups(self.weights.model)
+        factors = {name for prefix, group in groups for name in group.merge_(self.weights.state, draw, prefix, number)}
+        self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number, knobs["prune"])
+
+    def rehearse(self) -> None:
+        """Run one backward pass without targets, before the first update of a process.
+
+        DDP rebuilds its buckets after the first backward pass of a process, and with three or more ranks the rounding
+        of a sum depends on its place in a bucket. Without this pass, the first step after a resume would differ from
+        that of an uninterrupted run.
+        """
+        if self.gradients.bucketed:
+            device, train = self.runtime.device, self.cfg.train
+            rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
+            nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
+            with self.weights.with_residual():
+                self.gradients.add(nothing, torch.ones((), device=device), last=True)
+            self.gradients.clear()

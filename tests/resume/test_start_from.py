@@ -1,0 +1,112 @@
+"""A new run that starts from another run, from one of its checkpoints, or from an exported folder."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import ConfigError
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
+from tests.conftest import saved
+from tests.resume.test_resume import assert_same, final
+
+pytestmark = pytest.mark.usefixtures("no_export")
+CHOICE = ("backbone=cola", "dlr=on")
+EVERYTHING = ("run.start_optimizer=true",)
+
+
+@pytest.fixture
+def origin(train, tmp_path):
+    """A run of ten steps of twenty."""
+    with pytest.raises(Stopped):
+        train(tmp_path / "origin", "train.stop_after=10", *CHOICE, "checkpoint.keep_last=2")
+    return tmp_path / "origin"
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in saved(directory).items() if "/" not in name}
+
+
+def test_with_everything_taken_over_it_is_the_rest_of_the_run(train, tmp_path, origin):
+    tensors, records = final(train(tmp_path / "whole", *CHOICE))
+    given = (*CHOICE, f"run.start_from={origin}", *EVERYTHING)
+    with pytest.raises(Stopped):
+        train(tmp_path / "new", *given, "train.stop_after=13")
+    assert {d.name for d in (origin / "checkpoints").iterdir()} == {"step_00000005", "step_00000010"}
+    shutil.rmtree(origin)
+    found, later = final(train(tmp_path / "new", *given))
+    scored = [{k: v for k, v in record.items() if k != "train/spike"} for record in records[10:]]
+    assert_same((found, [{k: v for k, v in r.items() if k != "train/spike"} for r in later]), (tensors, scored))
+    origin_of = {"checkpoint": str(origin / "checkpoints/step_00000010"), "step": 10}
+    assert read_record(tmp_path / "new")["started_from"] == origin_of
+
+
+def test_without_them_a_new_run_has_its_weights_alone(train, tmp_path, origin, capsys):
+    checkpoint = origin / "checkpoints" / "step_00000005"
+    given = (*CHOICE, f"run.start_from={checkpoint}", "optimizer=adamw_foreach", "data.seed=7", "train.warmup_steps=2")
+    new = train(tmp_path / "new", *given, "checkpoint.every=1", "checkpoint.keep_last=99")
+    assert [r["step"] for r in read_metrics(new / "metrics.jsonl")] == list(range(1, 21))
+    assert f"starting from the weights of {checkpoint}" in capsys.readouterr().out
+    first, before = weights(new / "checkpoints" / "step_00000001"), weights(checkpoint)  # update 0 has rate 0
+    assert first.keys() == before.keys() and all(torch.equal(first[name], before[name]) for name in first)
+
+
+@pytest.mark.parametrize("dlr", ["on", "off"])
+def test_an_exported_folder_computes_what_it_did_at_the_start(train, tmp_path, dlr):
+    common = ("backbone=cola", "eval.every=1", "train.warmup_steps=2")
+    origin = train(tmp_path / "origin", *common, "dlr=on")
+    last = read_metrics(origin / "metrics.jsonl")[-1]["eval/loss"]
+    new = train(tmp_path / "new", *common, f"dlr={dlr}", f"run.start_from={origin}/folded")
+    assert read_metrics(new / "metrics.jsonl")[0]["eval/loss"] == pytest.approx(last, abs=1e-6)  # update 0 has rate 0
+
+
+def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin, capsys):
+    train(tmp_path / "new", *CHOICE, f"run.start_from={origin}", *EVERYTHING, "train.lr=0.002", "data.seed=7")
+    said = capsys.readouterr().out
+    assert "from step 10 on, train.lr is 0.002; it was 0.01" in said and "the data start anew: data.seed was" in said
+
+
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [
+        (("backbone=lowrank", "dlr=on"), r"another model: backbone.* cola there, and lowrank here"),
+        (("backbone=cola",), r"another model: dlr"),
+        ((*CHOICE, "scale.hidden_size=48"), r"another model: scale.hidden_size is 32 there, and 48 here"),
+        ((*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"other moments: optimizer.name is adamw there"),
+        ((*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has trained 10 steps already"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_leaves_nothing(train, tmp_path, origin, choice, reason):
+    with pytest.raises(UserError, match=reason):
+        train(tmp_path / "new", *choice, f"run.start_from={origin}")
+    with pytest.raises(UserError, match=reason):
+        train(tmp_path / "new", *choice, f"run.start_from={origin}/checkpoints/step_00000010")
+
+
+def test_another_tokenizer_is_refused(train, tmp_path, origin, monkeypatch):
+    monkeypatch.setattr("dlr_pretrain.data.tokenizer.Tokenizer.fingerprint", "another")
+    with pytest.raises(UserError, match=r"another model: tokenizer.pieces is "):
+        train(tmp_path / "new", *CHOICE, f"run.start_from={origin}")
+
+
+def test_places_that_hold_nothing_are_named(train, words, tmp_path, origin):
+    with pytest.raises(UserError, match=r"run.start_from=.*: no checkpoint there"):
+        train(tmp_path / "new", *CHOICE, f"run.start_from={tmp_path}")
+    (origin / "checkpoints" / "step_00000010" / "state.json").unlink()
+    with pytest.raises(UserError, match=r"state.json is missing. Name another checkpoint"):
+        train(tmp_path / "new", *CHOICE, f"run.start_from={origin}/checkpoints/step_00000010")
+    with pytest.raises(ConfigError, match=r"run.start_optimizer"):
+        load(words(*CHOICE, *EVERYTHING))
+
+
+def test_masters_take_up_a_bf16_run(train, tmp_path):
+    with pytest.raises(Stopped):
+        train(tmp_path / "origin", *CHOICE, "precision=bf16", "train.stop_after=10")
+    given = (*CHOICE, "precision=bf16_mixed", f"run.start_from={tmp_path}/origin", "train.steps=2")
+    state = weights(train(tmp_path / "new", *given) / "checkpoints" / "step_00000002")
+    assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.float32}
