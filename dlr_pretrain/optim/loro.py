@@ -40,7 +40,7 @@ class Loro(Adam):
     move the factors themselves, by r / ``hidden_size`` times Adam's step.
 
     ``index`` determines which updates are exact, as it determines the restarts of the rate, so that a skipped update,
-    or a fork that starts without state, shifts neither. An exact step resets the state of all parameters, and k
+    or a run that starts from weights alone, shifts neither. An exact step resets the state of all parameters, and k
     counts from there.
     """
 
