@@ -91,6 +91,7 @@ def configure(composed: DictConfig, hydra: DictConfig) -> tuple[Config | None, l
         return None, problems
     if cfg.run.dir is None:
         plain = flatten(bare)
+        plain["data.streams"] = cfg.usual_streams
         changed = {name: value for name, value in identity(cfg).items() if plain.get(name, MISSING) != value}
         cfg.run.dir = str(Path(cfg.run.root, run_name(choices, default_choices(), cfg.seed, changed)))
     return cfg, []

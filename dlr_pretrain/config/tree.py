@@ -299,7 +299,12 @@ class Config:
     @property
     def num_streams(self) -> int:
         """The number of document streams of the data order, which the ranks share."""
-        return self.data.streams or math.gcd(self.train.global_batch, USUAL_STREAMS)
+        return self.data.streams or self.usual_streams
+
+    @property
+    def usual_streams(self) -> int:
+        """The number of streams where ``data.streams`` is null."""
+        return math.gcd(self.train.global_batch, USUAL_STREAMS)
 
 
 def largest_divisor(number: int, at_most: int) -> int:

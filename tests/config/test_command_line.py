@@ -144,7 +144,7 @@ def test_mistakes_in_a_recipe(own):
         "configuration: In 'train': Could not find 'scale/9b' Available options in 'scale': 130m 1b 350m 3b 60m 7b tiny"
     ]
     assert problems(own, "experiment=grid") == [
-        "experiment=grid: must be one of evidence_60m, evidence_cpu, lost, paper, reference, typo, unquoted, "
+        "experiment=grid: must be one of evidence_60m, evidence_cpu, lost, paper, typo, unquoted, "
         f"{FOLDERS}mine/..., table1/.... "
         "Did you mean mine/grid?"
     ]
@@ -167,7 +167,7 @@ HOME = "{0}=~{1}: ~ is expanded only by the shell, and only at the start of a wo
         ("dlr=maybe", f"dlr=maybe: must be one of {options('dlr')}"),
         ("logger=null", "logger=null: must be one of jsonl, tensorboard, wandb"),
         ("scale=[1b,7b]", "scale=[1b,7b]: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("experiment=x", "experiment=x: must be one of evidence_60m, evidence_cpu, paper, reference, "
+        ("experiment=x", "experiment=x: must be one of evidence_60m, evidence_cpu, paper, "
          f"{FOLDERS}table1/..."),
         ("train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
         ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),

@@ -12,7 +12,7 @@ from dlr_pretrain.config.parse import KNOWN
 from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS
 from dlr_pretrain.deploy import card
 from dlr_pretrain.launch.state import FINGERPRINTS
-from dlr_pretrain.train import fork
+from dlr_pretrain.train import start
 
 KNOBS = {
     f"{group}.{knob}"
@@ -23,8 +23,10 @@ KNOBS = {
 KEYS = {*KNOWN, *KNOBS, *FINGERPRINTS, *GROUPS}
 LISTS = {
     "card.PATHS": [".".join(path) for path in card.PATHS],
-    "fork.DATA": fork.DATA,
-    "fork.RATES": fork.RATES,
+    "start.MODEL": start.MODEL,
+    "start.DATA": start.DATA,
+    "start.RATES": start.RATES,
+    "start.RECIPE": start.RECIPE,
     "identity.ORIGIN": ORIGIN,
     "compare.PLACES": compare.PLACES,
     "runs.TEXT": runs.TEXT,

@@ -46,7 +46,7 @@ def test_an_unquoted_switch_is_noticed(text):
 def test_every_option_is_named_as_its_file(group):
     for option in OPTIONS[group]:
         tree = yaml.safe_load((CONFIG_DIR / group / f"{option}.yaml").read_text())
-        assert tree["source" if group == "data" else "name"] == option
+        assert tree[{"data": "source", "logger": "view"}.get(group, "name")] == option
 
 
 def test_every_group_has_a_default():

@@ -15,11 +15,10 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.models import build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
-from dlr_pretrain.optim.schedule import rate
-from dlr_pretrain.train import merging
+from dlr_pretrain.optim.schedule import merge_due, rate
+from dlr_pretrain.train.build import place
 from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.update import Update
-from dlr_pretrain.train.weights import place
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
@@ -46,10 +45,8 @@ def config(*words: str) -> Config:
 def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Update:
     """The updates of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
     built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
-    weights = place(cfg, build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name]))
-    if cfg.compile:
-        weights.model.compile_()
-    return Update(cfg, runtime, weights)
+    model = build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name])
+    return Update(cfg, runtime, place(cfg, runtime, model))
 
 
 def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
@@ -65,8 +62,8 @@ def trained(updates: Update, steps: list[Batch]) -> Outcome:
     for index, batch in enumerate(steps):
         loss, norm, *_ = updates(batch, index, rate(updates.cfg, index)).tolist()
         losses.append(loss), norms.append(norm)
-        if merging.is_due(updates.cfg, index + 1):
-            merging.merge(updates.cfg, updates.weights, updates.optimizer, index + 1)
+        if merge_due(updates.cfg, index + 1):
+            updates.merge(index + 1)
     state = {name: sharded.gathered(value) for name, value in updates.weights.state.items()}
     return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.train import trainer
+from dlr_pretrain.train import saver
 from dlr_pretrain.train.checkpoint import MANIFEST, directories, newest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
@@ -44,8 +44,8 @@ def test_a_disk_that_has_room_again_while_the_run_waits_takes_the_checkpoint(
     train, tmp_path, small_disk, monkeypatch, capsys
 ):
     run = small_disk(300) / "run"
-    monkeypatch.setattr(trainer, "PAUSE", 60.0)
-    monkeypatch.setattr(trainer.time, "sleep", lambda seconds: small_disk(20_000) if seconds == 60.0 else None)
+    monkeypatch.setattr(saver, "PAUSE", 60.0)
+    monkeypatch.setattr(saver.time, "sleep", lambda seconds: small_disk(20_000) if seconds == 60.0 else None)
     with pytest.raises(UserError, match=r"was not taken. The \d+ steps before it are saved.*could not be written"):
         train(run, *CHOICE)
     assert "It is tried for another 60 s" in capsys.readouterr().out

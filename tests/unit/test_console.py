@@ -11,7 +11,7 @@ import pytest
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.record import describe_code
-from dlr_pretrain.train.run import describe_decay, describe_memory
+from dlr_pretrain.train.summary import describe_decay, describe_memory
 from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import amount
 

@@ -117,7 +117,7 @@ def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(wo
     folder = train(tmp_path / "run", "dlr=on", "train.steps=6")
     choice = ("eval.tokens=1000", "train.global_batch=64")
 
-    def evaluate(cfg):
+    def evaluate(cfg, **_):
         source = open_source(cfg)
         tokenizer = open_tokenizer(cfg, source)
         model = Llama(cfg, tokenizer.vocab_size)
