@@ -53,15 +53,15 @@ class File:
         return "://" not in self.address
 
 
-def find(root: str | None, pattern: str) -> list[File]:
+def find(root: str, pattern: str) -> list[File]:
     """The files that match a glob below ``root`` (or absolute, or an address), sorted by name; [] if there are none."""
-    whole = pattern if "://" in pattern or os.path.isabs(pattern) else os.path.join(root or "", pattern)
+    whole = pattern if "://" in pattern or os.path.isabs(pattern) else os.path.join(root, pattern)
     if "://" in whole:
-        return _find_remote(root or "", whole)
-    names = set(glob.glob(pattern, root_dir=root, recursive=True))  # several ** find some files twice
+        return _find_remote(root, whole)
+    names = set(glob.glob(pattern, root_dir=root or None, recursive=True))  # several ** find some files twice
     found = []
     for name in sorted(names):
-        path = os.path.join(root or "", name)
+        path = os.path.join(root, name)
         if not os.path.isdir(path):
             try:
                 found.append(File(name, path, os.path.getsize(path)))

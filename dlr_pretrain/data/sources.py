@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
@@ -73,7 +73,6 @@ class Listing:
     version: str | None = None  # the commit on the hub; the name of the sample
     threshold: int = 0  # documents whose hash is below it are held out
     halves: bool = False  # the only document is cut in two instead
-    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def fingerprint(self, data: Data) -> str:
         """A hash of the names and sizes of the files, and of how they are read."""
@@ -105,25 +104,20 @@ def list_files(
         root, version = str(folder), folder.name
     else:
         root = f"hf://datasets/{data.dataset}" if data.source == "c4" else data.root
-        commits = []
-        if root is not None:
-            root, commit = pinned(root, version or data.revision, patient)
-            commits.append(commit)
-        version = next((commit for commit in commits if commit), None)
+        root, version = pinned(root or "", version or data.revision, patient)
     splits = _splits(root, data)
     sniffed = _sniffed(splits, data.cache)
-    notes = tuple(f"{file.address}: empty, and left out" for file, kind in sniffed.items() if kind == "empty")
     train, validation = ([f for f in own if sniffed.get(f) != "empty"] for own in splits)
-    for note in notes:
-        progress(note)
+    for file in (file for file, kind in sniffed.items() if kind == "empty"):
+        progress(f"{file.address}: empty, and left out")
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     where = root or os.path.dirname(train[0].address)
-    listing = Listing(where, tuple(train), tuple(validation), version, notes=notes)
+    listing = Listing(where, tuple(train), tuple(validation), version)
     return listing if validation else _with_held_out(listing, data)
 
 
-def _splits(root: str | None, data: Data) -> tuple[list[File], list[File]]:
+def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
     """The training and validation files, by their globs or, without these, by the names of all files below the root."""
     found: dict[str, list[File]] = {"train": [], "validation": []}
     globs = {"train": data.train_files, "validation": data.validation_files}
@@ -147,10 +141,8 @@ def _splits(root: str | None, data: Data) -> tuple[list[File], list[File]]:
             elif split == "validation" and data.validation_files is None:
                 found["validation"].append(file)
         found["train"] = found["train"] or [file for file in there if file.name not in held]
-    both = {os.path.realpath(f.address) for f in found["train"]} & {
-        os.path.realpath(f.address) for f in found["validation"]
-    }
-    if both:
+    paths = [{os.path.realpath(file.address) for file in own} for own in found.values()]
+    if both := set.intersection(*paths):
         rule = f"data.train_files and data.validation_files both match {min(both)}"
         raise UserError(f"{rule}: the evaluation would be of text that was learnt. Narrow data.train_files")
     return found["train"], found["validation"]

@@ -21,7 +21,7 @@ def test_documents_of_a_packed_row_are_on_the_gpu_what_they_are_alone(dtype, bou
     model = build(cfg, 500, torch.device("cuda"), dtype)
     ids = torch.randint(3, 500, (4, seq_len), device="cuda")
     ids[:, [7, 8, 40]] = EOS
-    inputs = separated(ids, ids)
+    inputs = separated(ids, ids, EOS)
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(50)
         whole = model.logits(ids, inputs[2]).float()

@@ -54,7 +54,7 @@ def gradients(llama: Llama, loss: Tensor) -> dict[str, Tensor]:
 def test_what_follows_the_end_of_a_document_is_no_target_and_of_another_document():
     ids = torch.tensor([[7, 8, EOS, 9, EOS, EOS, 4], [EOS, 3, 3, 3, 3, 3, 3]])
     targets = torch.tensor([[8, EOS, 9, EOS, EOS, 4, 5], [3, 3, 3, 3, 3, 3, EOS]])
-    same, scored, numbers = separated(ids, targets)
+    same, scored, numbers = separated(ids, targets, EOS)
     assert same is ids
     assert scored.tolist() == [[8, EOS, -100, EOS, -100, -100, 5], [-100, 3, 3, 3, 3, 3, EOS]]
     assert numbers.tolist() == [[0, 0, 0, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
@@ -75,7 +75,7 @@ def test_a_position_attends_to_what_comes_before_it_in_its_document(dtype):
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_the_logits_of_each_document_are_those_of_the_document_alone(backbone):
     llama = model(backbone)
-    ids, _, numbers = separated(*packed())
+    ids, _, numbers = separated(*packed(), EOS)
     with torch.no_grad():
         found = llama.logits(ids, numbers)[0].split(LENGTHS)
         for logits, document in zip(found, documents(), strict=True):
@@ -87,7 +87,7 @@ def test_the_logits_of_each_document_are_those_of_the_document_alone(backbone):
 @pytest.mark.parametrize("backbone", ["lowrank", "full"])
 def test_the_packed_loss_and_its_gradients_are_the_formulas_for_the_documents_alone(backbone):
     llama = model(backbone)
-    inputs = separated(*packed())
+    inputs = separated(*packed(), EOS)
     found = llama(*inputs)
     actual = gradients(llama, found)
 
@@ -115,7 +115,7 @@ def test_the_packed_loss_is_that_of_padded_rows_whatever_is_kept_for_the_backwar
     predicted = torch.arange(1, width + 1) < torch.tensor(LENGTHS)[:, None]
     llama, kept = model(backbone, mode), model(backbone)
     packed_loss, padded_loss = (
-        llama(*separated(*packed())),
+        llama(*separated(*packed(), EOS)),
         kept(rows[:, :-1], torch.where(predicted, rows[:, 1:], -100)),
     )
     torch.testing.assert_close(packed_loss, padded_loss, rtol=1e-12, atol=0)
@@ -128,7 +128,7 @@ def test_the_packed_loss_is_that_of_padded_rows_whatever_is_kept_for_the_backwar
 @pytest.mark.parametrize("masked", [True, False])
 def test_no_gradient_flows_from_a_document_to_another(masked):
     llama = model("lowrank")
-    ids, targets, numbers = separated(*packed())
+    ids, targets, numbers = separated(*packed(), EOS)
     third = torch.where(numbers == 2, targets, IGNORE)
     rows = gradients(llama, llama(ids, third, numbers if masked else None))["model.embed_tokens.weight"]
     own = documents()[2][:-1]
@@ -148,7 +148,7 @@ def test_compiled_equals_eager_in_one_graph(backbone, mode, monkeypatch):
     eager = model(backbone, mode, layers=3)
     compiled = copy.deepcopy(eager)
     compiled.compile_()
-    inputs = separated(*packed())
+    inputs = separated(*packed(), EOS)
     found, expected = compiled(*inputs), eager(*inputs)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     actual = gradients(compiled, found)

