@@ -10,6 +10,7 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.written import read_record
+from dlr_pretrain.train.text import Text
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
@@ -89,7 +90,9 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(train, tmp_path, origin
 
 
 def test_another_tokenizer_is_refused(train, tmp_path, origin, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.data.tokenizer.Tokenizer.fingerprint", "another")
+    prints = Text.fingerprints.fget
+    another = property(lambda text: prints(text) | {"tokenizer.pieces": "another"})
+    monkeypatch.setattr(Text, "fingerprints", another)
     with pytest.raises(UserError, match=r"another model: tokenizer.pieces is "):
         train(tmp_path / "new", *CHOICE, f"run.start_from={origin}")
 

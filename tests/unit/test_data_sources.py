@@ -260,7 +260,11 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "rule"), [(name, *case) for name, cases in BAD.items() for case in cases])
+CASES = [(name, *case) for name, cases in BAD.items() for case in cases]
+
+
+# Contents hold the time at which they were compressed, and ids must not.
+@pytest.mark.parametrize(("name", "content", "rule"), CASES, ids=[f"{name}-{rule}" for name, _, rule in CASES])
 def test_what_downloads_and_editors_leave_behind_is_named(tmp_path, name, content, rule):
     content(tmp_path / name) if callable(content) else (tmp_path / name).write_bytes(content)
     (tmp_path / "validation.txt").write_text("validation")

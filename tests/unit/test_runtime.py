@@ -135,10 +135,8 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["open_source", "initial_weights"])  # data, the model
+@pytest.mark.parametrize("stage", ["text.open_source", "run.initial_weights"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
-    from dlr_pretrain.train import run
-
     before = signal.getsignal(signal.SIGTERM)
 
     def interrupted(*_given, **_named):
@@ -146,7 +144,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
         pytest.fail("the stage goes on")
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, stage, interrupted)
+        patched.setattr(f"dlr_pretrain.train.{stage}", interrupted)
         with pytest.raises(Stopped, match="stopped before the first step"):
             train(tmp_path / "run")
     assert signal.getsignal(signal.SIGTERM) is before
