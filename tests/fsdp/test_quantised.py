@@ -69,7 +69,7 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
         cfg = config(*WORDS, width, f"parallel={parallel}")
         first = made(cfg, runtime)
         for index, batch in enumerate(own_batches(cfg, runtime)[:2]):
-            first.update(batch, index, 1e-3)
+            first(batch, index, 1e-3)
         values = moments(first)
         second, third = (made(config(*WORDS, width, f"parallel={p}"), runtime) for p in (other, parallel))
         for a, b in ((first, second), (second, third)):
@@ -78,7 +78,7 @@ def test_state_goes_over_to_the_other_way_and_back_by_value(width, parallel):
             assert_bits(moments(b), values)
         if width == ALIGNED and parallel == "fsdp":
             assert third.optimizer.state_layout() == first.optimizer.state_layout()
-        second.update(own_batches(cfg, runtime)[2], 2, 1e-3)  # in whatever form the state now is
+        second(own_batches(cfg, runtime)[2], 2, 1e-3)  # in whatever form the state now is
 
     on_two_ranks(act)
 
