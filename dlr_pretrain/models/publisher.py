@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from dlr_pretrain.models.residual import Residual, Shared, by_memory, joined, plus
 from dlr_pretrain.util import sharded
@@ -63,6 +64,7 @@ class Publisher:
         if changed:
             raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
 
+    @record_function("with_residual")
     @torch.no_grad()
     def publish(self, masters: Mapping[str, Tensor] | None = None) -> None:
         """Make the working weights from the state: B + beta R^T, rounded once.
@@ -87,6 +89,7 @@ class Publisher:
         for one in self._sums:
             one.publish()
 
+    @record_function("with_residual")
     @torch.no_grad()
     def _restore(self) -> list[str]:
         """Take the residuals out of the weights, bit for bit; returns the names of those that changed meanwhile."""

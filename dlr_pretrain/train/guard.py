@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
+from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
@@ -73,6 +74,7 @@ class Guard:
     # ------------------------------------------------------------------------------------------------
     # Before an update
 
+    @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
         """The next batch; an empty one if this rank has failed, so that all ranks learn of it in the update."""
         self._to_check = False

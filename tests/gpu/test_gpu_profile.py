@@ -34,7 +34,7 @@ def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
     assert all(torch.equal(value, b[name]) for name, value in a.items())
     assert read_metrics(looked / "metrics.jsonl")[0]["probe/0.self_attn.q_proj/rho"] > 0
     table = (looked / "profile" / "profile.txt").read_text()
-    assert all(part in table for part in ("publish", "forward", "backward", "optimizer", "Self CUDA time total"))
+    assert all(part in table for part in ("with_residual", "forward", "backward", "optimizer", "Self CUDA time total"))
 
 
 def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):

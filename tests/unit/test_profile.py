@@ -18,7 +18,7 @@ from tests.conftest import forked, saved
 pytestmark = pytest.mark.usefixtures("no_export")
 COMMON = ("backbone=cola", "dlr=on", "train.steps=8", "eval.every=4", "checkpoint.every=100")
 PROFILE = ("profile=on", "profile.start=2", "profile.steps=3")
-CALLS = {"data": 1, "publish": 2, "forward": 4, "backward": 4, "optimizer": 1}  # in a step
+CALLS = {"data": 1, "with_residual": 2, "forward": 4, "backward": 4, "optimizer": 1}  # in a step
 
 
 def assert_same(one, other) -> None:
