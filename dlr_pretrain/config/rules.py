@@ -281,31 +281,44 @@ def _globs(cfg: Config) -> dict[str, str]:
     return {name: pattern for name, pattern in globs.items() if pattern is not None}
 
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+
+
+def _holds_weights(folder: str) -> bool:
+    return any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
+
+
 def _start(cfg: Config) -> Iterator[Problem]:
-    folder = cfg.train.init_from
-    if folder is None:
+    """Rules of a start from a folder of weights, a dense model's or an exported one's; a checkpoint holds B itself."""
+    if cfg.run.start_from is not None:
+        key, folder = "run.start_from", cfg.run.start_from
+        if not _holds_weights(folder):
+            return
+    elif cfg.train.init_from is not None:
+        key, folder = "train.init_from", cfg.train.init_from
+    else:
         return
-    if cfg.backbone.name == "sltrain":
+    if key == "train.init_from" and cfg.backbone.name == "sltrain":
         rule = "backbone=sltrain starts with B = 0 and a random support, which hold no dense weight"
-        yield Problem("train.init_from", folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
+        yield Problem(key, folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
     if cfg.dlr.enabled and cfg.dlr.mode == "offset":
         rule = f"gives B its start, so that the offset of dlr={cfg.dlr.name} would be lost"
-        yield Problem("train.init_from", folder, rule, "Use dlr=on, dlr=off, or leave it out")
+        yield Problem(key, folder, rule, "Use dlr=on, dlr=off, or leave it out")
     elif cfg.dlr.enabled and cfg.precision.name in ("bf16", "bf16_sr"):
         rule = f"takes the residual of dlr={cfg.dlr.name} off B, whose own values bf16 would then round away"
-        yield Problem("train.init_from", folder, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
+        yield Problem(key, folder, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
         rule = f"cannot start a B that dlr={cfg.dlr.name} holds at zero"
-        yield Problem("train.init_from", folder, rule, "Use dlr.train_b=true, or leave it out")
+        yield Problem(key, folder, rule, "Use dlr.train_b=true, or leave it out")
 
 
 def _files(cfg: Config) -> Iterator[Problem]:
-    folder, names = cfg.train.init_from, ("model.safetensors", "model.safetensors.index.json")
+    folder = cfg.train.init_from
     if folder is not None and not os.path.isdir(folder):
         if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # else it resumes
             yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
-    elif folder is not None and not any(os.path.isfile(os.path.join(folder, name)) for name in names):
-        yield Problem("train.init_from", folder, f"holds neither {names[0]} nor {names[1]}")
+    elif folder is not None and not _holds_weights(folder):
+        yield Problem("train.init_from", folder, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     path = cfg.tokenizer.path
     if path is not None and not os.path.exists(path):
         fix = "Name a tokenizer.json, a sentencepiece model such as spiece.model, or a folder that holds one"

@@ -66,6 +66,13 @@ def test_an_exported_folder_computes_what_it_did_at_the_start(train, tmp_path, d
     assert read_metrics(new / "metrics.jsonl")[0]["eval/loss"] == pytest.approx(last, abs=1e-6)  # update 0 has rate 0
 
 
+@pytest.mark.parametrize("choice", [("dlr=on", "precision=bf16"), ("dlr=no_b",), ("dlr=init_offset",)])
+def test_an_exported_folder_is_refused_where_its_weights_would_be_lost(train, words, tmp_path, choice):
+    origin = train(tmp_path / "origin", "backbone=cola", "train.steps=1")
+    with pytest.raises(ConfigError, match=r"run\.start_from=.*: (takes the residual|cannot start|gives B its)"):
+        load(words("backbone=cola", *choice, f"run.start_from={origin}/folded"))
+
+
 def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin, capsys):
     train(tmp_path / "new", *CHOICE, f"run.start_from={origin}", *EVERYTHING, "train.lr=0.002", "data.seed=7")
     said = capsys.readouterr().out
