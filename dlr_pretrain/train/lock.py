@@ -70,18 +70,17 @@ class RunLock:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            alone = False
-            while self._there() and not alone:
-                alone = self._wait()
-                self._beat()
-                alone = alone or self._settled()
-        except FileNotFoundError:
-            pass
+            with suppress(FileNotFoundError):  # the file was deleted: the next one may be free
+                while True:
+                    alone = self._wait()
+                    self._beat()
+                    if alone or self._settled():
+                        break
+                if self._there():
+                    return True
         except BaseException:
             os.close(self.descriptor)
             raise
-        if there := self._there():
-            return there
         os.close(self.descriptor)
         return False
 

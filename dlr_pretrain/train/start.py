@@ -30,7 +30,7 @@ RATES = (
     *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.b_lr"),
     *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
 )
-DATA = ("data.", "tokenizer.", "train.global_batch", "train.seq_len")
+DATA = ("data.", "train.global_batch", "train.seq_len")
 RECIPE = ("scale.lr", "scale.steps", "scale.warmup_steps", "scale.adam_eps", "scale.global_batch", "scale.eval_tokens")
 
 

@@ -8,11 +8,6 @@ from collections.abc import Iterable, Sequence
 WIDTH = 80
 
 
-def diverged_of(count: int, seeds: int) -> str:
-    """The text in place of a mean over ``seeds`` seeds of which ``count`` have diverged."""
-    return f"{count} of {seeds} diverged"
-
-
 def fill(text: str, indent: int = 0) -> str:
     """``text`` wrapped; lines after the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
