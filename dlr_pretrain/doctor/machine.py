@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from dlr_pretrain.config import Config, compiler_problem
 from dlr_pretrain.doctor.checks import Found
@@ -40,12 +41,12 @@ def gigabytes(size: float) -> str:
 def software() -> Found:
     """Installed versions against those that the package declares."""
     found = f"Python {platform.python_version()}, torch {torch.__version__}"
-    installed = {package.name.lower(): package.version for package in metadata.distributions()}
+    installed = {canonicalize_name(package.name): package.version for package in metadata.distributions()}
     if "dlr-pretrain" not in installed:
         return Found(f"{found}; dlr-pretrain itself is not installed", "pip install -e .")
     wrong = []
     for needed in map(Requirement, metadata.requires("dlr-pretrain") or ()):
-        version = installed.get(needed.name.lower(), "missing")
+        version = installed.get(canonicalize_name(needed.name), "missing")
         met = version != "missing" and needed.specifier.contains(version, prereleases=True)
         if not met and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
             wrong.append(f"{needed} is declared, and it is {version}")

@@ -227,8 +227,9 @@ def test_the_heart_beats_and_no_reader_ever_sees_half_a_lease(tmp_path, monkeypa
     monkeypatch.setattr(lock, "HEARTBEAT", 0)
     with RunLock(tmp_path) as own:
         own.acquire()
-        beats = {lease(tmp_path)["beat"] for _ in range(500)}
-    assert len(beats) > 1
+        beats = set()
+        while len(beats) < 3:  # a lease that is half written has no beat
+            beats.add(lease(tmp_path)["beat"])
     assert lease(tmp_path)["beat"] == 0  # released
 
 
@@ -247,10 +248,9 @@ def test_a_beat_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
     with RunLock(tmp_path) as own:
         own.acquire()
         first = lease(tmp_path)["beat"]
-        deadline = time.monotonic() + 10
-        while lease(tmp_path)["beat"] == first and time.monotonic() < deadline:
-            pass
-        assert lease(tmp_path)["beat"] > first and calls >= 5
+        while lease(tmp_path)["beat"] == first:
+            time.sleep(0.001)
+        assert calls >= 5
 
 
 def test_without_kernel_locks_the_lease_decides_on_this_machine_too(tmp_path, monkeypatch):
