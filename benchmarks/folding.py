@@ -12,7 +12,7 @@ from benchmarks.protocol import interleaved, paired
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.models import Llama, active, build, fold_
 from dlr_pretrain.models.precision import WORKING_DTYPE
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 BASE, FOLDED, TRAINED, BRANCH = "base, dlr=off", "folded", "with the residual, as in training", "branch, unfolded"
 
@@ -26,14 +26,14 @@ def measure(cfg: Config, rounds: int, warmup: int) -> dict:
     """
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or cfg.dlr.impl == "branch":
         raise ConfigError([Problem("dlr", cfg.dlr.name, "there is nothing to fold", "Give dlr=on")])
-    with Runtime(cfg) as runtime, torch.no_grad():
-        runtime.use_device()
+    with Ranks(cfg) as ranks, torch.no_grad():
+        ranks.use_device()
         generator = torch.Generator().manual_seed(0)
         shape = cfg.train.global_batch, cfg.train.seq_len
-        ids = runtime.to_device(torch.randint(2, cfg.planned_vocab_size, shape, generator=generator))
-        base = model(replace(cfg, dlr=replace(cfg.dlr, enabled=False)), runtime.device)
-        trained = model(cfg, runtime.device)
-        branch = model(replace(cfg, dlr=replace(cfg.dlr, impl="branch")), runtime.device)
+        ids = ranks.to_device(torch.randint(2, cfg.planned_vocab_size, shape, generator=generator))
+        base = model(replace(cfg, dlr=replace(cfg.dlr, enabled=False)), ranks.device)
+        trained = model(cfg, ranks.device)
+        branch = model(replace(cfg, dlr=replace(cfg.dlr, impl="branch")), ranks.device)
         folded = copy.deepcopy(trained)
         fold_(folded)
         if cfg.compile:
@@ -44,7 +44,7 @@ def measure(cfg: Config, rounds: int, warmup: int) -> dict:
         with active(trained):
             acts = {name: lambda m=m: m.logits(ids) for name, m in models.items()}
             logits = {name: act() for name, act in acts.items()}
-            times = interleaved(acts, warmup, rounds, runtime.device)
+            times = interleaved(acts, warmup, rounds, ranks.device)
     found = []
     for name, seconds in times.items():
         far = (logits[name].double() - logits[FOLDED].double()).abs().max().item()

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.protocol import seconds, warm_up_products
 from benchmarks.variants import Variant, fixed_batch
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 
@@ -28,13 +28,13 @@ from dlr_pretrain.util.errors import UserError
 def main(overrides: list[str]) -> None:
     """Make a few steps and print the seconds of the first and of a later one, and the peak bytes of tensors."""
     cfg = load(overrides)
-    with Runtime(cfg) as runtime:
-        runtime.use_device()
-        warm_up_products(runtime.device)
-        on_gpu = runtime.device.type == "cuda"
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
+        on_gpu = ranks.device.type == "cuda"
         before = torch.cuda.memory_allocated() if on_gpu else 0
-        variant, batch = Variant("isolated", cfg, runtime), fixed_batch(cfg, runtime)
-        first, _, *later = (seconds(lambda: variant.step(batch), runtime.device) for _ in range(4))
+        variant, batch = Variant("isolated", cfg, ranks), fixed_batch(cfg, ranks)
+        first, _, *later = (seconds(lambda: variant.step(batch), ranks.device) for _ in range(4))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             variant.step(batch)

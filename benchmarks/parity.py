@@ -20,7 +20,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 STEPS = 20
 FP32_BOUND = 1e-5
@@ -54,8 +54,8 @@ def difference(found: list[float], expected: list[float]) -> float:
 class References:
     """Losses of plain runs on ``batch``; each run is made once."""
 
-    def __init__(self, runtime: Runtime, batch: Batch):
-        self.runtime, self.batch = runtime, batch
+    def __init__(self, ranks: Ranks, batch: Batch):
+        self.ranks, self.batch = ranks, batch
         self.known: dict[tuple[str, int | None], list[float]] = {}
 
     def judge(self, cfg: Config, found: list[float]) -> Verdict:
@@ -73,8 +73,8 @@ class References:
         cfg = plain(cfg)
         key = repr(replace(cfg, run=None)), rounding  # the run's name changes no loss
         if key not in self.known:
-            model = plain_model(cfg, self.runtime, rounding)
-            self.known[key] = losses(Variant("plain", cfg, self.runtime, model).step, self.batch)
+            model = plain_model(cfg, self.ranks, rounding)
+            self.known[key] = losses(Variant("plain", cfg, self.ranks, model).step, self.batch)
         return self.known[key]
 
 
@@ -84,16 +84,16 @@ def plain(cfg: Config) -> Config:
     return replace(cfg, compile=False, train=train, dlr=replace(cfg.dlr, impl="branch") if residual else cfg.dlr)
 
 
-def plain_model(cfg: Config, runtime: Runtime, rounding: int | None) -> Llama:
+def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
     """The model of ``cfg`` whose projections share no storage, as a model is built for sharding.
 
     Its start is rounded to the nearest value of the state's dtype; with a seed ``rounding``, at random to bf16 values.
     """
     ungrouped = replace(cfg, parallel=replace(cfg.parallel, name="fsdp"))
     dtype = STATE_DTYPE[cfg.precision.name]
-    model = build(ungrouped, cfg.planned_vocab_size, runtime.device, dtype if rounding is None else torch.float32)
+    model = build(ungrouped, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:
-        round_at_random_(model, torch.Generator(runtime.device).manual_seed(rounding))
+        round_at_random_(model, torch.Generator(ranks.device).manual_seed(rounding))
     return model.to(dtype)
 
 

@@ -18,7 +18,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.models.precision import WORKING_DTYPE
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 NOISE = ", once more"
 
@@ -39,25 +39,25 @@ def measure(
     first, cfg = next(iter(configs.items()))
     timed = {first: cfg, first + NOISE: cfg} | {name: configs[name] for name in overrides}
     torch._dynamo.config.recompile_limit = 64  # per code object: each variant has a graph of its own
-    with Runtime(cfg) as runtime:
-        runtime.use_device()
-        warm_up_products(runtime.device)
-        batch = fixed_batch(cfg, runtime)
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
+        batch = fixed_batch(cfg, ranks)
         if peers:
             batch = as_batch(peer_ids(batch), batch.real_tokens)
-        ours = {name: Variant(name, c, runtime) for name, c in timed.items()}
-        beside = {name: Variant(name, configs[name], runtime) for name in twins}
+        ours = {name: Variant(name, c, ranks) for name, c in timed.items()}
+        beside = {name: Variant(name, configs[name], ranks) for name in twins}
         for peer in peers:
-            peer.build(cfg, runtime.device)
+            peer.build(cfg, ranks.device)
         rows = cfg.train.global_batch if peers else parity_rows(timed.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
-        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(runtime, few), say)
+        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(ranks, few), say)
         beside.clear()
         gc.collect()
         acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
         acts |= {peer.name: peer.on(batch) for peer in peers}
         say(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
-        times = interleaved(acts, warmup, rounds, runtime.device)
+        times = interleaved(acts, warmup, rounds, ranks.device)
         found = []
         for name, seconds in times.items():
             verdict, variant, median = verdicts.get(name), ours.get(name), statistics.median(seconds)
@@ -73,7 +73,7 @@ def measure(
                 **(utilisation(variant, speed) if variant else {}),
             })  # fmt: skip
         threads = f"CPU, {torch.get_num_threads()} threads"
-        device = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else threads
+        device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else threads
     about = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": rounds, "warmup": warmup}
     return {"device": device, "batch": about, "variants": found}
 

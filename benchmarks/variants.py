@@ -12,7 +12,7 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 
 LR = 1e-3
@@ -21,9 +21,9 @@ LR = 1e-3
 class Variant:
     """One configuration, with weights and an optimizer of its own."""
 
-    def __init__(self, name: str, cfg: Config, runtime: Runtime, model: Llama | None = None):
-        self.name, self.cfg, self.device = name, cfg, runtime.device
-        self.trainer, self.steps = trial(cfg, runtime, cfg.planned_vocab_size, model), 0
+    def __init__(self, name: str, cfg: Config, ranks: Ranks, model: Llama | None = None):
+        self.name, self.cfg, self.device = name, cfg, ranks.device
+        self.trainer, self.steps = trial(cfg, ranks, cfg.planned_vocab_size, model), 0
 
     def step(self, batch: Batch) -> Tensor:
         """Make one optimizer update; returns the loss, on the device."""
@@ -73,10 +73,10 @@ def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
     return configs
 
 
-def fixed_batch(cfg: Config, runtime: Runtime) -> Batch:
+def fixed_batch(cfg: Config, ranks: Ranks) -> Batch:
     """Random tokens on the device, the same on every call."""
     rows, seq_len = cfg.train.global_batch, cfg.train.seq_len
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(2, cfg.planned_vocab_size, (rows, seq_len + 1), generator=generator, dtype=torch.int32)
     lengths = torch.full((rows,), seq_len + 1, dtype=torch.int32)
-    return Batch(runtime.to_device(tokens), runtime.to_device(lengths), rows * seq_len, {})
+    return Batch(ranks.to_device(tokens), ranks.to_device(lengths), rows * seq_len, {})

@@ -5,7 +5,7 @@ import os
 from benchmarks.peers import as_batch
 from benchmarks.variants import Variant
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 OVERRIDES = "backbone=cola dlr=on"
 PRECISION = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
@@ -14,9 +14,9 @@ PRECISION = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
 class Ours:
     def __init__(self, overrides):
         cfg = load(overrides)
-        runtime = Runtime(cfg)
-        runtime.use_device()
-        self.variant = Variant("ours", cfg, runtime)
+        ranks = Ranks(cfg)
+        ranks.use_device()
+        self.variant = Variant("ours", cfg, ranks)
         self.n = sum(p.numel() for p in self.variant.trainer.weights.optimized.values())
 
     def step(self, ids):

@@ -20,7 +20,7 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.doctor import machine, start
 from dlr_pretrain.doctor.checks import FAIL, LEVELS, OK, Found, Line, in_child, perform
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
@@ -70,17 +70,17 @@ def sound(cfg: Config, configured: Line) -> bool:
         for name, act in checks_of_machine(cfg, scratch).items() if of_machine else ():
             say(perform(name, SECONDS, act), "" if is_main else f"{socket.gethostname()}: ")
         try:
-            with Runtime(cfg) as runtime:
-                folder = runtime.on_main(lambda: scratch)
-                for name, (minutes, act) in checks_of_ranks(cfg, runtime, folder).items():
-                    lines = runtime.gather(perform(name, 60 * minutes, act))
+            with Ranks(cfg) as ranks:
+                folder = ranks.on_main(lambda: scratch)
+                for name, (minutes, act) in checks_of_ranks(cfg, ranks, folder).items():
+                    lines = ranks.gather(perform(name, 60 * minutes, act))
                     worst = max(lines, key=lambda line: LEVELS.index(line.level))
                     if is_main:
                         say(worst, f"rank {rank}: " if (rank := lines.index(worst)) else "")
                     failed.append(worst.level == FAIL)
                     if name == "collectives" and worst.level == FAIL:
                         break  # in the next ones ranks would wait for each other
-                runtime.gather(None)  # when one ends with code 1, torchrun ends the others
+                ranks.gather(None)  # when one ends with code 1, torchrun ends the others
         except UserError as error:
             say(Line("ranks", FAIL, str(error)), "")
     return not any(failed)
@@ -104,13 +104,13 @@ def checks_of_machine(cfg: Config, scratch: Path | None) -> dict[str, Callable[[
     return checks
 
 
-def checks_of_ranks(cfg: Config, runtime: Runtime, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:
+def checks_of_ranks(cfg: Config, ranks: Ranks, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:
     """The checks that all ranks make together, by name, with their time limits in minutes. A step may compile."""
     checks = {
-        "collectives": (2, partial(start.collectives, runtime, 90.0)),
-        "data": (5, partial(start.data, cfg, runtime)),
-        "checkpoint": (5, partial(start.saved_and_read, cfg, runtime, scratch)),
-        "step": (15, partial(start.step, cfg, runtime)),
+        "collectives": (2, partial(start.collectives, ranks, 90.0)),
+        "data": (5, partial(start.data, cfg, ranks)),
+        "checkpoint": (5, partial(start.saved_and_read, cfg, ranks, scratch)),
+        "step": (15, partial(start.step, cfg, ranks)),
     }
     return {name: check for name, check in checks.items() if scratch is not None or name != "checkpoint"}
 

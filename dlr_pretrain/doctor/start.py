@@ -24,7 +24,7 @@ from dlr_pretrain.doctor.checks import Found, in_child
 from dlr_pretrain.doctor.machine import gigabytes
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.memory import largest_that_fits
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import noise, trial, trial_loop
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
@@ -46,13 +46,13 @@ def vocabulary(cfg: Config) -> int:
         return cfg.planned_vocab_size
 
 
-def data(cfg: Config, runtime: Runtime) -> Found:
+def data(cfg: Config, ranks: Ranks) -> Found:
     """The source, the tokenizer and this rank's first batch, with some of its text."""
     began = time.perf_counter()
     source = open_source(cfg)
     tokenizer = open_tokenizer(cfg, source)
     embedding_rows(cfg, tokenizer)
-    batch = next(TrainLoader(cfg, source, tokenizer, runtime.rank, runtime.world_size, None))
+    batch = next(TrainLoader(cfg, source, tokenizer, ranks.rank, ranks.world_size, None))
     row = batch.tokens[0, : int(batch.lengths[0])].tolist()
     unknown = source.unknown_share(tokenizer)
     sample = " ".join(tokenizer.decode(row).split())[:48]
@@ -64,16 +64,16 @@ def data(cfg: Config, runtime: Runtime) -> Found:
     return Found(text, wrong if unknown > 0.02 else "")
 
 
-def collectives(runtime: Runtime, seconds: float) -> Found:
+def collectives(ranks: Ranks, seconds: float) -> Found:
     """An all-reduce over all ranks and its bandwidth, in a child of each rank, because NCCL may hang."""
-    world = runtime.world_size
+    world = ranks.world_size
     if world == 1:
         return Found("one rank, nothing to reduce; start this by torchrun to try more")
     with socket.socket() as free:
         free.bind(("", 0))
-        port = runtime.on_main(lambda: free.getsockname()[1])
+        port = ranks.on_main(lambda: free.getsockname()[1])
     meeting = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
-    return in_child(partial(_all_reduce, meeting, runtime.rank, world, runtime.device), seconds, "spawn")
+    return in_child(partial(_all_reduce, meeting, ranks.rank, world, ranks.device), seconds, "spawn")
 
 
 def _all_reduce(meeting: str, rank: int, world: int, device: torch.device) -> Found:
@@ -102,24 +102,24 @@ def _all_reduce(meeting: str, rank: int, world: int, device: torch.device) -> Fo
     return Found(text, fix if backend == "nccl" and rate < SLOW_NETWORK else "")
 
 
-def step(cfg: Config, runtime: Runtime) -> Found:
+def step(cfg: Config, ranks: Ranks) -> Found:
     """Two updates of at most two micro-batches: the first loss, and the peak memory against the plan."""
     vocab_size = vocabulary(cfg)
-    runtime.use_device()
+    ranks.use_device()
     with suppress(OSError):  # the peak of the process is then that of this check
         Path("/proc/self/clear_refs").write_text("5")
     before = resident_memory()
     auto = cfg.train.micro_batch == "auto"
-    rows = largest_that_fits(cfg, runtime, vocab_size, peak_bytes) if auto else cfg.micro_batch(runtime.world_size)
-    few = min(2, cfg.train.global_batch // runtime.world_size // rows)
-    train = replace(cfg.train, global_batch=runtime.world_size * rows * few, micro_batch=rows)
+    rows = largest_that_fits(cfg, ranks, vocab_size, peak_bytes) if auto else cfg.micro_batch(ranks.world_size)
+    few = min(2, cfg.train.global_batch // ranks.world_size // rows)
+    train = replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows)
     short = replace(cfg, train=train)
-    planned = peak_bytes(short, vocab_size, runtime.world_size)
-    updates, batch = trial(short, runtime, vocab_size), noise(short, runtime, vocab_size)
+    planned = peak_bytes(short, vocab_size, ranks.world_size)
+    updates, batch = trial(short, ranks, vocab_size), noise(short, ranks, vocab_size)
     losses, times = [], []
     try:
         for index in range(2):
-            runtime.gather(None)
+            ranks.gather(None)
             began = time.perf_counter()
             losses.append(updates(batch, index, cfg.train.lr)[0].item())
             times.append(time.perf_counter() - began)
@@ -128,7 +128,7 @@ def step(cfg: Config, runtime: Runtime) -> Found:
             f"out of GPU memory with {rows} sequences at once; the plan says {gigabytes(planned)}. "
             "Use train.micro_batch=auto, or train.activation_checkpointing=latent"
         ) from error
-    on_gpu = runtime.device.type == "cuda"
+    on_gpu = ranks.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else peak_memory() - before
     whole = torch.cuda.mem_get_info()[1] if on_gpu else before + available_memory()
     uniform = math.log(vocab_size) + HEAD_STD**2 * cfg.scale.hidden_size / 2  # the mean for normal logits
@@ -143,15 +143,15 @@ def step(cfg: Config, runtime: Runtime) -> Found:
     return Found(text, "Use train.micro_batch=auto, or a smaller one" if tight else "")
 
 
-def saved_and_read(cfg: Config, runtime: Runtime, scratch: Path) -> Found:
+def saved_and_read(cfg: Config, ranks: Ranks, scratch: Path) -> Found:
     """A checkpoint on the run's disk, read back bit for bit; of a model of one block if a whole one would be large."""
     vocab_size = vocabulary(cfg)
     layers = cfg.scale.num_layers if disk(cfg, vocab_size)["checkpoint"] <= WHOLE else 1
-    train = replace(cfg.train, global_batch=runtime.world_size, micro_batch=1, seq_len=min(cfg.train.seq_len, 32))
+    train = replace(cfg.train, global_batch=ranks.world_size, micro_batch=1, seq_len=min(cfg.train.seq_len, 32))
     short = replace(cfg, train=train, scale=replace(cfg.scale, num_layers=layers), compile=False)
-    runtime.use_device()
-    loop = trial_loop(short, runtime, vocab_size, scratch)
-    loop.update(noise(short, runtime, vocab_size), 0, cfg.train.lr)
+    ranks.use_device()
+    loop = trial_loop(short, ranks, vocab_size, scratch)
+    loop.update(noise(short, ranks, vocab_size), 0, cfg.train.lr)
     loop.step = 1
     state = loop.snapshot()
     began = time.perf_counter()
@@ -166,7 +166,7 @@ def saved_and_read(cfg: Config, runtime: Runtime, scratch: Path) -> Found:
     pairs += [(name, tensor, found.optimizer[name]) for name, tensor in state.optimizer.items()]
     differ = [name for name, tensor, stored in pairs if not _equal(tensor, stored)]
     found.close()
-    runtime.gather(None)  # wait until all ranks have read
+    ranks.gather(None)  # wait until all ranks have read
     if differ:
         raise UserError(f"{len(differ)} tensors are not read as they were written, {differ[0]} first. Look at the disk")
     written = sum(file.stat().st_size for file in folder.iterdir())

@@ -38,7 +38,7 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there, sync, write_durably
 
 if TYPE_CHECKING:
-    from dlr_pretrain.train.runtime import Runtime
+    from dlr_pretrain.train.ranks import Ranks
 
 FORMAT = 2
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -242,16 +242,16 @@ class Stored:
 class Received:
     """``stored`` as rank 0 reads it; all ranks must ask for the same tensors in the same order."""
 
-    def __init__(self, stored: Stored, runtime: Runtime):
-        self.stored, self.runtime, self.shape = stored, runtime, stored.shape
+    def __init__(self, stored: Stored, ranks: Ranks):
+        self.stored, self.ranks, self.shape = stored, ranks, stored.shape
 
     def whole(self) -> Tensor:
-        device = self.runtime.device
-        if self.runtime.is_main:
+        device = self.ranks.device
+        if self.ranks.is_main:
             tensor = self.stored.whole().to(device)
         else:
             tensor = torch.empty(self.shape, dtype=self.stored.dtype, device=device)
-        self.runtime.broadcast([tensor])
+        self.ranks.broadcast([tensor])
         return tensor
 
     def rows(self, first: int, end: int) -> Tensor:
@@ -273,12 +273,12 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def shared(self, runtime: Runtime) -> Checkpoint:
+    def shared(self, ranks: Ranks) -> Checkpoint:
         """This checkpoint, of which rank 0 reads whole tensors from the disk and the other ranks receive them."""
         return replace(
             self,
-            model={name: Received(stored, runtime) for name, stored in self.model.items()},
-            optimizer={name: Received(stored, runtime) for name, stored in self.optimizer.items()},
+            model={name: Received(stored, ranks) for name, stored in self.model.items()},
+            optimizer={name: Received(stored, ranks) for name, stored in self.optimizer.items()},
         )
 
     def close(self) -> None:

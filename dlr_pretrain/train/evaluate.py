@@ -9,7 +9,7 @@ import torch
 
 from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.tensors import IGNORE
 
@@ -24,8 +24,8 @@ STRIPES = 16  # of the validation set; they belong to its two halves in turn
 class Evaluator:
     """Evaluates a model on ``validation``, in batches of ``micro_batch`` sequences on each rank."""
 
-    def __init__(self, validation: ValidationSet, micro_batch: int, runtime: Runtime):
-        self.validation, self.micro_batch, self.runtime = validation, micro_batch, runtime
+    def __init__(self, validation: ValidationSet, micro_batch: int, ranks: Ranks):
+        self.validation, self.micro_batch, self.ranks = validation, micro_batch, ranks
 
     @torch.no_grad()
     def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float | None] | None:
@@ -40,7 +40,7 @@ class Evaluator:
             if (total := self._summed(model, rows, interruptible)) is None:
                 return None
             totals.append(total)
-        summed, count = self.runtime.sum(torch.stack(totals)).unbind(1)
+        summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
         a, b = (summed / count).tolist()
         loss = (summed.sum() / count.sum()).item()
         return {
@@ -53,23 +53,23 @@ class Evaluator:
 
     def _summed(self, model: Llama, rows: np.ndarray, interruptible: bool) -> torch.Tensor | None:
         """The loss summed over this rank's share of ``rows``, and its number of targets: fp64 [2]; None if stopped."""
-        device, n, world_size = self.runtime.device, self.micro_batch, self.runtime.world_size
-        own = rows[self.runtime.rank :: world_size]
+        device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
+        own = rows[self.ranks.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # the same on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
             if interruptible and start // n % BETWEEN_LOOKS == BETWEEN_LOOKS - 1 and self._stopping():
                 return None
-            some = (self.runtime.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
+            some = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(*some, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
 
     def _stopping(self) -> bool:
         """Whether any rank was asked to stop; all ranks must call."""
-        asked = torch.tensor(float(self.runtime.stop_requested), device=self.runtime.device)
-        return bool(self.runtime.sum(asked) > 0)
+        asked = torch.tensor(float(self.ranks.stop_requested), device=self.ranks.device)
+        return bool(self.ranks.sum(asked) > 0)
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:

@@ -19,10 +19,10 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.lock import HEARTBEAT, RunLock
+from dlr_pretrain.train.lease import HEARTBEAT, Lease
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.nonfinite import KeptBatches
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
@@ -51,19 +51,19 @@ class Outcome(NamedTuple):
 class Guard:
     """Decides whether a run goes on. ``batches`` keeps the batches of updates that are not finite.
 
-    In a trial there is no lock on a run directory, and batches are not kept.
+    In a trial there is no lease of a run directory, and batches are not kept.
     """
 
     def __init__(
         self,
         cfg: Config,
-        runtime: Runtime,
-        lock: RunLock | None,
+        ranks: Ranks,
+        lease: Lease | None,
         saver: Saver,
         console: Console,
         batches: KeptBatches | None,
     ):
-        self.cfg, self.runtime, self.lock, self.saver = cfg, runtime, lock, saver
+        self.cfg, self.ranks, self.lease, self.saver = cfg, ranks, lease, saver
         self.console, self.batches = console, batches
         self.failure: UserError | None = None  # why this rank must end the run
         self.broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
@@ -84,14 +84,14 @@ class Guard:
                 return self._take(loader)
         except UserError as error:
             self.fail(error)
-        rows = self.cfg.train.global_batch // self.runtime.world_size
+        rows = self.cfg.train.global_batch // self.ranks.world_size
         tokens = torch.zeros((rows, self.cfg.train.seq_len + 1), dtype=torch.int32)
         return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
 
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. Every error becomes a UserError, because the state is sound and can be saved."""
         try:
-            return loader.take(lambda: self.runtime.stop_requested, self.runtime.patience)
+            return loader.take(lambda: self.ranks.stop_requested, self.ranks.patience)
         except UserError:
             raise
         except Exception as error:  # from a library or the system
@@ -145,8 +145,8 @@ class Guard:
         complete = not metrics.unwritten
         try:
             with suppress(OSError):  # the disk may not answer; a checkpoint asks again
-                if self.lock is not None:
-                    self.lock.require_held(at_most=2 * HEARTBEAT)
+                if self.lease is not None:
+                    self.lease.require_held(at_most=2 * HEARTBEAT)
             metrics.write(record)
         except UserError as error:
             self.fail(error)
@@ -170,7 +170,7 @@ class Guard:
 
         They differ if GPUs of several kinds compute unequal initial values or updates.
         """
-        sums, finite = zip(*self.runtime.gather((weights.checksums(), weights.finite())), strict=True)
+        sums, finite = zip(*self.ranks.gather((weights.checksums(), weights.finite())), strict=True)
         differ = [name for name, own in sums[0].items() if any(of[name] != own for of in sums)]
         if all(finite) and not differ:
             return
@@ -218,7 +218,7 @@ class Guard:
 
     def _raise_reason(self, step: int, outcome: Outcome) -> NoReturn:
         before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
-        failures = [(rank, error) for rank, error in enumerate(self.runtime.gather(self.failure)) if error]
+        failures = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.failure)) if error]
         if failures and all(isinstance(error, Stopped) for _, error in failures):
             where = f"stopped after step {step - 1} of {self.cfg.train.steps}"
             raise Stopped(f"{where} ({failures[0][1]}); saved")
@@ -236,7 +236,7 @@ class Guard:
 
     def raise_if_failed(self) -> None:
         """After the last step: raise the failure of a rank, which no later update can carry."""
-        for failure in self.runtime.gather(self.failure):
+        for failure in self.ranks.gather(self.failure):
             if failure is not None:
                 raise failure
 

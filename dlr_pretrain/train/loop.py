@@ -20,7 +20,7 @@ from dlr_pretrain.train.guard import Guard, Outcome
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending, SpikeScore
 from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import UNTIMED, Profiler
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View
@@ -58,7 +58,7 @@ class Loop:
     def __init__(
         self,
         cfg: Config,
-        runtime: Runtime,
+        ranks: Ranks,
         update: Update,
         evaluator: Evaluator,
         metrics: MetricsFile | None,
@@ -67,13 +67,13 @@ class Loop:
         console: Console,
         view: View | None = None,
     ):
-        self.cfg, self.runtime, self.update, self.evaluator = cfg, runtime, update, evaluator
+        self.cfg, self.ranks, self.update, self.evaluator = cfg, ranks, update, evaluator
         self.weights, self.optimizer = update.weights, update.optimizer
         self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
         self.view = view
-        self.probe, self.profiler = Probe(cfg, runtime, self.weights), Profiler(cfg, runtime, console)
-        self.meter = Meter(cfg, runtime, self.weights.model, update.micro_batch)
-        self.pending = Pending(runtime.device)
+        self.probe, self.profiler = Probe(cfg, ranks, self.weights), Profiler(cfg, ranks, console)
+        self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
+        self.pending = Pending(ranks.device)
         self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
@@ -108,7 +108,7 @@ class Loop:
 
     def push(self, values, batch: Batch) -> None:
         """Send the metrics of the update on their way to the host, while the device goes on."""
-        self.runtime.stepped(self.step)
+        self.ranks.stepped(self.step)
         self.batches[self.step] = batch
         self.pending.push(self.step, values)
         with self.meter.paused():
@@ -180,7 +180,7 @@ class Loop:
     def probe_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``, if that is due."""
         if self.probe.is_due(self.step):
-            self.runtime.synchronize()  # the throughput must count the GPU's time of earlier steps
+            self.ranks.synchronize()  # the throughput must count the GPU's time of earlier steps
             with self.untimed():
                 self.meter.probed[self.step + 1] = self.probe(batch)
 
@@ -197,13 +197,13 @@ class Loop:
 
     def snapshot(self) -> Snapshot:
         streams: dict[str, list[int]] = {}
-        for own in self.runtime.gather(self.streams):
+        for own in self.ranks.gather(self.streams):
             streams |= own
         return Snapshot(
             model=self.weights.state,
             optimizer=self.optimizer.state_tensors(),
             optimizer_layout=self.optimizer.state_layout(),
-            random=self.runtime.random_state(),
+            random=self.ranks.random_state(),
             state={
                 "step": self.step,
                 "tokens": self.tokens,
@@ -220,8 +220,8 @@ class Loop:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
         self.optimizer.load_state_tensors(found.optimizer, found.optimizer_layout)
-        if len(found.random) == self.runtime.world_size:
-            self.runtime.set_random_state(found.random[self.runtime.rank])
+        if len(found.random) == self.ranks.world_size:
+            self.ranks.set_random_state(found.random[self.ranks.rank])
         require_tied(self.weights.model)
         found.close()
         state = found.state

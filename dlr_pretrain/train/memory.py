@@ -21,8 +21,8 @@ import torch
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.trial import noise, trial
 from dlr_pretrain.util.errors import UserError, first_line, tell
 from dlr_pretrain.util.process import available_memory
@@ -40,7 +40,7 @@ PlannedMemory = Callable[[Config, int, int], int]
 
 
 def resolve_micro_batch(
-    cfg: Config, runtime: Runtime, vocab_size: int, planned: PlannedMemory | None, run_dir: Path, resumed: bool
+    cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory | None, run_dir: Path, resumed: bool
 ) -> Config:
     """``cfg`` with a number in place of ``auto``; all ranks must call.
 
@@ -51,25 +51,25 @@ def resolve_micro_batch(
         return cfg
     if planned is None:
         raise ValueError("train.micro_batch=auto needs the plan's memory: call run(cfg, planned_memory)")
-    ranks = str(runtime.world_size)
-    recorded = runtime.on_main(lambda: read_record(run_dir).get(RECORDED, {}) if resumed else {})
-    if ranks not in recorded:
-        recorded = recorded | {ranks: largest_that_fits(cfg, runtime, vocab_size, planned)}
-        runtime.on_main(lambda: update_record(run_dir, {RECORDED: recorded}))
-    return cfg.with_micro_batch(recorded[ranks])
+    count = str(ranks.world_size)
+    recorded = ranks.on_main(lambda: read_record(run_dir).get(RECORDED, {}) if resumed else {})
+    if count not in recorded:
+        recorded = recorded | {count: largest_that_fits(cfg, ranks, vocab_size, planned)}
+        ranks.on_main(lambda: update_record(run_dir, {RECORDED: recorded}))
+    return cfg.with_micro_batch(recorded[count])
 
 
-def largest_that_fits(cfg: Config, runtime: Runtime, vocab_size: int, planned: PlannedMemory) -> int:
+def largest_that_fits(cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory) -> int:
     """The largest divisor of a rank's rows that fits on every rank; raises UserError if not even one sequence fits."""
-    world, sizes, free = runtime.world_size, cfg.micro_batches(runtime.world_size), free_memory(runtime)
+    world, sizes, free = ranks.world_size, cfg.micro_batches(ranks.world_size), free_memory(ranks)
 
     def is_planned_to_fit(rows: int) -> bool:
         return planned(cfg.with_micro_batch(rows), vocab_size, world) <= free
 
     own = next(filter(is_planned_to_fit, reversed(sizes)), 0)
-    if runtime.device.type == "cuda" and cfg.parallel.name != "fsdp":
-        own = largest(sizes, own or 1, lambda rows: fits(cfg, runtime, vocab_size, rows))
-    chosen = min(runtime.gather(own))
+    if ranks.device.type == "cuda" and cfg.parallel.name != "fsdp":
+        own = largest(sizes, own or 1, lambda rows: fits(cfg, ranks, vocab_size, rows))
+    chosen = min(ranks.gather(own))
     if not chosen:
         rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {free / 1e9:.1f} GB"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
@@ -88,27 +88,27 @@ def largest(sizes: Sequence[int], start: int, fit: Callable[[int], bool]) -> int
     return next(filter(fit, reversed(sizes[:at])), 0)
 
 
-def free_memory(runtime: Runtime) -> float:
+def free_memory(ranks: Ranks) -> float:
     """Bytes of memory that this rank may use."""
-    if runtime.device.type == "cuda":
-        return GPU_SHARE * torch.cuda.mem_get_info(runtime.device)[0]
-    return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world_size))
+    if ranks.device.type == "cuda":
+        return GPU_SHARE * torch.cuda.mem_get_info(ranks.device)[0]
+    return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
 
 
-def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
+def fits(cfg: Config, ranks: Ranks, vocab_size: int, rows: int) -> bool:
     """Whether two real updates with ``rows`` sequences at once fit on this GPU, summing gradients if the run does.
 
     Each rank tries alone. The random state and the peak memory of the run are as if there had been no trial.
     """
-    isolated = copy.copy(runtime)
+    isolated = copy.copy(ranks)
     isolated.rank, isolated.world_size = 0, 1
-    summed = 2 if cfg.train.global_batch // runtime.world_size > rows or runtime.world_size > 1 else 1
+    summed = 2 if cfg.train.global_batch // ranks.world_size > rows or ranks.world_size > 1 else 1
     tried = replace(cfg, train=replace(cfg.train, global_batch=summed * rows, micro_batch=rows))
-    device = runtime.device
+    device = ranks.device
     torch.cuda.reset_peak_memory_stats(device)
     with torch.random.fork_rng(devices=[device]):
         try:
-            _update_twice(tried, isolated, vocab_size, compiled_for=runtime.world_size)
+            _update_twice(tried, isolated, vocab_size, compiled_for=ranks.world_size)
             enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -120,11 +120,11 @@ def fits(cfg: Config, runtime: Runtime, vocab_size: int, rows: int) -> bool:
     return enough
 
 
-def _update_twice(cfg: Config, runtime: Runtime, vocab_size: int, compiled_for: int) -> None:
-    updates, batch = trial(cfg, runtime, vocab_size, compiled_for=compiled_for), noise(cfg, runtime, vocab_size)
+def _update_twice(cfg: Config, ranks: Ranks, vocab_size: int, compiled_for: int) -> None:
+    updates, batch = trial(cfg, ranks, vocab_size, compiled_for=compiled_for), noise(cfg, ranks, vocab_size)
     for index in range(2):
         updates(batch, index, cfg.train.lr)
-    torch.cuda.synchronize(runtime.device)
+    torch.cuda.synchronize(ranks.device)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def explained(cfg: Config, runtime: Runtime) -> Iterator[None]:
+def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
     """Turns an out-of-memory error into a UserError that says what helps, and writes a snapshot of the memory.
 
     A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
@@ -150,23 +150,23 @@ def explained(cfg: Config, runtime: Runtime) -> Iterator[None]:
             raise
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
         request = f"{asked[1]} were asked for" if asked else first_line(str(error))
-        setting = f"train.micro_batch={cfg.micro_batch(runtime.world_size)}"
+        setting = f"train.micro_batch={cfg.micro_batch(ranks.world_size)}"
         fix = (
             "The same command continues with a smaller train.micro_batch, and train.micro_batch=auto finds the largest "
             "that fits; scripts/plan.py counts what other settings take"
         )
-        snapshot = dump(Path(cfg.run.dir) / "profile", runtime)
-        text = f"out of GPU memory on rank {runtime.rank} with {setting}: {request}{_held(runtime)}. {fix}{snapshot}"
-        if not runtime.is_main:
+        snapshot = dump(Path(cfg.run.dir) / "profile", ranks)
+        text = f"out of GPU memory on rank {ranks.rank} with {setting}: {request}{_held(ranks)}. {fix}{snapshot}"
+        if not ranks.is_main:
             tell(f"error: {text}")
         raise UserError(text) from error
 
 
-def dump(folder: Path, runtime: Runtime) -> str:
+def dump(folder: Path, ranks: Ranks) -> str:
     """Write a snapshot of the GPU's allocations; returns a sentence: where it is, or why there is none; "" on a CPU."""
-    if runtime.device.type != "cuda":
+    if ranks.device.type != "cuda":
         return ""
-    path = folder / f"out_of_memory_rank{runtime.rank}.pickle"
+    path = folder / f"out_of_memory_rank{ranks.rank}.pickle"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.memory._dump_snapshot(str(path))
@@ -175,8 +175,8 @@ def dump(folder: Path, runtime: Runtime) -> str:
     return f". What held it is in {path}, for https://pytorch.org/memory_viz; profile=on adds the places in the code"
 
 
-def _held(runtime: Runtime) -> str:
-    if runtime.device.type != "cuda":
+def _held(ranks: Ranks) -> str:
+    if ranks.device.type != "cuda":
         return ""
-    peak, whole = torch.cuda.max_memory_allocated(runtime.device), torch.cuda.mem_get_info(runtime.device)[1]
+    peak, whole = torch.cuda.max_memory_allocated(ranks.device), torch.cuda.mem_get_info(ranks.device)[1]
     return f", {peak / 1e9:.2f} GB were allocated at the peak, and the GPU has {whole / 1e9:.2f} GB"

@@ -21,7 +21,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.history import sound_records
@@ -127,11 +127,11 @@ class Pending:
 class Meter:
     """The metrics of an update beside its loss: rate, speed, memory, and how unusual the loss is."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, model: Llama, micro_batch: int):
-        self.cfg, self.runtime = cfg, runtime
+    def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
+        self.cfg, self.ranks = cfg, ranks
         self.throughput, self.spikes = Throughput(), SpikeScore()
         self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
-        self.peak = peak_flops(runtime.device, cfg.precision.name)
+        self.peak = peak_flops(ranks.device, cfg.precision.name)
         vocab_size = model.lm_head.out_features
         self.flops_per_token = flops_per_token(cfg, vocab_size, micro_batch) if self.peak else None
         self.paused, self.seconds_per_step = self.throughput.paused, self.throughput.seconds_per_step
@@ -146,7 +146,7 @@ class Meter:
             "train/grad_norm": finite_or_none(outcome.norm),
             "perf/tokens_per_second": speed,
             "perf/mfu": self.mfu(speed),
-            "perf/max_memory_gb": self.runtime.peak_memory() / 1e9,
+            "perf/max_memory_gb": self.ranks.peak_memory() / 1e9,
             "time": time.time(),
         } | self.probed.pop(step, {})
 
@@ -154,7 +154,7 @@ class Meter:
         """Achieved over peak FLOP/s of all GPUs; None if the throughput or the peak is not known."""
         if tokens_per_second is None or self.peak is None:
             return None
-        return tokens_per_second * self.flops_per_token / (self.peak * self.runtime.world_size)
+        return tokens_per_second * self.flops_per_token / (self.peak * self.ranks.world_size)
 
 
 class Throughput:

@@ -12,7 +12,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
 
@@ -22,8 +22,8 @@ SEQUENCES = 4  # in one pass: with more, eager code would need more memory than 
 class Probe:
     """Measures the gradient paths of the projections that ``cfg.probe`` names."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
-        self.cfg, self.runtime, self.weights = cfg, runtime, weights
+    def __init__(self, cfg: Config, ranks: Ranks, weights: Weights):
+        self.cfg, self.ranks, self.weights = cfg, ranks, weights
         self.layers = {f"model.layers.{name}.b": name for name in probed(cfg)} if cfg.probe.enabled else {}
         if self.layers:
             self.path = PlainPath(cfg, weights.model.lm_head.out_features)
@@ -40,26 +40,26 @@ class Probe:
 
         The loss is the mean over the scored targets of the first micro-batches of all ranks.
         """
-        runtime, first = self.runtime, self.cfg.micro_batch(self.runtime.world_size)
-        rows = (runtime.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
+        ranks, first = self.ranks, self.cfg.micro_batch(self.ranks.world_size)
+        rows = (ranks.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
         inputs = inputs_and_targets(*rows, batch.separator)
-        count = runtime.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
+        count = ranks.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
 
         state = dict(self.weights.state)
         pieces = list(zip(*(rows.split(SEQUENCES) for rows in inputs), strict=True))
         matrices = {name: self._matrices(name, state) for name in self.layers}
-        totals = torch.zeros(len(self.layers), SUMS, dtype=torch.float64, device=runtime.device)
+        totals = torch.zeros(len(self.layers), SUMS, dtype=torch.float64, device=ranks.device)
         with self.weights.with_residual():
             model = self.weights.model
             multiplied = dict(model.named_parameters()) | dict(model.named_buffers())
-            for piece in runtime.heartbeat(pieces):
+            for piece in ranks.heartbeat(pieces):
                 scored = piece[1] != IGNORE
                 gradients = self.path.output_gradients(multiplied, self.layers, piece, count)
                 for total, name in zip(totals, self.layers, strict=True):
                     total += sums(gradients[name][counted(name, scored, *piece[2:])], *matrices[name])
         ideal = torch.stack([isotropic(*matrices[name]) for name in self.layers]).tolist()
         found = {}
-        for name, values, expected in zip(self.layers.values(), runtime.sum(totals).tolist(), ideal, strict=True):
+        for name, values, expected in zip(self.layers.values(), ranks.sum(totals).tolist(), ideal, strict=True):
             numbers = means(values) | {"isotropic": expected}
             found |= {f"probe/{name}/{key}": value for key, value in numbers.items()}
         return found

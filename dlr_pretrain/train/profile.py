@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 UNTIMED = "not training"  # the range in traces of what stands between two steps: evaluations and saves
 ROWS = 60  # of the table
@@ -19,8 +19,8 @@ HISTORY = 200_000  # allocations of GPU memory that torch records with their pla
 class Profiler:
     """Traces those steps of this start that ``cfg.profile`` names. A full disk causes a warning only."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, console: Console):
-        self.cfg, self.runtime, self.console = cfg, runtime, console
+    def __init__(self, cfg: Config, ranks: Ranks, console: Console):
+        self.cfg, self.ranks, self.console = cfg, ranks, console
         self.folder = Path(cfg.run.dir) / "profile"
         self.profile: profile | None = None
         self.written = False
@@ -29,7 +29,7 @@ class Profiler:
         choice = self.cfg.profile
         if choice.enabled:
             activities = [ProfilerActivity.CPU]
-            if self.runtime.device.type == "cuda":
+            if self.ranks.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 torch.cuda.memory._record_memory_history(max_entries=HISTORY)
             due = schedule(wait=choice.start - 1, warmup=1, active=choice.steps, repeat=1)
@@ -50,7 +50,7 @@ class Profiler:
             return
         ended, self.profile = self.profile, None
         ended.stop()
-        if self.runtime.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # its snapshot needs the history
+        if self.ranks.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # its snapshot needs the history
             torch.cuda.memory._record_memory_history(enabled=None)
         if not self.written:
             self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
@@ -60,9 +60,9 @@ class Profiler:
             return
         try:
             self.folder.mkdir(exist_ok=True)
-            ended.export_chrome_trace(str(self.folder / f"trace_rank{self.runtime.rank}.json.gz"))
-            if self.runtime.is_main:
-                order = "device_time_total" if self.runtime.device.type == "cuda" else "cpu_time_total"
+            ended.export_chrome_trace(str(self.folder / f"trace_rank{self.ranks.rank}.json.gz"))
+            if self.ranks.is_main:
+                order = "device_time_total" if self.ranks.device.type == "cuda" else "cpu_time_total"
                 text = ended.key_averages().table(sort_by=order, row_limit=ROWS)
                 (self.folder / "profile.txt").write_text(text, encoding="utf-8")
                 self.console.say(f"profile     {self.folder / 'profile.txt'}, and traces for https://ui.perfetto.dev")

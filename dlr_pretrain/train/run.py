@@ -19,13 +19,13 @@ from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import Report, farewell, finish, write_report
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.nonfinite import KeptBatches
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_end, record_start, update_record
-from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start, note_saved
 from dlr_pretrain.train.summary import summary
@@ -44,18 +44,18 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(cfg.run.dir)
-    with RunLock(run_dir) as lock, recorded_end(run_dir, lock), Runtime(cfg) as runtime:
-        runtime.require_equal(flatten(to_dict(cfg)) | {"the device that was found": runtime.device.type})
-        console = Console(cfg, enabled=runtime.is_main)
-        text = open_text(cfg, runtime, console)
-        runtime.stop_if_asked("before the first step")
-        runtime.start_watch(run_dir, runtime.on_main(lock.acquire))
-        Run(cfg, runtime, console, lock, text, report, planned_memory).complete()
+    with Lease(run_dir) as lease, recorded_end(run_dir, lease), Ranks(cfg) as ranks:
+        ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
+        console = Console(cfg, enabled=ranks.is_main)
+        text = open_text(cfg, ranks, console)
+        ranks.stop_if_asked("before the first step")
+        ranks.start_watch(run_dir, ranks.on_main(lease.acquire))
+        Run(cfg, ranks, console, lease, text, report, planned_memory).complete()
 
 
 @contextmanager
-def recorded_end(run_dir: Path, lock: RunLock) -> Iterator[None]:
-    """The process that holds ``lock`` writes down how the run ends within this context."""
+def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
+    """The process that holds ``lease`` writes down how the run ends within this context."""
     ended: BaseException | None = None
     try:
         yield
@@ -63,7 +63,7 @@ def recorded_end(run_dir: Path, lock: RunLock) -> Iterator[None]:
         ended = error
         raise
     finally:
-        if lock.held:
+        if lease.held:
             record_end(run_dir, ended)
 
 
@@ -73,14 +73,14 @@ class Run:
     def __init__(
         self,
         cfg: Config,
-        runtime: Runtime,
+        ranks: Ranks,
         console: Console,
-        lock: RunLock,
+        lease: Lease,
         text: Text,
         report: Report | None,
         planned_memory: PlannedMemory | None,
     ):
-        self.cfg, self.runtime, self.console, self.lock, self.text = cfg, runtime, console, lock, text
+        self.cfg, self.ranks, self.console, self.lease, self.text = cfg, ranks, console, lease, text
         self.report, self.planned_memory = report, planned_memory
         self.dir, self.started = Path(cfg.run.dir), time.time()
         self.metrics: MetricsFile | None = None  # on rank 0 only, as is
@@ -89,11 +89,11 @@ class Run:
     def complete(self) -> None:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
         self.open_record()
-        start, passed_over = find_start(self.cfg, self.runtime, self.text.vocab_size, self.console.say)
+        start, passed_over = find_start(self.cfg, self.ranks, self.text.vocab_size, self.console.say)
         if self.is_complete(start):
             return self.say_complete()
         self.use_device(start)
-        with explained(self.cfg, self.runtime):
+        with explained(self.cfg, self.ranks):
             weights = self.build(start)
             self.summarize(weights, start)
             self.train(weights, start, passed_over)
@@ -102,25 +102,25 @@ class Run:
     def open_record(self) -> None:
         """Write down what this run is. Raises UserError if the directory holds another run."""
         text = self.text
-        self.runtime.require_equal(text.fingerprints)
+        self.ranks.require_equal(text.fingerprints)
 
         def write() -> None:
-            self.lock.require_held()  # of two starts at the same time, both have written their lease by now
+            self.lease.require_held()  # of two starts at the same time, both have written their lease by now
             note_saved(self.dir)
             open_record(self.dir, self.cfg, text.fingerprints)
             update_record(self.dir, {"data.version": text.version, "tokenizer.unknown_share": text.unknown})
             text.tokenizer.save(self.dir / "tokenizer")
 
-        self.runtime.on_main(write)
+        self.ranks.on_main(write)
 
     def is_complete(self, start: Start) -> bool:
         trained = start.resumes and start.checkpoint.step == self.cfg.train.steps
-        return trained and self.runtime.on_main(lambda: is_there(self.dir / "folded" / "README.md"))
+        return trained and self.ranks.on_main(lambda: is_there(self.dir / "folded" / "README.md"))
 
     def say_complete(self) -> None:
-        missing = self.runtime.on_main(lambda: not (self.dir / "report.md").exists())
+        missing = self.ranks.on_main(lambda: not (self.dir / "report.md").exists())
         if missing:  # after a kill between the export and the report
-            self.runtime.on_main(lambda: write_report(self.report, self.dir, self.console.say))
+            self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
         asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
         late = f": no step is left for {' and '.join(asked)}" if asked else ""
         self.console.say(f"{self.dir} is complete{late}.")
@@ -128,29 +128,29 @@ class Run:
 
     def use_device(self, start: Start) -> None:
         """Use the device for the first time, and note this start."""
-        runtime = self.runtime
-        runtime.use_device()
-        if (runtime.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
+        ranks = self.ranks
+        ranks.use_device()
+        if (ranks.device.type, self.cfg.device) == ("cpu", "auto") and self.cfg.scale.name != "tiny":
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
         text = self.text.source.describe()
-        runtime.on_main(lambda: record_start(self.dir, runtime.world_size, runtime.device, text))
+        ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, text))
         vocab_size, planned, resumed = self.text.vocab_size, self.planned_memory, start.resumes
-        self.cfg = resolve_micro_batch(self.cfg, runtime, vocab_size, planned, self.dir, resumed)
+        self.cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned, self.dir, resumed)
 
     def build(self, start: Start) -> Weights:
         """The weights on this rank's device; ``train`` loads the checkpoint of ``start``, if there is one."""
         if start.checkpoint is not None:
-            return empty_weights(self.cfg, self.runtime, self.text.vocab_size)
-        return initial_weights(self.cfg, self.runtime, self.text.vocab_size, start.folder)
+            return empty_weights(self.cfg, self.ranks, self.text.vocab_size)
+        return initial_weights(self.cfg, self.ranks, self.text.vocab_size, start.folder)
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""
-        if self.runtime.is_main:
+        if self.ranks.is_main:
             cfg, model = self.cfg, weights.model
-            flops = flops_per_token(cfg, self.text.vocab_size, cfg.micro_batch(self.runtime.world_size))
+            flops = flops_per_token(cfg, self.text.vocab_size, cfg.micro_batch(self.ranks.world_size))
             trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
             update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-            rows = summary(self.cfg, self.runtime, self.text, weights, self.planned_memory)
+            rows = summary(self.cfg, self.ranks, self.text, weights, self.planned_memory)
             if start.folder is not None:
                 rows["start"] = f"the model in {start.folder.folder}"
             if start.checkpoint is not None:
@@ -159,28 +159,28 @@ class Run:
 
     def train(self, weights: Weights, start: Start, passed_over: list[Path]) -> None:
         """Train from ``start`` to the last step."""
-        cfg, runtime, text, found = self.cfg, self.runtime, self.text, start.checkpoint
+        cfg, ranks, text, found = self.cfg, self.ranks, self.text, start.checkpoint
         keep = Keep(cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, cfg.checkpoint.keep_best)
-        identity = runtime.on_main(lambda: read_record(self.dir)["identity"])
+        identity = ranks.on_main(lambda: read_record(self.dir)["identity"])
         saved = found.step if found is not None and start.resumes else 0
         with ExitStack() as opened:
             opened.callback(self.console.close_line)
-            runtime.on_main(lambda: self.open_metrics(opened, start))
+            ranks.on_main(lambda: self.open_metrics(opened, start))
             metrics = self.metrics
-            saver = Saver(self.dir, runtime, keep, self.lock, metrics, self.console, identity, saved, passed_over)
+            saver = Saver(self.dir, ranks, keep, self.lease, metrics, self.console, identity, saved, passed_over)
             opened.enter_context(saver)
             saver.rehearse()
-            runtime.on_main(lambda: self.warn_of_space(saver.root, weights))
-            update = Update(cfg, runtime, weights)
-            evaluator = Evaluator(text.validation, update.micro_batch, runtime)
-            batches = KeptBatches(cfg, self.dir, text.source, text.tokenizer, runtime.rank)
-            guard = Guard(cfg, runtime, self.lock, saver, self.console, batches)
-            loop = Loop(cfg, runtime, update, evaluator, metrics, saver, guard, self.console, self.view)
+            ranks.on_main(lambda: self.warn_of_space(saver.root, weights))
+            update = Update(cfg, ranks, weights)
+            evaluator = Evaluator(text.validation, update.micro_batch, ranks)
+            batches = KeptBatches(cfg, self.dir, text.source, text.tokenizer, ranks.rank)
+            guard = Guard(cfg, ranks, self.lease, saver, self.console, batches)
+            loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, self.console, self.view)
             opened.enter_context(loop.profiler)
             if found is not None:
-                loop.resume(found if weights.sharded else found.shared(runtime))
+                loop.resume(found if weights.sharded else found.shared(ranks))
             streams = found.state["streams"] if found is not None else None
-            loader = TrainLoader(cfg, text.source, text.tokenizer, runtime.rank, runtime.world_size, streams)
+            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
             opened.enter_context(closing(loader))
             loop.fit(loader)
 
@@ -207,9 +207,9 @@ class Run:
 
     def fold(self, weights: Weights) -> None:
         """Write the folded checkpoint and the report."""
-        self.runtime.finishing()
-        tensors = weights.folded(keep=self.runtime.is_main)
-        folded = self.runtime.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.text.validation))
-        self.runtime.on_main(lambda: write_report(self.report, self.dir, self.console.say))
+        self.ranks.finishing()
+        tensors = weights.folded(keep=self.ranks.is_main)
+        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.text.validation))
+        self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.console.say(farewell(self.cfg, self.dir))

@@ -18,10 +18,10 @@ from torch import Tensor
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Keep, Piece, Snapshot
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 
@@ -42,17 +42,18 @@ class NotSaved(UserError):
 class Saver:
     """Writes the checkpoints of a run, one at a time: each rank writes its part, and rank 0 the manifest.
 
-    Before a checkpoint becomes valid, rank 0 makes sure that it still holds ``lock`` and that every line of ``metrics``
-    is on the disk. ``passed_over`` are the damaged checkpoints that rank 0 found at the start; the first save deletes
-    them. The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
+    Before a checkpoint becomes valid, rank 0 makes sure that ``lease`` is still its own and that every line of
+    ``metrics`` is on the disk. ``passed_over`` are the damaged checkpoints that rank 0 found at the start; the first
+    save deletes them. The ranks' writing threads have their own process group: collectives of two threads in one group
+    would mix.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        runtime: Runtime,
+        ranks: Ranks,
         keep: Keep,
-        lock: RunLock | None,
+        lease: Lease | None,
         metrics: MetricsFile | None,
         console: Console,
         identity: dict,
@@ -60,26 +61,26 @@ class Saver:
         passed_over: Collection[Path] = (),
     ):
         self.run_dir, self.root = run_dir, run_dir / "checkpoints"
-        self.runtime, self.keep, self.lock, self.metrics = runtime, keep, lock, metrics
+        self.ranks, self.keep, self.lease, self.metrics = ranks, keep, lease, metrics
         self.console, self.identity = console, identity
         self.saved = saved_step  # the last step that a checkpoint holds; the same on all ranks after ``wait``
         self.begun = saved_step  # the last step of which a save was begun
         self.error: Exception | None = None  # why the last save failed; set on all ranks, but not at the same instant
         self._passed_over = passed_over
-        self._group = runtime.new_group()
+        self._group = ranks.new_group()
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._awaited = threading.Event()
 
     def rehearse(self) -> None:
         """Have every rank write a file where checkpoints will be, so that a problem shows now and not hours later."""
-        runtime = self.runtime
-        with runtime.patient():
-            folder = self._together(lambda: checkpoint.tmp_dir(self.root, "rehearsal") if runtime.is_main else None)[0]
+        ranks = self.ranks
+        with ranks.patient():
+            folder = self._together(lambda: checkpoint.tmp_dir(self.root, "rehearsal") if ranks.is_main else None)[0]
             try:
-                self._together(lambda: _write_in(folder, runtime.rank))
+                self._together(lambda: _write_in(folder, ranks.rank))
             finally:
-                if runtime.is_main:
+                if ranks.is_main:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
@@ -95,10 +96,10 @@ class Saver:
             try:
                 return self.wait()
             except NotSaved as error:
-                if not left or any(self.runtime.gather(self.runtime.stop_requested)):
+                if not left or any(self.ranks.gather(self.ranks.stop_requested)):
                     raise
                 self.console.say(f"warning: {error}. It is tried for another {left * PAUSE:.0f} s")
-                with self.runtime.patient():
+                with self.ranks.patient():
                     time.sleep(PAUSE)
 
     def wait(self) -> None:
@@ -120,7 +121,7 @@ class Saver:
             if not isinstance(failed, UserError):
                 raise failed
             self.console.say(f"warning: {failed}. Step {step:,} is saved in its place")
-        pieces, copied = self._to_host(checkpoint.share(snapshot, self.runtime.rank, self.runtime.world_size))
+        pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
         self._awaited.clear()
         rest = (step, pieces, copied, snapshot.state, snapshot.optimizer_layout)
         self._thread = threading.Thread(target=self._work, args=rest, name="checkpoint", daemon=True)
@@ -131,7 +132,7 @@ class Saver:
         """Wait for the last save to end. Returns why it failed, or None; the next call returns None."""
         if self._thread is not None:
             self._awaited.set()
-            with self.runtime.patient():
+            with self.ranks.patient():
                 self._thread.join()
             self._thread = None
         error, self.error = self.error, None
@@ -139,7 +140,7 @@ class Saver:
 
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host."""
-        on_gpu = self.runtime.device.type == "cuda"
+        on_gpu = self.ranks.device.type == "cuda"
         copies, used = {}, dict.fromkeys(self._sizes(pieces), 0)
         for name, piece in pieces.items():
             dtype, values = piece.tensor.dtype, piece.tensor.numel()
@@ -162,27 +163,27 @@ class Saver:
             sizes[piece.tensor.dtype] = sizes.get(piece.tensor.dtype, 0) + piece.tensor.numel()
         for dtype, values in sizes.items():
             if dtype not in self._buffers or len(self._buffers[dtype]) < values:
-                pinned = self.runtime.device.type == "cuda"
+                pinned = self.ranks.device.type == "cuda"
                 self._buffers[dtype] = torch.empty(values, dtype=dtype, pin_memory=pinned)
         return sizes
 
     def _work(self, step: int, pieces: dict[str, Piece], copied, state: dict, layout: dict[str, dict]) -> None:
-        runtime = self.runtime
+        ranks = self.ranks
         throttle = checkpoint.unthrottled
         if copied is not None:  # a new thread starts on GPU 0, and waiting there would allocate half a GB on it
-            torch.cuda.set_device(runtime.device)
+            torch.cuda.set_device(ranks.device)
         else:
             throttle = self._rest
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
-            folder = self._together(lambda: self._begin(step) if runtime.is_main else None)[0]
+            folder = self._together(lambda: self._begin(step) if ranks.is_main else None)[0]
             if folder is not None:
                 if copied is not None:
                     copied.synchronize()
-                rank, size = runtime.rank, runtime.world_size
+                rank, size = ranks.rank, ranks.world_size
                 parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces, throttle))
-                self._together(lambda: self._commit(folder, step, parts, state, layout) if runtime.is_main else None)
+                self._together(lambda: self._commit(folder, step, parts, state, layout) if ranks.is_main else None)
             self.saved = step
         except UserError as error:
             self.error = NotSaved(f"checkpoint of step {step} could not be written: {error}")
@@ -194,8 +195,8 @@ class Saver:
 
     def _require_permission(self) -> None:
         """On rank 0: raise if another start has taken the run over, or metrics are not on the disk."""
-        if self.lock is not None:
-            self.lock.require_held()
+        if self.lease is not None:
+            self.lease.require_held()
         if self.metrics is not None:
             self.metrics.sync()
 
@@ -225,7 +226,7 @@ class Saver:
             result = act()
         except Exception as raised:
             error = f"{raised}" if isinstance(raised, OSError | UserError) else f"{type(raised).__name__}: {raised}"
-        answers = self.runtime.gather((result, error), self._group)
+        answers = self.ranks.gather((result, error), self._group)
         failures = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]
         if failures:
             raise UserError("; ".join(failures) if len(answers) > 1 else failures[0].partition(": ")[2])

@@ -16,8 +16,8 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.models.start import WEIGHTS, FolderStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import bind_identity, update_record
-from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.util.errors import UserError
 
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
@@ -43,7 +43,7 @@ class Start:
     resumes: bool = False  # this run's own checkpoint
 
 
-def find_start(cfg: Config, runtime: Runtime, vocab_size: int, say: Say) -> tuple[Start, list[Path]]:
+def find_start(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> tuple[Start, list[Path]]:
     """The start of the run in ``cfg.run.dir``, and its damaged checkpoints, which were passed over (on rank 0).
 
     What a new run starts from becomes part of its identity. All ranks must call.
@@ -59,14 +59,14 @@ def find_start(cfg: Config, runtime: Runtime, vocab_size: int, say: Say) -> tupl
             raise UserError(f"{run_dir}/checkpoints: none, and step {saved:,} was saved. {fix}")
         return found
 
-    if (path := runtime.on_main(own)) is not None:
+    if (path := ranks.on_main(own)) is not None:
         found = checkpoint.load(path)
-        require_own(found, runtime.on_main(lambda: read_record(run_dir)["identity"]))
+        require_own(found, ranks.on_main(lambda: read_record(run_dir)["identity"]))
         return Start(found, resumes=True), passed_over
     if cfg.run.start_from is not None:
-        return start_from(cfg, runtime, vocab_size, say), passed_over
+        return start_from(cfg, ranks, vocab_size, say), passed_over
     if cfg.train.init_from is not None:
-        dense = _open_folder(cfg, runtime, vocab_size, "train.init_from", cfg.train.init_from, dense=True)
+        dense = _open_folder(cfg, ranks, vocab_size, "train.init_from", cfg.train.init_from, dense=True)
         return Start(folder=dense), passed_over
     return Start(), passed_over
 
@@ -115,19 +115,19 @@ def require_own(found: Checkpoint, identity: dict) -> None:
 # Another run
 
 
-def start_from(cfg: Config, runtime: Runtime, vocab_size: int, say: Say) -> Start:
+def start_from(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     """The start that ``run.start_from`` names: a run, one of its checkpoints, or an exported folder.
 
     A new run takes the weights, and with ``run.start_optimizer`` the moments, the step, and the position in the data if
     no key of the data has changed. Raises UserError if the model or the tokenizer is another one.
     """
     given = Path(cfg.run.start_from)
-    if runtime.on_main(lambda: (given / WEIGHTS).is_file() or (given / f"{WEIGHTS}.index.json").is_file()):
+    if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / f"{WEIGHTS}.index.json").is_file()):
         if cfg.run.start_optimizer:
             rule = "is an exported folder, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
-        return Start(folder=_open_folder(cfg, runtime, vocab_size, "run.start_from", str(given), dense=False))
-    found = checkpoint.load(runtime.on_main(lambda: _named(given, say)))
+        return Start(folder=_open_folder(cfg, ranks, vocab_size, "run.start_from", str(given), dense=False))
+    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
     run_dir = Path(cfg.run.dir)
 
     def bind() -> dict:
@@ -137,7 +137,7 @@ def start_from(cfg: Config, runtime: Runtime, vocab_size: int, say: Say) -> Star
         update_record(run_dir, {"started_from": {"checkpoint": str(found.path), "step": step}})
         return read_record(run_dir)["identity"]
 
-    _take_over(cfg, found, runtime.on_main(bind), say)
+    _take_over(cfg, found, ranks.on_main(bind), say)
     return Start(found)
 
 
@@ -191,7 +191,7 @@ def _named(given: Path, say: Say) -> Path:
     return found
 
 
-def _open_folder(cfg: Config, runtime: Runtime, vocab_size: int, key: str, folder: str, dense: bool) -> FolderStart:
-    start = runtime.main_first(lambda: FolderStart(Path(folder), cfg, vocab_size, key, dense))
-    runtime.on_main(lambda: bind_identity(Path(cfg.run.dir), {f"{key}.weights": start.fingerprint()}))
+def _open_folder(cfg: Config, ranks: Ranks, vocab_size: int, key: str, folder: str, dense: bool) -> FolderStart:
+    start = ranks.main_first(lambda: FolderStart(Path(folder), cfg, vocab_size, key, dense))
+    ranks.on_main(lambda: bind_identity(Path(cfg.run.dir), {f"{key}.weights": start.fingerprint()}))
     return start

@@ -13,18 +13,18 @@ from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train.memory import PlannedMemory
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import describe_code, describe_device
-from dlr_pretrain.train.runtime import Runtime
 from dlr_pretrain.train.text import MUCH_UNKNOWN, Text
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.text import amount, plural
 
 
 def summary(
-    cfg: Config, runtime: Runtime, text: Text, weights: Weights, planned_memory: PlannedMemory | None
+    cfg: Config, ranks: Ranks, text: Text, weights: Weights, planned_memory: PlannedMemory | None
 ) -> dict[str, str]:
     """Label and text of each row."""
-    run_dir, t, world = Path(cfg.run.dir), cfg.train, runtime.world_size
+    run_dir, t, world = Path(cfg.run.dir), cfg.train, ranks.world_size
     knobs = ", ".join(f"{k} {v}" for k, v in cfg.backbone.knobs.items() if k != "factorized")
     total = sum(p.numel() for p in weights.model.parameters())
     trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
@@ -44,14 +44,14 @@ def summary(
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
         f"{plural(cfg.warmup_steps, 'step')}{describe_decay(cfg)}",
-        "precision": f"{cfg.precision.name}, {describe_device(runtime.device)}{', compiled' if cfg.compile else ''}",
+        "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
         "code": describe_code(read_record(run_dir)["starts"][-1]),
     }
     if text.unknown > MUCH_UNKNOWN:
         rule = f"the tokenizer cannot express {text.unknown:.1%} of the text, which is learnt as one unknown token"
         table["warning"] = rule
-    if runtime.device.type == "cuda" and planned_memory is not None:
-        whole = torch.cuda.mem_get_info(runtime.device)[1]
+    if ranks.device.type == "cuda" and planned_memory is not None:
+        whole = torch.cuda.mem_get_info(ranks.device)[1]
         table["memory"] = describe_memory(planned_memory(cfg, vocabulary, world), whole)
     return table
 

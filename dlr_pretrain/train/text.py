@@ -20,7 +20,7 @@ from dlr_pretrain.data import (
 )
 from dlr_pretrain.deploy.tokenizer import tokenizer_json
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
 MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: told, and refused
@@ -47,18 +47,18 @@ class Text:
         }
 
 
-def open_text(cfg: Config, runtime: Runtime, console: Console) -> Text:
+def open_text(cfg: Config, ranks: Ranks, console: Console) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
-    record = runtime.on_main(lambda: read_record(Path(cfg.run.dir)))
+    record = ranks.on_main(lambda: read_record(Path(cfg.run.dir)))
     version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
-    listing = runtime.on_main(lambda: list_files(cfg, console.say, version, patient=resumes))
-    source = runtime.main_first(lambda: open_source(cfg, console.say, listing))
-    tokenizer = runtime.main_first(lambda: open_tokenizer(cfg, source))
+    listing = ranks.on_main(lambda: list_files(cfg, console.say, version, patient=resumes))
+    source = ranks.main_first(lambda: open_source(cfg, console.say, listing))
+    tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     tokenizer_json(tokenizer)  # refuses a tokenizer that the export could not write
-    unknown = runtime.on_main(lambda: source.unknown_share(tokenizer))
+    unknown = ranks.on_main(lambda: source.unknown_share(tokenizer))
     if unknown > TOO_MUCH_UNKNOWN:
         rule = f"cannot express {unknown:.0%} of the text: it would be learnt as one unknown token"
         raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
-    validation = runtime.on_main(lambda: validation_set(cfg, source, tokenizer))
+    validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
     return Text(source, tokenizer, validation, vocab_size, listing.version if listing else None, unknown)

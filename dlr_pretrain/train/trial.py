@@ -16,38 +16,36 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Update
 
 
 def trial(
-    cfg: Config, runtime: Runtime, vocab_size: int, model: Llama | None = None, compiled_for: int | None = None
+    cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None, compiled_for: int | None = None
 ) -> Update:
     """The updates of ``model`` (default: a new one), compiled as for ``compiled_for`` ranks (default: all)."""
     if model is None:
-        model = build(cfg, vocab_size, runtime.device, STATE_DTYPE[cfg.precision.name])
-    return Update(cfg, runtime, place(cfg, runtime, model, compiled_for))
+        model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name])
+    return Update(cfg, ranks, place(cfg, ranks, model, compiled_for))
 
 
-def trial_loop(
-    cfg: Config, runtime: Runtime, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None
-) -> Loop:
+def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
     """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
     console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, runtime, Keep(1), None, metrics, console, {})
-    guard = Guard(cfg, runtime, None, saver, console, None)
+    saver = Saver(run_dir, ranks, Keep(1), None, metrics, console, {})
+    guard = Guard(cfg, ranks, None, saver, console, None)
 
     def evaluator(*_, **__) -> dict[str, float]:
         return {"eval/loss": 0.0}
 
-    return Loop(cfg, runtime, trial(cfg, runtime, vocab_size), evaluator, metrics, saver, guard, console)
+    return Loop(cfg, ranks, trial(cfg, ranks, vocab_size), evaluator, metrics, saver, guard, console)
 
 
-def noise(cfg: Config, runtime: Runtime, vocab_size: int) -> Batch:
+def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     """This rank's batch of random tokens."""
-    rows = cfg.train.global_batch // runtime.world_size
-    generator = torch.Generator().manual_seed(runtime.rank)
+    rows = cfg.train.global_batch // ranks.world_size
+    generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
     lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
     separator = 1 if cfg.data.mask_documents else None  # any id

@@ -14,7 +14,7 @@ from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import Draw, named_groups, require_tied
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.gradients import gradients_of
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
 
@@ -22,21 +22,21 @@ from dlr_pretrain.util.tensors import IGNORE
 class Update:
     """Computes all gradients of a global batch, then takes the optimizer's step."""
 
-    def __init__(self, cfg: Config, runtime: Runtime, weights: Weights):
+    def __init__(self, cfg: Config, ranks: Ranks, weights: Weights):
         require_tied(weights.model)
-        self.cfg, self.runtime, self.weights = cfg, runtime, weights
-        self.micro_batch = cfg.micro_batch(runtime.world_size)
+        self.cfg, self.ranks, self.weights = cfg, ranks, weights
+        self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
-        self.gradients = gradients_of(weights, runtime.world_size)
+        self.gradients = gradients_of(weights, ranks.world_size)
         self.optimizer = optim.build(
             cfg.optimizer,
             weights.optimized,
             weights.undecayed,
             compiled=cfg.compile,
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
-            heartbeat=runtime.heartbeat,
+            heartbeat=ranks.heartbeat,
         )
-        self.halted = torch.zeros((), device=runtime.device)  # becomes 1 with the update that ends the run
+        self.halted = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
     def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
         """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
@@ -48,14 +48,14 @@ class Update:
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
         nothing. Returns ``guard.Outcome`` as a tensor on the device, in fp64, which holds any token count.
         """
-        to_device = self.runtime.to_device
+        to_device = self.ranks.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
-        counts = to_device(torch.tensor([0, batch.real_tokens, self.runtime.stop_requested, failed]))
+        counts = to_device(torch.tensor([0, batch.real_tokens, self.ranks.stop_requested, failed]))
         counts[0] = (inputs[1] != IGNORE).sum()
-        count, real_tokens, stops, failures = self.runtime.sum(counts)
+        count, real_tokens, stops, failures = self.ranks.sum(counts)
 
         micro_batches = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
-        loss = self.runtime.sum(self.forward_backward(micro_batches, count))
+        loss = self.ranks.sum(self.forward_backward(micro_batches, count))
         norm, masked = self.step(loss, index, lr, failures)
         outcome = loss, norm, masked, self.halted, real_tokens, stops
         return torch.stack([value.double() for value in outcome])
@@ -69,7 +69,7 @@ class Update:
         with self.weights.with_residual():
             losses = [
                 self.gradients.add(inputs, count, last=number == last)
-                for number, inputs in enumerate(self.runtime.heartbeat(micro_batches), 1)
+                for number, inputs in enumerate(self.ranks.heartbeat(micro_batches), 1)
             ]
         return torch.stack(losses).sum()
 
@@ -121,7 +121,7 @@ class Update:
         that of an uninterrupted run.
         """
         if self.gradients.bucketed:
-            device, train = self.runtime.device, self.cfg.train
+            device, train = self.ranks.device, self.cfg.train
             rows = torch.zeros(self.micro_batch, train.seq_len + 1, dtype=torch.int32, device=device)
             nothing = inputs_and_targets(rows, rows[:, 0], 1 if self.cfg.data.mask_documents else None)
             with self.weights.with_residual():

@@ -16,7 +16,7 @@ from benchmarks.variants import Variant, fixed_batch, joined
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED
 from dlr_pretrain.util.tensors import IGNORE
 from tests.conftest import SMALL
@@ -61,20 +61,20 @@ def test_the_parity_check_passes_what_is_right_and_stops_what_is_not(precision):
     """A residual of another strength does not pass, and neither does a NaN."""
     overrides = joined(TINY, ["dlr=on", f"precision={precision}"])
     cfg, wrong = load(overrides), load([*overrides, f"dlr.alpha={1.1 if precision == 'fp32' else 2}"])
-    with Runtime(cfg) as runtime:
-        batch = fixed_batch(cfg, runtime)
-        references = parity.References(runtime, batch)
-        found = parity.losses(Variant("right", cfg, runtime).step, batch)
+    with Ranks(cfg) as ranks:
+        batch = fixed_batch(cfg, ranks)
+        references = parity.References(ranks, batch)
+        found = parity.losses(Variant("right", cfg, ranks).step, batch)
         assert references.judge(cfg, found).passes
-        assert not references.judge(cfg, parity.losses(Variant("wrong", wrong, runtime).step, batch)).passes
+        assert not references.judge(cfg, parity.losses(Variant("wrong", wrong, ranks).step, batch)).passes
         assert not references.judge(cfg, [*found[:-1], math.nan]).passes
 
 
 def test_peers_and_we_score_the_same_targets():
     """Theirs are the labels of the ids, shifted; T - 1 of T positions, and none behind a row's end."""
     cfg = load(TINY)
-    with Runtime(cfg) as runtime:
-        batch = fixed_batch(cfg, runtime)
+    with Ranks(cfg) as ranks:
+        batch = fixed_batch(cfg, ranks)
     batch.lengths[1] = 20
     ids = peer_ids(batch)
     labels, given = ids.masked_fill(ids == PAD, IGNORE), as_batch(ids, ids.numel())

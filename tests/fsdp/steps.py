@@ -17,7 +17,7 @@ from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.build import place
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
@@ -42,17 +42,17 @@ def config(*words: str) -> Config:
     return load([*(word for name, word in default.items() if name not in given), *words], 2)
 
 
-def made(cfg: Config, runtime: Runtime, plain: bool = False) -> Update:
+def made(cfg: Config, ranks: Ranks, plain: bool = False) -> Update:
     """The updates of ``cfg``; with ``plain`` its model has no common storages, as those that are sharded."""
     built = replace(cfg, parallel=replace(cfg.parallel, name="fsdp")) if plain else cfg
-    model = build(built, VOCAB, runtime.device, STATE_DTYPE[cfg.precision.name])
-    return Update(cfg, runtime, place(cfg, runtime, model))
+    model = build(built, VOCAB, ranks.device, STATE_DTYPE[cfg.precision.name])
+    return Update(cfg, ranks, place(cfg, ranks, model))
 
 
-def own_batches(cfg: Config, runtime: Runtime) -> list[Batch]:
+def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
     """This rank's part of the run's batches."""
-    share = cfg.train.global_batch // runtime.world_size
-    rows = slice(runtime.rank * share, (runtime.rank + 1) * share)
+    share = cfg.train.global_batch // ranks.world_size
+    rows = slice(ranks.rank * share, (ranks.rank + 1) * share)
     some = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
     return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
 
@@ -78,18 +78,18 @@ def moments(updates: Update) -> dict[str, Tensor]:
     return found
 
 
-def on_two_ranks(act: Callable[[Runtime], object]) -> None:
+def on_two_ranks(act: Callable[[Ranks], object]) -> None:
     def with_runtime():
-        with Runtime(config()) as runtime:
-            act(runtime)
+        with Ranks(config()) as ranks:
+            act(ranks)
 
     on_ranks(with_runtime, 2)
 
 
-def run(runtime: Runtime, *words: str, plain: bool = False) -> Outcome:
+def run(ranks: Ranks, *words: str, plain: bool = False) -> Outcome:
     """The steps of ``config(*words)`` on this rank."""
     cfg = config(*words)
-    return trained(made(cfg, runtime, plain), own_batches(cfg, runtime))
+    return trained(made(cfg, ranks, plain), own_batches(cfg, ranks))
 
 
 def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

@@ -29,12 +29,12 @@ def alive() -> int:
 
 
 def test_each_of_two_ranks_holds_half():
-    def act(runtime):
+    def act(ranks):
         held = {}
         for parallel in ("fsdp", "ddp"):
             before = alive()
             cfg = config(*WIDE, f"parallel={parallel}", "precision=bf16_mixed")
-            updates, batches = made(cfg, runtime), own_batches(cfg, runtime)
+            updates, batches = made(cfg, ranks), own_batches(cfg, ranks)
             for step in range(3):
                 updates(batches[step], step, 1e-3)
             with torch.no_grad(), updates.weights.with_residual():
@@ -63,9 +63,9 @@ def test_each_of_two_ranks_holds_half():
 def test_a_plan_counts_what_rank_0_holds(words):
     """Rows of every parameter, gradient and moment, to the byte, where rows are odd."""
 
-    def act(runtime):
+    def act(ranks):
         cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
-        updates = made(cfg, runtime)
+        updates = made(cfg, ranks)
         held = {}
         clear = updates.gradients.clear
 
@@ -77,8 +77,8 @@ def test_a_plan_counts_what_rank_0_holds(words):
             clear()
 
         updates.gradients.clear = counted
-        updates(own_batches(cfg, runtime)[0], 0, 1e-3)
-        if runtime.rank == 0:
+        updates(own_batches(cfg, ranks)[0], 0, 1e-3)
+        if ranks.rank == 0:
             planned = memory(cfg, VOCAB, 2)
             indices = (r for m in updates.weights.model.modules() if (r := getattr(m, "residual", None)))
             others = sum(r.rows.nbytes + r.columns.nbytes for r in indices)

@@ -13,7 +13,7 @@ from dlr_pretrain.config import ConfigError
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
 from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from tests.conftest import on_ranks
 from tests.fsdp.steps import VOCAB, assert_bits, config, made, on_two_ranks, own_batches, run, trained
@@ -47,10 +47,10 @@ def named(words) -> str:
 def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
     """Of a replicated model whose layers are called one by one, as those of a sharded one are."""
 
-    def act(runtime):
+    def act(ranks):
         words = (*choice, f"precision={precision}", *EXACT)
-        replicas = run(runtime, *words, plain=True)
-        sharded = run(runtime, *words, "parallel=fsdp")
+        replicas = run(ranks, *words, plain=True)
+        sharded = run(ranks, *words, "parallel=fsdp")
         assert sharded.losses == replicas.losses
         assert sharded.norms == pytest.approx(replicas.norms, rel=1e-6)
         for part in ("state", "moments", "folded"):
@@ -60,10 +60,10 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
 
 
 def test_rows_are_rounded_stochastically_as_in_the_whole():
-    def act(runtime):
+    def act(ranks):
         words = ("backbone=cola", "dlr=on", "precision=bf16_sr", *EXACT[:3])
-        replicas = run(runtime, *words, plain=True)
-        sharded = run(runtime, *words, "parallel=fsdp")
+        replicas = run(ranks, *words, plain=True)
+        sharded = run(ranks, *words, "parallel=fsdp")
         assert sharded.losses == replicas.losses
         for part in ("state", "moments", "folded"):
             assert_bits(getattr(sharded, part), getattr(replicas, part))
@@ -82,8 +82,8 @@ def test_rows_are_rounded_stochastically_as_in_the_whole():
 def test_shards_train_as_the_grouped_layers_of_replicas_do(choice):
     """With the default optimizer, clipping and micro-batches, to the rounding of fp32, over 12 steps."""
 
-    def act(runtime):
-        replicas, sharded = (run(runtime, *choice, "train.steps=12", f"parallel={p}") for p in ("ddp", "fsdp"))
+    def act(ranks):
+        replicas, sharded = (run(ranks, *choice, "train.steps=12", f"parallel={p}") for p in ("ddp", "fsdp"))
         assert sharded.losses == pytest.approx(replicas.losses, rel=3e-6)
         assert sharded.norms == pytest.approx(replicas.norms, rel=1e-4)
         assert sharded.losses[-1] < sharded.losses[0] - 0.02
@@ -96,10 +96,10 @@ def test_shards_train_as_the_grouped_layers_of_replicas_do(choice):
 def test_one_rank_without_torchrun_is_sharded_too():
     def act():
         cfg = config("backbone=cola", "dlr=on", "precision=bf16_mixed", "parallel=fsdp")
-        with Runtime(cfg) as runtime:
-            updates, plain = made(cfg, runtime), made(config("backbone=cola", "dlr=on"), runtime)
+        with Ranks(cfg) as ranks:
+            updates, plain = made(cfg, ranks), made(config("backbone=cola", "dlr=on"), ranks)
             assert all(map(sharded.is_sharded, updates.weights.optimized.values()))
-            shards, whole = (trained(of, own_batches(cfg, runtime)).losses for of in (updates, plain))
+            shards, whole = (trained(of, own_batches(cfg, ranks)).losses for of in (updates, plain))
             assert shards == pytest.approx(whole, rel=2e-3)
         assert not dist.is_initialized()
 
@@ -109,9 +109,9 @@ def test_one_rank_without_torchrun_is_sharded_too():
 def test_learned_scalars_are_wider_than_the_weights_under_masters():
     """A replica rounds theta and alpha to the working dtype, a shard does not: as close as bf16 is."""
 
-    def act(runtime):
+    def act(ranks):
         words = ("backbone=lowrank", "dlr=learnable_alpha", "backbone.learn_latent_scale=true", "precision=bf16_mixed")
-        replicas, sharded = (run(runtime, *words, f"parallel={p}") for p in ("ddp", "fsdp"))
+        replicas, sharded = (run(ranks, *words, f"parallel={p}") for p in ("ddp", "fsdp"))
         assert sharded.losses == pytest.approx(replicas.losses, rel=2e-3)
         learned = [name for name in sharded.state if name.endswith(("theta", "dlr_alpha"))]
         assert len(learned) == 28
@@ -126,12 +126,12 @@ def test_learned_scalars_are_wider_than_the_weights_under_masters():
 def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
     """The gradients of four micro-batches on each of two ranks, against their sum in float64; ``native`` is not it."""
 
-    def act(runtime):
+    def act(ranks):
         words = ("backbone=cola", "precision=bf16", "train.micro_batch=1", f"train.accumulate={accumulate}")
         cfg = config(*words, "parallel=fsdp")
-        updates = made(cfg, runtime)
-        plain = build(cfg, VOCAB, runtime.device, STATE_DTYPE["bf16"])
-        batch = own_batches(cfg, runtime)[0]
+        updates = made(cfg, ranks)
+        plain = build(cfg, VOCAB, ranks.device, STATE_DTYPE["bf16"])
+        batch = own_batches(cfg, ranks)[0]
         inputs = [part.split(1) for part in inputs_and_targets(batch.tokens, batch.lengths)]
         count = torch.tensor(8 * cfg.train.seq_len)
         sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in plain.named_parameters()}
@@ -154,10 +154,10 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once(accumulate):
 
 
 def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
-    def act(runtime):
+    def act(ranks):
         cfg = config("backbone=cola", "dlr=on", "parallel=fsdp", "train.on_nonfinite=skip")
-        updates = made(cfg, runtime)
-        first, second, third, *_ = own_batches(cfg, runtime)
+        updates = made(cfg, ranks)
+        first, second, third, *_ = own_batches(cfg, ranks)
         updates(first, 0, 1e-3)
 
         def state():
@@ -168,7 +168,7 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
 
         def poisoned():
             gradients = collect()
-            if runtime.rank == 1:
+            if ranks.rank == 1:
                 gradients[3].view(-1)[0] = torch.inf
             return gradients
 

@@ -18,7 +18,7 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import Batch
 from dlr_pretrain.optim.schedule import rate
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 from tests.conftest import SMALL
 
@@ -59,8 +59,8 @@ def curve(*overrides: str) -> list[float]:
     kept = [word for word in SMALL if not (word.startswith("scale.rank") and "backbone=full" in overrides)]
     kept = [word for word in kept if not word.startswith(("data=", "train.lr="))]
     cfg = load([*kept, "data=sample", "train.lr=1e-3", *overrides])
-    with Runtime(cfg) as runtime:
-        update = trial(cfg, runtime, VOCAB)
+    with Ranks(cfg) as ranks:
+        update = trial(cfg, ranks, VOCAB)
         steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
         return [update(batch, index, rate(cfg, index))[0].item() for index, batch in enumerate(steps)]
 

@@ -23,7 +23,7 @@ from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial_loop
 from tests.golden.regenerate import VOCAB, batches
 
@@ -48,9 +48,9 @@ def trainer(tmp_path_factory):
 
         def make(*overrides: str) -> Loop:
             cfg, folder = config(*overrides), tmp_path_factory.mktemp("run")
-            runtime = opened.enter_context(Runtime(cfg))
+            ranks = opened.enter_context(Ranks(cfg))
             metrics = opened.enter_context(MetricsFile(folder / "metrics.jsonl"))
-            return trial_loop(cfg, runtime, VOCAB, folder, metrics)
+            return trial_loop(cfg, ranks, VOCAB, folder, metrics)
 
         yield make
 
@@ -62,7 +62,7 @@ def steps(count: int) -> list:
 def gradients(trainer: Loop) -> tuple[float, torch.Tensor]:
     """Loss and all gradients, as one vector, of the first batch in one micro-batch."""
     (batch,) = steps(1)
-    ids, targets = inputs_and_targets(*map(trainer.runtime.to_device, (batch.tokens, batch.lengths)))
+    ids, targets = inputs_and_targets(*map(trainer.ranks.to_device, (batch.tokens, batch.lengths)))
     with trainer.weights.with_residual():
         loss = trainer.update.gradients.add((ids, targets), (targets >= 0).sum(), last=True)
     found = torch.cat([g.flatten().double() for g in trainer.update.gradients.collect()])

@@ -12,7 +12,7 @@ from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import memory
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import noise, trial
 from tests.conftest import ROOT
 
@@ -26,21 +26,21 @@ WORDS = [
 def test_the_largest_micro_batch_is_found_and_nothing_stays_behind(left):
     """With so many bytes left on the GPU: what is chosen trains, and twice as much does not fit under the bound."""
     cfg = load(WORDS)
-    with Runtime(cfg) as runtime:
-        runtime.use_device()
-        warm_up_products(runtime.device)
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
         free, total = torch.cuda.mem_get_info()
         taken = int(free - left - (1 - memory.GPU_SHARE) * total)  # the bound is of all that the allocator holds
         ballast = torch.empty(taken, dtype=torch.uint8, device="cuda")
         try:
             state, held = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-            rows = memory.largest_that_fits(cfg, runtime, 32_000, peak_bytes)
+            rows = memory.largest_that_fits(cfg, ranks, 32_000, peak_bytes)
             assert torch.cuda.memory_allocated() == held and torch.equal(torch.cuda.get_rng_state(), state)
             assert 1 <= rows < 256 and 256 % rows == 0
-            assert not memory.fits(cfg, runtime, 32_000, 2 * rows)
+            assert not memory.fits(cfg, ranks, 32_000, 2 * rows)
             pinned = cfg.with_micro_batch(rows)
-            updates = trial(pinned, runtime, 32_000)
-            updates(noise(pinned, runtime, 32_000), 0, 1e-3)
+            updates = trial(pinned, ranks, 32_000)
+            updates(noise(pinned, ranks, 32_000), 0, 1e-3)
             torch.cuda.synchronize()
         finally:
             updates = None

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import trial
 from tests.golden.regenerate import VOCAB, batches
 from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
@@ -16,8 +16,8 @@ from tests.gpu.test_gpu import BATCH, SEQ_LEN, config
 def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Of eight steps, and the folded weights."""
     cfg = config("train.steps=8", *words)
-    with Runtime(cfg) as runtime:
-        updates = trial(cfg, runtime, VOCAB)
+    with Ranks(cfg) as ranks:
+        updates = trial(cfg, ranks, VOCAB)
         some = itertools.islice(batches(BATCH, SEQ_LEN), 8)
         found = [updates(batch, index, 1e-3)[0] for index, batch in enumerate(some)]
         return [loss.item() for loss in found], updates.weights.folded(keep=True)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import noise, trial
 
 V = 32_000
@@ -25,12 +25,12 @@ def test_7b_takes_what_the_plan_says(words, at_most):
     if torch.cuda.get_device_properties(0).total_memory < at_most + 4e9:
         pytest.skip("a smaller GPU")
     cfg = load([*SEVEN, *words, "data=sample", "logger=jsonl", "compile=false"])
-    with Runtime(cfg) as runtime:
-        runtime.use_device()
-        warm_up_products(runtime.device)
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
         before = torch.cuda.memory_allocated()
-        updates = trial(cfg, runtime, V)
-        batch = noise(cfg, runtime, V)
+        updates = trial(cfg, ranks, V)
+        batch = noise(cfg, ranks, V)
         for index in range(4):
             if index == 2:
                 torch.cuda.reset_peak_memory_stats()

@@ -45,7 +45,7 @@ def break_rank_1(monkeypatch, at_step: int, act) -> None:
     real, steps = Guard.next_batch, itertools.count(1)
 
     def next_batch(self, loader):
-        if self.runtime.rank == 1 and next(steps) == at_step:
+        if self.ranks.rank == 1 and next(steps) == at_step:
             act()
         return real(self, loader)
 

@@ -116,7 +116,7 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
 
     def drifting(self, batch, index, lr, failed):
         values = update(self, batch, index, lr, failed)
-        if self.runtime.rank == 1 and index == 6:
+        if self.ranks.rank == 1 and index == 6:
             self.weights.model.model.norm.weight.data[3] += 1e-6
         return values
 

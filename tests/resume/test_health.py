@@ -44,7 +44,7 @@ def test_an_evaluation_that_is_due_when_the_run_is_stopped_waits_for_the_next_st
     update, evaluated, call = Update.__call__, [], Evaluator.__call__
 
     def stopped(self, batch, index, lr, failed):
-        self.runtime.stop_requested = index + 1 == step
+        self.ranks.stop_requested = index + 1 == step
         return update(self, batch, index, lr, failed)
 
     monkeypatch.setattr(Evaluator, "__call__", lambda *given: evaluated.append(1) or call(*given))
@@ -63,7 +63,7 @@ def test_a_request_to_stop_ends_an_evaluation_and_the_next_start_makes_it(train,
 
     def asked(self):
         looks.append(1)
-        self.runtime.stop_requested = self.runtime.stop_requested or len(looks) == 2
+        self.ranks.stop_requested = self.ranks.stop_requested or len(looks) == 2
         return stopping(self)
 
     monkeypatch.setattr(evaluate, "BETWEEN_LOOKS", 2)

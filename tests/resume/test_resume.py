@@ -233,7 +233,7 @@ def test_a_stop_leaves_a_fold_that_takes_long_to_the_next_start(train, tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr("dlr_pretrain.train.run.finish", long)
-        patched.setattr("dlr_pretrain.train.runtime.GRACE", 0.2)
+        patched.setattr("dlr_pretrain.train.ranks.GRACE", 0.2)
         with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
             train(tmp_path / "run", "train.steps=4", "dlr=on")
     assert not (tmp_path / "run" / "folded").exists()

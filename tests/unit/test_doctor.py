@@ -20,7 +20,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.doctor import command, machine, start
 from dlr_pretrain.doctor.checks import FAIL, OK, WARN, Found, Line, in_child, perform
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
 from tests.kill.test_disk import small_disk
@@ -180,12 +180,12 @@ def test_compilation_needs_a_local_cache_and_on_a_gpu_a_compiler(words, tmp_path
     with pytest.raises(UserError, match="on a GPU, and there is no no-such-compiler"):
         machine.caches(cfg, "cuda")
     with pytest.raises(ConfigError, match="compile=true: needs a C compiler on a GPU"):
-        Runtime(cfg)  # as the trainer does before anything is built
+        Ranks(cfg)  # as the trainer does before anything is built
 
 
 def test_the_tokenizer_is_held_against_the_model(words, corpus):
     cfg = load(words())
-    with Runtime(cfg) as runtime:
-        assert f"{corpus}" in start.data(cfg, runtime).text
+    with Ranks(cfg) as ranks:
+        assert f"{corpus}" in start.data(cfg, ranks).text
         with pytest.raises(UserError, match=r"Set scale\.vocab_size=120 or more"):
-            start.data(load(words("scale.vocab_size=119")), runtime)
+            start.data(load(words("scale.vocab_size=119")), ranks)

@@ -18,11 +18,11 @@ from dlr_pretrain.data import ValidationSet, inputs_and_targets, open_source, op
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_perplexity, halves
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from tests.conftest import forked
 
 
-def runtime(rank: int = 0, world_size: int = 1, add=lambda tensor: tensor):
+def ranks(rank: int = 0, world_size: int = 1, add=lambda tensor: tensor):
     return SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"), sum=add, to_device=lambda t: t)
 
 
@@ -47,7 +47,7 @@ def validation(rows: int, real_tokens: int):
 @pytest.mark.parametrize("micro_batch", [1, 3, 16])
 def test_constant_loss_is_returned_exactly(micro_batch, loss):
     model, n = Constant(loss), 3
-    result = Evaluator(validation(7, 195 * 512 * n), micro_batch, runtime())(model)
+    result = Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks())(model)
     assert result["eval/loss"] == loss
     assert result["eval/perplexity"] == math.exp(loss)
     assert result["eval/perplexity_galore"] is None  # three batches are too few
@@ -63,9 +63,9 @@ def on_ranks(model, whole, micro_batch: int, world_size: int) -> dict[str, float
         return tensor
 
     for rank in range(world_size):
-        Evaluator(whole, micro_batch, runtime(rank, world_size, first))(model)
+        Evaluator(whole, micro_batch, ranks(rank, world_size, first))(model)
     assert len(parts) == world_size
-    return Evaluator(whole, micro_batch, runtime(0, world_size, lambda _: torch.stack(parts).sum(0)))(model)
+    return Evaluator(whole, micro_batch, ranks(0, world_size, lambda _: torch.stack(parts).sum(0)))(model)
 
 
 def pieces(tokens: np.ndarray, mask_documents: bool) -> list[np.ndarray]:
@@ -107,7 +107,7 @@ def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
 
 
 def test_a_half_without_a_sequence_has_no_loss():
-    found = Evaluator(validation(1, 1), 2, runtime())(Constant(1.0))
+    found = Evaluator(validation(1, 1), 2, ranks())(Constant(1.0))
     assert found["eval/loss"] == found["eval/loss_a"] == 1.0 and math.isnan(found["eval/loss_b"])
 
 
@@ -122,10 +122,10 @@ def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(wo
         tokenizer = open_tokenizer(cfg, source)
         model = Llama(cfg, tokenizer.vocab_size)
         model.load_state_dict(load_file(folder / "folded" / "model.safetensors"))
-        with Runtime(cfg) as runtime:
+        with Ranks(cfg) as ranks:
             whole = validation_set(cfg, source, tokenizer)
-            found = [Evaluator(whole, micro_batch, runtime)(model) for micro_batch in (1, 7, 16)]
-        (tmp_path / f"{runtime.world_size}_{runtime.rank}.json").write_text(json.dumps(found))
+            found = [Evaluator(whole, micro_batch, ranks)(model) for micro_batch in (1, 7, 16)]
+        (tmp_path / f"{ranks.world_size}_{ranks.rank}.json").write_text(json.dumps(found))
 
     monkeypatch.setattr("dlr_pretrain.train.run.run", evaluate)
     for ranks in (1, 2, 4):
@@ -143,7 +143,7 @@ def test_ranks_share_the_sequences():
 
     def seen(rank):
         sums = []
-        view = runtime(rank, 2, lambda t: (sums.append(t), t)[1])
+        view = ranks(rank, 2, lambda t: (sums.append(t), t)[1])
         Evaluator(whole, 2, view)(Constant(1.0))
         return sums[0][:, 1].sum().item()
 
@@ -154,7 +154,7 @@ def test_all_ranks_call_the_model_as_often():
     """Where it is sharded, a call gathers what every rank holds."""
     models = Constant(1.0), Constant(1.0)
     for rank, model in enumerate(models):
-        Evaluator(validation(5, 1), 1, runtime(rank, 2))(model)
+        Evaluator(validation(5, 1), 1, ranks(rank, 2))(model)
     assert models[0].calls == models[1].calls and len(models[0].calls) == 3
 
 

@@ -68,7 +68,7 @@ def test_ranks_take_the_smallest_answer(words, tmp_path, monkeypatch):
     """Rank 1 has room for one sequence, rank 0 for all four of its share."""
     given = words("train.micro_batch=auto", "train.steps=2", f"run.dir={tmp_path}/run")
     one = peak_bytes(load(given, 2).with_micro_batch(1), 120, 2)
-    monkeypatch.setattr(memory, "free_memory", lambda runtime: one if runtime.rank == 1 else 1e12)
+    monkeypatch.setattr(memory, "free_memory", lambda ranks: one if ranks.rank == 1 else 1e12)
     forked(given, 2)
     assert recorded(tmp_path / "run") == {"2": 1}
 

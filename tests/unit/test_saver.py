@@ -14,7 +14,7 @@ from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.checkpoint import Keep, Snapshot, load, newest
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
@@ -34,8 +34,8 @@ ALONE = SimpleNamespace(
 CONSOLE = SimpleNamespace(say=print)
 
 
-def saver_of(folder, runtime, keep, lock=None, **more) -> Saver:
-    return Saver(folder, runtime, keep, lock, None, CONSOLE, {}, **more)
+def saver_of(folder, ranks, keep, lock=None, **more) -> Saver:
+    return Saver(folder, ranks, keep, lock, None, CONSOLE, {}, **more)
 
 
 def snapshot(value: float) -> Snapshot:
@@ -58,11 +58,11 @@ def gate(monkeypatch):
 
 def test_ranks_that_do_not_share_their_disk_are_told_before_the_first_step(tmp_path, words):
     def act():
-        with Runtime(load_config(words(), 2)) as runtime, pytest.MonkeyPatch.context() as patch:
-            if runtime.rank == 1:  # another machine, on which rank 0's folder is not
+        with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
+            if ranks.rank == 1:  # another machine, on which rank 0's folder is not
                 patch.setattr(saver, "SHOWN", 0.0)
                 patch.setattr(saver, "write_durably", lambda path, _: (tmp_path / "elsewhere" / path.name).read_text())
-            saver_of(tmp_path, runtime, Keep(1)).rehearse()
+            saver_of(tmp_path, ranks, Keep(1)).rehearse()
 
     with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
         on_ranks(act, 2)
@@ -166,7 +166,7 @@ def test_the_last_step_is_saved_after_a_save_that_failed_unheard(train, tmp_path
 
 
 def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
-    """What the collective says goes on to the runtime, which knows who is missing."""
+    """What the collective says goes on to the ranks, which knows who is missing."""
 
     def lost(*_):
         raise RuntimeError("gloo: Connection closed by peer")

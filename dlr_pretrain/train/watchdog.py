@@ -51,7 +51,7 @@ class Beat:
         )
 
 
-class Watch:
+class Watchdog:
     """A thread of each rank that watches the training, which must advance every ``limit`` seconds (None: no limit).
 
     The limit holds after the first step. The thread counts only time in which it ran itself: a job that was suspended

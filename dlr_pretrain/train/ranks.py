@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.train.watch import PATIENCE, SLACK, Watch
+from dlr_pretrain.train.watchdog import PATIENCE, SLACK, Watchdog
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError, tell
 
@@ -29,7 +29,7 @@ GRACE = 20.0  # seconds left for the folded checkpoint after a request to stop; 
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
 
-class Runtime:
+class Ranks:
     """This process as one of ``world_size`` ranks, and the means by which they agree.
 
     Collectives on ``control`` (gloo) serve decisions on the host; the default group serves tensors on ``device``.
@@ -45,7 +45,7 @@ class Runtime:
         self._agreed: Exception | None = None  # the error that every rank raises
         self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
         nccl = self.device.type == "cuda" and self.world_size > 1
-        self.watch = Watch(self.rank, self.world_size, self.limit, nccl)
+        self.watch = Watchdog(self.rank, self.world_size, self.limit, nccl)
         process.die_with_agent()
         if self.world_size > 1:
             self._meet(cfg)
@@ -244,7 +244,7 @@ class Runtime:
         if self.device.type == "cuda" and state.numel() > host:
             torch.cuda.set_rng_state(state[host:], self.device)
 
-    def __enter__(self) -> Runtime:
+    def __enter__(self) -> Ranks:
         self._settings.enter_context(torch_settings(self.cfg))
         return self
 

@@ -18,7 +18,7 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, ConfigError, Problem
 from dlr_pretrain.data import ValidationSet
-from dlr_pretrain.train import runtime
+from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.run import run
@@ -41,7 +41,7 @@ RANKS = """
 import os, sys
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
 cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"], ranks=2)
 raised = {
@@ -50,23 +50,23 @@ raised = {
     "none": None,
 }
 said = []
-with Runtime(cfg) as runtime:
+with Ranks(cfg) as ranks:
     for name, error in raised.items():
         def decide():
             if error:
                 raise error
             return os.environ["RANK"]
         try:
-            said.append(runtime.on_main(decide))
+            said.append(ranks.on_main(decide))
         except Exception as caught:
             said.append(f"{type(caught).__name__} {caught}")
-    said.append(runtime.gather(runtime.rank))
-    runtime.stop_requested = runtime.rank == 1
+    said.append(ranks.gather(ranks.rank))
+    ranks.stop_requested = ranks.rank == 1
     try:
-        runtime.stop_if_asked("here")
+        ranks.stop_if_asked("here")
     except Exception as caught:
         said.append(str(caught))
-open(f"{sys.argv[1]}/{runtime.rank}", "w").write("\\n".join(map(str, said)))
+open(f"{sys.argv[1]}/{ranks.rank}", "w").write("\\n".join(map(str, said)))
 """
 
 
@@ -88,11 +88,11 @@ FAULTS = """
 import resource, sys
 import torch
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.runtime import Runtime
+from dlr_pretrain.train.ranks import Ranks
 
-with Runtime(load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"])) as runtime:
+with Ranks(load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"])) as ranks:
     if sys.argv[1] == "used":
-        runtime.use_device()
+        ranks.use_device()
     faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
     for _ in range(8):
         held = [torch.ones(1 << 24) for _ in range(3)]
@@ -123,7 +123,7 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
     def act() -> None:
         own = of_each[rank := int(os.environ["RANK"])]
         if "=" not in own:
-            monkeypatch.setattr(runtime, "_device", lambda _: torch.device(own))
+            monkeypatch.setattr(ranks, "_device", lambda _: torch.device(own))
         with pytest.raises(UserError, match="the ranks differ") as caught:
             run(load(words(f"run.dir={tmp_path}/run", *([own] if "=" in own else [])), ranks=2))
         values = [of.rpartition("=")[2] for of in of_each]

@@ -13,16 +13,16 @@ import time
 
 import pytest
 
-from dlr_pretrain.train import lock
-from dlr_pretrain.train.lock import RunLock
+from dlr_pretrain.train import lease as lock
+from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import UserError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dlr_pretrain.train.lock import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from dlr_pretrain.train.lease import Lease
+lock = Lease(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
 time.sleep(600)
@@ -56,7 +56,7 @@ def recorded(tmp_path):
 
 
 def test_a_start_that_recorded_nothing_leaves_nothing(tmp_path):
-    with RunLock(tmp_path / "run") as own:
+    with Lease(tmp_path / "run") as own:
         own.acquire()
         (tmp_path / "run" / ".beats").mkdir()
     assert not (tmp_path / "run").exists()
@@ -67,11 +67,11 @@ def unsupported(*_):
 
 
 def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path):
-    with RunLock(tmp_path) as first:
+    with Lease(tmp_path) as first:
         first.acquire()
         with pytest.raises(UserError, match=rf"in use by process {os.getpid()} on {socket.gethostname()}, "):
-            RunLock(tmp_path).acquire()
-    with RunLock(tmp_path) as second:
+            Lease(tmp_path).acquire()
+    with Lease(tmp_path) as second:
         second.acquire()
 
 
@@ -80,12 +80,12 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path):
     try:
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=f"in use by process {holder.pid} on"):
-            RunLock(tmp_path).acquire()
+            Lease(tmp_path).acquire()
     finally:
         holder.kill()
         holder.communicate()
     assert lease(tmp_path)["pid"] == holder.pid
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         assert lease(tmp_path)["pid"] == os.getpid()
 
@@ -93,7 +93,7 @@ def test_the_lease_of_a_dead_process_is_taken_over_at_once(tmp_path):
 def test_a_lease_of_another_machine_that_is_not_renewed_is_waited_for_and_taken_over(tmp_path, capsys):
     write_lease(tmp_path, age=0.2)  # of 0.6 s
     began = time.monotonic()
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         assert lock.EXPIRY - 0.3 < time.monotonic() - began < 10
         assert lease(tmp_path)["pid"] == os.getpid()
@@ -103,7 +103,7 @@ def test_a_lease_of_another_machine_that_is_not_renewed_is_waited_for_and_taken_
 def test_the_lease_of_a_machine_that_died_long_ago_is_waited_for_only_as_long_as_it_would_beat(tmp_path):
     write_lease(tmp_path, age=11 * lock.EXPIRY)
     began = time.monotonic()
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
     assert time.monotonic() - began >= lock.LISTEN
 
@@ -121,7 +121,7 @@ def test_a_holder_on_another_machine_that_beats_is_respected_whatever_its_clock_
     thread.start()
     try:
         with pytest.raises(UserError, match=r"is in use by process 123 on elsewhere, last heartbeat -?\d+ s ago"):
-            RunLock(tmp_path).acquire()
+            Lease(tmp_path).acquire()
     finally:
         ended.set()
         thread.join()
@@ -133,12 +133,12 @@ def test_a_kernel_lock_that_another_machine_left_behind_is_not_broken(tmp_path):
     with open(tmp_path / ".lock") as left:
         fcntl.flock(left, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="in use by process 123 on elsewhere"):
-            RunLock(tmp_path).acquire()
+            Lease(tmp_path).acquire()
 
 
 def test_a_holder_that_was_away_stops_at_its_next_beat_and_writes_nothing(tmp_path):
     told = []
-    with RunLock(tmp_path, lost=told.append) as own:
+    with Lease(tmp_path, lost=told.append) as own:
         own.acquire()
         write_lease(tmp_path, age=0)
         taken = (tmp_path / ".lock").read_bytes()
@@ -154,10 +154,10 @@ def test_a_holder_that_was_away_stops_at_its_next_beat_and_writes_nothing(tmp_pa
 def test_a_holder_that_was_away_while_another_came_and_went_stops_too(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT", 600)
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with RunLock(tmp_path) as away:
+    with Lease(tmp_path) as away:
         away.acquire()
         away.require_held()
-        with RunLock(tmp_path) as other:
+        with Lease(tmp_path) as other:
             other.acquire()
         with pytest.raises(UserError, match="was taken over"):
             away.require_held()
@@ -165,7 +165,7 @@ def test_a_holder_that_was_away_while_another_came_and_went_stops_too(tmp_path, 
 
 def test_a_lease_that_was_just_renewed_is_not_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT", 600)
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         (tmp_path / ".lock").unlink()
         own.require_held(at_most=60)
@@ -181,7 +181,7 @@ def test_of_two_that_write_the_same_lease_at_once_one_wins(tmp_path, monkeypatch
 
     def start():
         try:
-            own = RunLock(tmp_path, lost=results.append)
+            own = Lease(tmp_path, lost=results.append)
             own.acquire()
             results.append(own)
         except UserError as error:
@@ -189,7 +189,7 @@ def test_of_two_that_write_the_same_lease_at_once_one_wins(tmp_path, monkeypatch
 
     starts = [threading.Thread(target=start) for _ in range(4)]
     [s.start() for s in starts], [s.join() for s in starts]
-    held = [r for r in results if isinstance(r, RunLock)]
+    held = [r for r in results if isinstance(r, Lease)]
     assert len(held) == 1 and len(results) == 4
     held[0].require_held()
     held[0].release()
@@ -197,9 +197,9 @@ def test_of_two_that_write_the_same_lease_at_once_one_wins(tmp_path, monkeypatch
 
 def test_a_refused_start_keeps_nothing_locked(tmp_path, monkeypatch):
     write_lease(tmp_path, age=0)
-    refused, real = RunLock(tmp_path), RunLock._read
+    refused, real = Lease(tmp_path), Lease._read
     beats = iter(range(9))
-    monkeypatch.setattr(RunLock, "_read", lambda self: real(self) | {"beat": time.time() + next(beats)})
+    monkeypatch.setattr(Lease, "_read", lambda self: real(self) | {"beat": time.time() + next(beats)})
     with pytest.raises(UserError, match="elsewhere"):
         refused.acquire()
     with open(tmp_path / ".lock") as file:
@@ -213,19 +213,19 @@ DAMAGED = [b"", b"{", b"5", b"[]", b"\xff\xfe", b'{"host": "h"}', b'{"host": 1, 
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_lease_is_no_lease(tmp_path, content):
     (tmp_path / ".lock").write_bytes(content)
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         assert lease(tmp_path)["pid"] == os.getpid()
         own._stopped.set()  # no beat fixes it
         (tmp_path / ".lock").write_bytes(content)
         with pytest.raises(UserError, match="in use by another process"):
-            RunLock(tmp_path).acquire()
+            Lease(tmp_path).acquire()
         own.require_held()
 
 
 def test_the_heart_beats_and_no_reader_ever_sees_half_a_lease(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT", 0)
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         beats = set()
         while len(beats) < 3:  # a lease that is half written has no beat
@@ -245,7 +245,7 @@ def test_a_beat_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
         return real(*given)
 
     monkeypatch.setattr(os, "pwrite", failing)
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         first = lease(tmp_path)["beat"]
         while lease(tmp_path)["beat"] == first:
@@ -255,9 +255,9 @@ def test_a_beat_that_fails_is_followed_by_the_next(tmp_path, monkeypatch):
 
 def test_without_kernel_locks_the_lease_decides_on_this_machine_too(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with RunLock(tmp_path) as own:
+    with Lease(tmp_path) as own:
         own.acquire()
         with pytest.raises(UserError, match=f"in use by process {os.getpid()} "):
-            RunLock(tmp_path).acquire()
-    with RunLock(tmp_path) as own:
+            Lease(tmp_path).acquire()
+    with Lease(tmp_path) as own:
         own.acquire()

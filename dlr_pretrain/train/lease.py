@@ -37,7 +37,7 @@ def kernel() -> str:
         return socket.gethostname()
 
 
-class RunLock:
+class Lease:
     """The lock on a run directory. Rank 0 holds it from before its first write until after its last.
 
     The kernel's lock tells at once whether a holder on this machine is alive: the end of a process releases it. Network
@@ -134,7 +134,7 @@ class RunLock:
                 self.run_dir.rmdir()  # fails if there is anything else
         os.close(self.descriptor)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_) -> None:
