@@ -18,7 +18,7 @@ from dlr_pretrain.data import (
     open_tokenizer,
     validation_set,
 )
-from dlr_pretrain.deploy.tokenizer import tokenizer_json
+from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
@@ -55,7 +55,7 @@ def open_text(cfg: Config, ranks: Ranks, console: Console) -> Text:
     source = ranks.main_first(lambda: open_source(cfg, console.say, listing))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
-    tokenizer_json(tokenizer)  # refuses a tokenizer that the export could not write
+    fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
     unknown = ranks.on_main(lambda: source.unknown_share(tokenizer))
     if unknown > TOO_MUCH_UNKNOWN:
         rule = f"cannot express {unknown:.0%} of the text: it would be learnt as one unknown token"

@@ -11,7 +11,7 @@ import sentencepiece
 from small_tokenizer import PIECES, SENTENCES, train
 
 from dlr_pretrain.data import load_tokenizer
-from dlr_pretrain.deploy.tokenizer import export_tokenizer, tokenizer_json
+from dlr_pretrain.deploy.tokenizer import export_tokenizer, fast_tokenizer
 from dlr_pretrain.util.errors import UserError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -34,7 +34,7 @@ def small(tmp_path_factory) -> Path:
 def pair(model: Path):
     """(raw sentencepiece, the exported fast tokenizer) as functions from a text to ids."""
     raw = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    fast = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(load_tokenizer(model))))
+    fast = fast_tokenizer(load_tokenizer(model))
     fast.encode_special_tokens = True  # what transformers sets for split_special_tokens
     return raw.encode, lambda text: fast.encode(text).ids
 
@@ -67,7 +67,7 @@ def test_other_models_and_normalisations(tmp_path, options):
 
 
 def test_decoding_restores_the_text(small):
-    fast = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(load_tokenizer(small))))
+    fast = fast_tokenizer(load_tokenizer(small))
     text = "a low-rank layer is two thin matrices, and the latent between them"
     assert fast.decode(fast.encode(text).ids) == text
 
@@ -92,7 +92,7 @@ def test_files(small, tmp_path):
 )
 def test_models_that_cannot_be_reproduced_are_refused(tmp_path, options, reason):
     with pytest.raises(UserError, match=r"small\.model") as refused:
-        tokenizer_json(load_tokenizer(train(tmp_path, **options)))
+        fast_tokenizer(load_tokenizer(train(tmp_path, **options)))
     assert reason in str(refused.value)
 
 
