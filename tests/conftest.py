@@ -103,24 +103,8 @@ def words(corpus):
 
 @pytest.fixture
 def no_export(monkeypatch):
-    """Leave out the check of the export (seconds: a process with transformers); other tests cover it."""
+    """Leave out the check of the export (transformers is imported, and loads it); other tests cover it."""
     monkeypatch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Exports are read by transformers here rather than in a process each."""
-    import torch
-
-    from dlr_pretrain.deploy import foreign_reader, verify
-
-    def read(folder, ids, dtype, scratch):
-        question, answer = scratch / "question.pt", scratch / "answer.pt"
-        torch.save({"ids": ids, "probe": verify.PROBE, "dtype": dtype}, question)
-        foreign_reader.main(str(folder), str(question), str(answer))
-        return torch.load(answer)
-
-    monkeypatch.setattr(verify, "_read_elsewhere", read)
 
 
 @pytest.fixture

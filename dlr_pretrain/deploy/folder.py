@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from dlr_pretrain.models.shapes import listed, misfits
 from dlr_pretrain.util.errors import UserError, first_line
@@ -31,9 +32,11 @@ def check_folder(folder: Path) -> None:
     Reads headers alone. ``transformers`` itself would warn of missing weights and draw them at random.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
 
+    disable_progress_bar()
     AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig, exist_ok=True)
     AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM, exist_ok=True)
     if not (folder / "config.json").is_file():
@@ -47,27 +50,18 @@ def check_folder(folder: Path) -> None:
             expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{folder}/config.json: is not that of an export: {first_line(error)}") from error
-    found = stored_shapes(folder)
-    if unfolded := [name for name in found if name.endswith((".dlr_mark", ".dlr_alpha"))]:
-        fix = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
-        more = f" and {len(unfolded) - 1} more" if unfolded[1:] else ""
-        raise UserError(f"{folder}: residuals were not folded: {unfolded[0]}{more}; {fix}")
-    if wrong := misfits(found, {name: list(tensor.shape) for name, tensor in expected.items()}):
-        raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *listed(wrong)]))
-
-
-def stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Shapes by name of the safetensors that ``transformers`` reads: the single file, else the shards."""
-    from safetensors import SafetensorError, safe_open
-
-    whole, shapes = folder / "model.safetensors", {}
+    whole, found = folder / "model.safetensors", {}
     for file in [whole] if whole.exists() else sorted(folder.glob("model-*-of-*.safetensors")):
         try:
             with safe_open(file, framework="pt") as stored:
-                shapes |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
+                found |= {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise UserError(f"{file}: not a whole safetensors file: {error}. Export the folder again") from error
-    return shapes
+    if unfolded := [name for name in found if name.endswith((".dlr_mark", ".dlr_alpha"))]:
+        fix = "call fold_ before saving, or fold the run's checkpoint with scripts/fold.py"
+        raise UserError(f"{folder}: {len(unfolded)} residuals were not folded, such as {unfolded[0]}; {fix}")
+    if wrong := misfits(found, {name: list(tensor.shape) for name, tensor in expected.items()}):
+        raise UserError("\n".join([f"{folder}: its weights are not those of its config.json:", *listed(wrong)]))
 
 
 def need(package: str, extra: str) -> str:

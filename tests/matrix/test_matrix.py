@@ -61,7 +61,6 @@ def results(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.usefixtures("in_this_process")
 def test_a_method_trains_resumes_folds_exports_and_reloads(train, words, tmp_path, monkeypatch, capsys, method):
     common = (*METHODS[method], "train.lr=1e-3", "train.steps=20")
     tensors, records = results(train(tmp_path / "whole", *common))

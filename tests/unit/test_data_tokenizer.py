@@ -291,7 +291,7 @@ def test_counts_of_real_c4_equal_those_of_sentencepiece():
 
 
 @pytest.mark.parametrize("kind", ["byte-level bpe", "sentencepiece bpe"])
-def test_a_run_on_one_document_with_any_tokenizer_is_exported(kind, train, tmp_path, in_this_process):
+def test_a_run_on_one_document_with_any_tokenizer_is_exported(kind, train, tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "all.txt").write_text("\n".join(small_tokenizer.SENTENCES * 20))

@@ -18,7 +18,7 @@ SLOW = re.compile(r"--table1|--instruction|zero_shot\.json")  # minutes, or need
 
 
 @pytest.mark.full
-def test_commands_run_as_they_stand(tmp_path, monkeypatch, in_this_process, train):
+def test_commands_run_as_they_stand(tmp_path, monkeypatch, train):
     found = [c for c in commands("README.md", "docs/*.md") if QUICK.match(c) and not SLOW.search(c)]
     assert {QUICK.match(command)[1] for command in found} == {"fold", "generate", "compare", "report", "plan"}
     for name in ("a", "b", *(f"60m-cola-dlr_{dlr}-s4{seed}" for dlr in ("off", "on") for seed in (1, 2))):

@@ -20,7 +20,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Choice, Config
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import MODELING, export, write_weights
-from dlr_pretrain.deploy.verify import verify
+from dlr_pretrain.deploy.verify import agreement, verify
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
@@ -356,20 +356,19 @@ def _disk_full(*_):
 
 
 def test_verify_finds_a_difference_and_names_what_does_not_load(tmp_path, spiece, ids, monkeypatch):
-    """In a process of its own. bf16 weights are verified in either precision."""
-    model = trained("cola").requires_grad_(False).bfloat16()
-    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
-    assert verify(tmp_path / "folded", model.logits(ids), ids, torch.bfloat16) < 0.25
-    logits = model.float().logits(ids)
-    assert verify(tmp_path / "folded", logits, ids, torch.float32) < 1e-5
+    """bf16 weights are verified in either precision."""
+    folder, cfg, model = tmp_path / "folded", config("cola"), trained("cola").requires_grad_(False).bfloat16()
+    export(folder, model.state_dict(), cfg, ROWS, spiece, RECORD)
+    assert verify(folder, model.logits(ids), ids, torch.bfloat16) < 0.25
+    logits, tensors = model.float().logits(ids), model.state_dict()
+    assert verify(folder, logits, ids, torch.float32) < 1e-5
     with pytest.raises(UserError, match="beyond the bound"):
-        verify(tmp_path / "folded", logits * 1.02, ids, torch.float32)
+        verify(folder, logits * 1.02, ids, torch.float32)
     with monkeypatch.context() as without:
-        (tmp_path / "transformers.py").write_text("raise ImportError")
-        without.setenv("PYTHONPATH", str(tmp_path))
-        assert verify(tmp_path / "folded", logits, ids, torch.float32) is None
-    tensors = model.state_dict()
+        without.setitem(sys.modules, "transformers", None)
+        said = agreement(folder, cfg, cfg, tensors, tensors, ids, torch.device("cpu"))
+        assert said.startswith("not verified: transformers cannot be imported")
     del tensors["model.norm.weight"]
-    write_weights(tmp_path / "folded", tensors)
-    with pytest.raises(UserError, match=r"does not load it.*model\.norm\.weight"):
-        verify(tmp_path / "folded", logits, ids, torch.float32)
+    write_weights(folder, tensors)
+    with pytest.raises(UserError, match=r"model\.norm\.weight: missing"):
+        verify(folder, logits, ids, torch.float32)

@@ -28,7 +28,7 @@ from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from tests.conftest import saved, script
 from tests.parity.reference import VOCAB, r_transposed, small
 
-pytestmark = pytest.mark.usefixtures("no_export", "in_this_process")
+pytestmark = pytest.mark.usefixtures("no_export")
 FILE = "model.safetensors"
 CPU = torch.device("cpu")
 

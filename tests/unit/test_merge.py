@@ -9,7 +9,6 @@ import pytest
 from dlr_pretrain.util.errors import UserError
 
 
-@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(("backbone", "precision"), [("lora", "fp32"), ("lora", "bf16"), ("sltrain", "bf16")])
 def test_a_merge_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone, precision):
     given = (f"backbone={backbone}", f"precision={precision}", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
