@@ -57,7 +57,7 @@ def fold(given: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
     report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
-    print("\n".join([*report, f"written       {output}"]))
+    print("\n".join([*report, f"{'written':<29} {output}"]))
 
 
 def facts(run: Path, state: dict) -> dict[str, object]:

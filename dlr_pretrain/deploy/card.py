@@ -45,7 +45,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
         "precision": trained.precision.name,
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
-    numbers = table(["", ""], ([key, _shown(value)] for key, value in rows.items()))
+    numbers = table(["", ""], ([key, shown(value)] for key, value in rows.items()))
     cited = [CITATION] if trained.dlr.enabled else []
     cited += [f"* {CITED[part]}" for part in name.split("_") if part in CITED]
     citation = "\n\n".join(["", "## Citation", *cited]) if cited else ""
@@ -81,7 +81,8 @@ def _configuration(cfg: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
-def _shown(value: object) -> str:
+def shown(value: object, digits: int = 4) -> str:
+    """A number in few digits, anything else as it is."""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.{digits}g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,15 +1,12 @@
 """Writes a folded checkpoint as a folder that ``transformers`` loads.
 
-This module writes everything itself (safetensors, JSON, a copy of the modeling file), so that a run ends with a
-complete folder even if transformers is not installed. It writes the folder under another name and renames it at the
-end, so that the folder is either complete or absent.
+The folder is written under another name, checked, and renamed at the end: it is either complete or absent.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +24,6 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.models.lowrank import latent_scale
-from dlr_pretrain.models.shapes import listed, misfits
 from dlr_pretrain.util.errors import UserError, tell
 from dlr_pretrain.util.files import sync, sync_all
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -36,10 +32,6 @@ from dlr_pretrain.util.text import loading
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
-WRITTEN = re.compile(  # names in an export; fold.py adds fold.json
-    r"README\.md|(config|generation_config|fold|tokenizer|tokenizer_config|special_tokens_map)\.json|spiece\.model|"
-    rf"model(-\d{{5}}-of-\d{{5}})?\.safetensors|model\.safetensors\.index\.json|{re.escape(MODELING.name)}"
-)
 AUTO_CLASSES = {
     "AutoConfig": "Config",
     "AutoModel": "Model",
@@ -47,7 +39,6 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
 }
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def export(
@@ -63,8 +54,8 @@ def export(
 ) -> None:
     """Write ``folder`` from folded weights.
 
-    ``tensors`` are the folded parameters and buffers of the model of ``cfg``, under its own names, all fp32 or all
-    bf16. ``tokenizer_path`` is a file or folder. ``record`` has the final numbers of the run, by name, for the
+    ``tensors`` are the folded parameters and buffers of the model of ``cfg``, under its own names, in one dtype (fp32
+    or bf16). ``tokenizer_path`` is a file or folder. ``record`` has the final numbers of the run, by name, for the
     folder's README. ``trained`` is the run's configuration if it is not ``cfg`` (see ``deployed``). ``layout`` "cola"
     writes a CoLA model for its authors' code.
 
@@ -72,32 +63,56 @@ def export(
     ``.<folder>.partial``. An earlier export at ``folder`` is replaced; a folder with any other file in it is kept as
     ``<folder>_kept1`` (or 2, 3, ...).
     """
-    dtype = check_tensors(tensors, cfg, vocab_size)
     tokenizer = load_tokenizer(tokenizer_path)
-    pieces = tokenizer.vocab_size
-    if pieces > vocab_size:
-        raise UserError(f"{tokenizer_path}: has {pieces:,} pieces, more than the model's vocabulary of {vocab_size:,}")
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(cfg, vocab_size, dtype) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    settings = model_config(cfg, vocab_size, tensors["lm_head.weight"].dtype)
+    settings |= ends | {"tokenizer_sha256": tokenizer.fingerprint}
     if layout == "cola":
         tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
-    aside, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "old"))
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_weights(aside, tensors)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(partial, tensors)
     if loadable(cfg):
-        _write_json(aside / "config.json", settings)
-        _write_json(aside / "generation_config.json", ends)
+        _write_json(partial / "config.json", settings)
+        _write_json(partial / "generation_config.json", ends)
     if layout == "own" and cfg.backbone.name in exported_layers()[0]:
-        shutil.copyfile(MODELING, aside / MODELING.name)
-    export_tokenizer(aside, tokenizer_path, positions(cfg))
-    (aside / "README.md").write_text(card(cfg, record, trained or cfg, how_to_load(cfg, layout)), encoding="utf-8")
-    check(aside)
+        shutil.copyfile(MODELING, partial / MODELING.name)
+    export_tokenizer(partial, tokenizer_path, positions(cfg))
+    text = card(cfg, record, trained or cfg, how_to_load(cfg, layout))
+    (partial / "README.md").write_text(text, encoding="utf-8")
+    check(partial)
+    sync_all(partial)
+    _put_in_place(partial, folder)
+
+
+def require_export(folder: Path) -> None:
+    """Raise UserError if ``folder`` is something else than an earlier export."""
+    config = folder / "config.json"
+    if folder.exists() and not (config.is_file() and "tokenizer_sha256" in config.read_text(errors="replace")):
+        rule = "it is no earlier export. Move it away, or name another folder"
+        raise UserError(f"{folder} is in the way: {rule}")
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    """Rename ``new`` to ``folder``; what stands there is deleted if ``new`` has all of its files, else it is kept.
+
+    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail. Weights
+    that ``save_pretrained`` has written over an export's are a user's, too.
+    """
+    old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    sync_all(aside)
     if folder.exists():
-        _out_of_the_way(folder, old)
-    aside.rename(folder)
+        config, written = folder / "config.json", {"fold.json", *(path.name for path in new.iterdir())}
+        more = sorted({path.name for path in folder.iterdir()} - written)
+        if config.is_file() and '"transformers_version"' in config.read_text(errors="replace"):
+            more.append("weights of save_pretrained")
+        taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
+        aside = next(path for path in taken if not path.exists()) if more else old
+        folder.rename(aside)
+        if more:
+            tell(f"note: {folder} held what no export writes ({', '.join(more[:3])}): it is {aside} now")
+    new.rename(folder)
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -132,35 +147,6 @@ def _in_one_dtype(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: t.to(dtype) if t.dim() == 0 and t.is_floating_point() else t for name, t in tensors.items()}
 
 
-def require_export(folder: Path) -> None:
-    """Raise UserError unless ``folder`` is absent, empty or an earlier export, with or without files added since."""
-    if folder.exists() and not _is_export(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        rule = "it is no earlier export. Move it away, or name another folder"
-        raise UserError(f"{folder} is in the way: {rule}")
-
-
-def _is_export(folder: Path) -> bool:
-    marked = any("tokenizer_sha256" in path.read_text(errors="replace") for path in folder.glob("config.json"))
-    return marked and any(folder.glob("model*.safetensors"))
-
-
-def _out_of_the_way(folder: Path, old: Path) -> None:
-    """Rename a folder that is purely an export to ``old``, which will be deleted, and any other to a name that stays.
-
-    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail. Weights
-    that ``save_pretrained`` has written over an export's are a user's, too.
-    """
-    names = sorted(path.name for path in folder.iterdir())
-    saved_anew = any(
-        '"transformers_version"' in path.read_text(errors="replace") for path in folder.glob("config.json")
-    )
-    if foreign := [name for name in names if saved_anew or not WRITTEN.fullmatch(name)]:
-        taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
-        old = next(path for path in taken if not path.exists())
-        tell(f"note: {folder} held what no export writes ({', '.join(foreign[:3])}): it is {old} now")
-    folder.rename(old)
-
-
 def positions(cfg: Config) -> int:
     return max(POSITIONS, cfg.train.seq_len)
 
@@ -181,19 +167,6 @@ def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LowRankLlamaConfig")
     start = next(node for node in config.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     return frozenset(map(ast.literal_eval, tables[0].value.keys)), frozenset(a.arg for a in start.args.args[1:])
-
-
-def check_tensors(tensors: dict[str, torch.Tensor], cfg: Config, vocab_size: int) -> torch.dtype:
-    """Raise UserError unless ``tensors`` fit the model of ``cfg`` and share one dtype; returns that dtype."""
-    with torch.device("meta"):
-        expected = Llama(cfg, vocab_size, grouped=False).state_dict()
-    wrong = misfits(*({name: tensor.shape for name, tensor in of.items()} for of in (tensors, expected)))
-    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
-    if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        wrong.append("dtypes: " + ", ".join(sorted(map(str, dtypes))) + " instead of all float32 or all bfloat16")
-    if wrong:
-        raise UserError("\n".join(["these weights are not exported:", *listed(wrong)]))
-    return dtypes.pop()
 
 
 def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> None:
@@ -232,7 +205,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "tie_word_embeddings": False,
         "initializer_range": INIT_STD,
         "bos_token_id": None,
-        "dtype": DTYPES[dtype],
+        "dtype": str(dtype).removeprefix("torch."),
     }
     if cfg.backbone.name == "full":
         return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}
