@@ -1,4 +1,4 @@
-"""This process as a part of the job: its device, agreement between ranks, signals, random state."""
+"""This process as one of the ranks of a job: its device, agreement between ranks, signals, random state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -15,15 +15,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.train.watchdog import PATIENCE, SLACK, Watchdog
+from dlr_pretrain.train.watchdog import PATIENCE, Watchdog
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError, tell
 
 T = TypeVar("T")
 MEETING = timedelta(minutes=10)  # within which all ranks must have joined
+SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the watchdog has not ended it
 FOR_EVER = timedelta(days=1000)
 GRACE = 20.0  # seconds left for the folded checkpoint after a request to stop; a small model needs less
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
@@ -42,24 +44,19 @@ class Ranks:
         self.is_main = self.rank == 0
         self.device = _device(cfg)
         self.control: dist.ProcessGroup | None = None
-        self._agreed: Exception | None = None  # the error that every rank raises
         self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
-        nccl = self.device.type == "cuda" and self.world_size > 1
-        self.watch = Watchdog(self.rank, self.world_size, self.limit, nccl)
+        self.watchdog = Watchdog(self.rank, self.world_size, self.limit)
         process.die_with_agent()
         if self.world_size > 1:
-            self._meet(cfg)
+            self._meet()
         self.stop_requested = self.trained = False
         self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
         self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
         self.stop_requested = process.stop_requested()
         torch.manual_seed(cfg.seed)
 
-    def _meet(self, cfg: Config) -> None:
+    def _meet(self) -> None:
         """Create the process groups. Until the first step collectives wait long, because ranks compile and load."""
-        if self.device.type == "cuda":  # where NCCL writes its record of a failed collective
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{Path(cfg.run.dir).absolute()}/stacks/nccl_rank_")
-            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         try:
             dist.init_process_group(backend, timeout=MEETING)
@@ -69,6 +66,9 @@ class Ranks:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE))
         self.control = self.new_group()
 
+    # ------------------------------------------------------------------------------------------------
+    # Requests to stop, and progress
+
     def _request_stop(self, number: int, _frame) -> None:
         """Stop at the next step boundary; at once if this start has completed no step, because nothing is to be saved.
 
@@ -77,11 +77,13 @@ class Ranks:
         again, self.stop_requested = self.stop_requested, True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if again or self.trained:
-            return self._hurry()
-        if not self.watch.started:
+        if again:
+            return
+        if self.trained:
+            signal.setitimer(signal.ITIMER_REAL, GRACE)
+        elif not self.watchdog.started:
             raise _stopped(BEFORE)
-        if self.is_main:
+        elif self.is_main:
             tell("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 
     def finishing(self) -> None:
@@ -90,22 +92,28 @@ class Ranks:
         If the request came earlier, these seconds begin now.
         """
         self.trained = True
-        self._hurry()
-
-    def _hurry(self) -> None:
-        if self.trained and self.stop_requested and signal.getitimer(signal.ITIMER_REAL)[0] == 0:
+        if self.stop_requested:
             signal.setitimer(signal.ITIMER_REAL, GRACE)
 
     def _end(self, _number: int, _frame) -> None:
         raise _stopped(AFTER)
+
+    def stop_if_asked(self, when: str) -> None:
+        """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
+        if any(self.gather(self.stop_requested)):
+            raise _stopped(when)
+
+    def start_watchdog(self, run_dir: Path, token: str) -> None:
+        """Watch the progress of all ranks from now on; ``token`` names this start of the run."""
+        _readable(lambda: self.watchdog.start(run_dir, token))
 
     def stepped(self, step: int) -> None:
         """Note that the host is done with ``step``, which the GPU may still compute.
 
         The first one sets the timeout of collectives: ``run.timeout_minutes`` plus ``SLACK``, or none if that is null.
         """
-        first = not self.watch.started
-        self.watch.stepped(step)
+        first = not self.watchdog.started
+        self.watchdog.stepped(step)
         if first and self.world_size > 1:
             wait = FOR_EVER if self.limit is None else timedelta(seconds=self.limit + SLACK)
             dist.distributed_c10d._set_pg_timeout(wait)
@@ -113,21 +121,20 @@ class Ranks:
     def heartbeat(self, items: Iterable[T]) -> Iterator[T]:
         """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
         for item in items:
-            self.watch.ticks += 1
+            self.watchdog.ticks += 1
             yield item
 
     @property
     def patience(self) -> float | None:
-        """Seconds that training may wait for data and still save before the watch ends it; None: no limit."""
-        return 0.8 * self.limit if self.limit is not None and self.watch.started else None
+        """Seconds that training may wait for data and still save before the watchdog ends it; None: no limit."""
+        return 0.8 * self.limit if self.limit is not None and self.watchdog.started else None
 
     def patient(self) -> AbstractContextManager[None]:
         """Within this context the rank may wait longer than ``run.timeout_minutes``, for its or another rank's disk."""
-        return self.watch.patient()
+        return self.watchdog.patient()
 
-    def start_watch(self, run_dir: Path, token: str) -> None:
-        """Watch the progress of all ranks from now on; ``token`` names this start of the run."""
-        decided(lambda: self.watch.start(run_dir, token))
+    # ------------------------------------------------------------------------------------------------
+    # Agreement between ranks
 
     def on_main(self, decide: Callable[[], T]) -> T:
         """Call ``decide`` on rank 0, and return its result on every rank.
@@ -135,25 +142,20 @@ class Ranks:
         If it raises a ``UserError``, every rank raises it. If it raises another exception, rank 0 raises that, and the
         other ranks raise a ``UserError`` that names it.
         """
-        with self.patient():
-            return self._on_main(decide)
-
-    def _on_main(self, decide: Callable[[], T]) -> T:
-        if self.world_size == 1:
-            return decided(decide)
         answer: list = [None, None]
         own: Exception | None = None
-        if self.is_main:
-            try:
-                answer[0] = decided(decide)
-            except Exception as error:
-                own = error
-                known = isinstance(error, UserError)
-                answer[1] = error if known else UserError(f"rank 0 failed: {type(error).__name__}: {error}")
-        dist.broadcast_object_list(answer, src=0, group=self.control)
+        with self.patient():
+            if self.is_main:
+                try:
+                    answer[0] = _readable(decide)
+                except Exception as error:
+                    own = error
+                    known = isinstance(error, UserError)
+                    answer[1] = error if known else UserError(f"rank 0 failed: {type(error).__name__}: {error}")
+            if self.world_size > 1:
+                dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
-            self._agreed = own or answer[1]
-            raise self._agreed
+            raise own or answer[1]
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
@@ -162,36 +164,6 @@ class Ranks:
         self.on_main(lambda: result.append(act()))
         return result[0] if self.is_main else act()
 
-    def stop_if_asked(self, when: str) -> None:
-        """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
-        if any(self.gather(self.stop_requested)):
-            raise _stopped(when)
-
-    def require_equal(self, values: dict[str, object]) -> None:
-        """Raise UserError if ``values`` differ between ranks: other commands, devices, or files at the same path."""
-        for rank, other in enumerate(self.gather(values)):
-            pairs = {name: (values.get(name, "not there"), other.get(name, "not there")) for name in values | other}
-            lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
-            if lines:
-                fix = "Start every rank with the same command, on the same files and kind of device"
-                raise UserError("\n".join(["the ranks differ:", *lines, fix]))
-
-    def use_device(self) -> None:
-        """Use the device for the first time, after all checks that need none."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-            gc.collect()  # frees models of a multirun's earlier runs: a compiled model is a reference cycle
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        elif self.device.type == "cpu":
-            process.keep_freed_memory()
-
-    def peak_memory(self) -> int:
-        """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return process.peak_memory()
-
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """``value`` of every rank, in the order of ranks, on every rank. ``group`` replaces ``control``."""
         if self.world_size == 1:
@@ -199,6 +171,17 @@ class Ranks:
         values: list = [None] * self.world_size
         dist.all_gather_object(values, value, group=group or self.control)
         return values
+
+    def require_equal(self, values: Mapping[str, object]) -> None:
+        """Raise UserError if ``values`` differ between ranks: other commands, devices, or files at the same path."""
+        for rank, other in enumerate(self.gather(values)):
+            pairs = {
+                name: (values.get(name, "not there"), other.get(name, "not there")) for name in {**values, **other}
+            }
+            lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
+            if lines:
+                fix = "Start every rank with the same command, on the same files and kind of device"
+                raise UserError("\n".join(["the ranks differ:", *lines, fix]))
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A new group for collectives on the host, such as those of another thread; all ranks must call together."""
@@ -219,9 +202,28 @@ class Ranks:
                 dist.broadcast(value, src=0)
                 tensor.copy_(value)
 
+    # ------------------------------------------------------------------------------------------------
+    # The device
+
+    def use_device(self) -> None:
+        """Use the device for the first time, after all checks that need none."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            gc.collect()  # frees models of a multirun's earlier runs: a compiled model is a reference cycle
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        elif self.device.type == "cpu":
+            process.keep_freed_memory()
+
+    def peak_memory(self) -> int:
+        """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return process.peak_memory()
+
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
-        self.watch.ticks += 1  # a batch is a sign of progress, also in an evaluation
+        self.watchdog.ticks += 1  # a batch is a sign of progress, also in an evaluation
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -244,75 +246,65 @@ class Ranks:
         if self.device.type == "cuda" and state.numel() > host:
             torch.cuda.set_rng_state(state[host:], self.device)
 
+    # ------------------------------------------------------------------------------------------------
+    # Start and end
+
     def __enter__(self) -> Ranks:
-        self._settings.enter_context(torch_settings(self.cfg))
+        """Change torch's settings of the whole process; ``__exit__`` restores them, for a multirun's next run."""
+        if self.cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN, at lengths such as 192 (#196678)
+            others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+            self._settings.enter_context(sdpa_kernel(others))
+        if self.cfg.compile:  # Dynamo would split each graph along DDP's buckets
+            self._settings.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
+            # It warns of operations in place in a checkpointed block, where there are none
+            log = logging.getLogger("torch._higher_order_ops.wrap")
+            self._settings.callback(log.setLevel, log.level)
+            log.setLevel(logging.ERROR)
         return self
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
         """Restore the signal handlers, and destroy the process group if all ranks leave together.
 
-        A rank that fails alone ends without that, and so does one that is stopped before the first step, because each
-        rank then stops by itself: NCCL would wait for the other ranks, and they for this one.
+        A rank that fails alone ends without that: NCCL would wait for the other ranks, and they for this one.
         If ``error`` follows from the loss of another rank or from an early request to stop, that cause is raised.
         """
-        instead = self._reason(error)
+        cause = self._cause(error)
         self._settings.close()
-        self.watch.stop()
+        self.watchdog.stop()
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        together = error is None or error is self._agreed or (isinstance(error, Stopped) and self.watch.started)
+        together = error is None or (isinstance(error, Stopped) and self.watchdog.started)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
-        if instead is not None:
-            raise instead from error
+        if cause is not None:
+            raise cause from error
 
-    def _reason(self, error: BaseException | None) -> UserError | None:
+    def _cause(self, error: BaseException | None) -> UserError | None:
         """The cause of ``error`` if that is a lost rank or an early request to stop; otherwise None."""
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return None
-        if self.stop_requested and not self.watch.started:  # a compiler wraps the exception of a signal handler
+        if self.stop_requested and not self.watchdog.started:  # a compiler wraps the exception of a signal handler
             return _stopped(BEFORE)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            lost, speaker = self.watch.report(error)
-            if self.rank == speaker and not self.is_main:  # cli.py prints only rank 0's errors
+            lost, speaks = self.watchdog.report(error)
+            if speaks and not self.is_main:  # cli.py prints only rank 0's errors
                 tell(f"error: {lost}")
             return lost
         return None
-
-
-@contextmanager
-def torch_settings(cfg: Config) -> Iterator[None]:
-    """torch's settings of the whole process that a run needs; at the end they are as before, for a multirun's next."""
-    log, cudnn = logging.getLogger("torch._higher_order_ops.wrap"), torch.backends.cuda.cudnn_sdp_enabled()
-    level = log.level
-    with ExitStack() as changed:
-        if cfg.data.mask_documents:  # cuDNN's gradients with a mask may be NaN at lengths such as 192 (pytorch #196678)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-        if cfg.compile:
-            # Dynamo would split each graph along DDP's buckets; and it warns of operations in place in a checkpointed
-            # block, where there are none.
-            changed.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-            log.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            log.setLevel(level)
-            torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
 
 def _stopped(when: str) -> Stopped:
     return Stopped(f"stopped {when} (asked to stop). The same command continues")
 
 
-def decided(decide: Callable[[], T]) -> T:
-    """The result of ``decide``. An OSError becomes a UserError, because the user can fix the file system."""
+def _readable(act: Callable[[], T]) -> T:
+    """The result of ``act``. An OSError becomes a UserError, because the user can fix the file system."""
     try:
-        return decide()
+        return act()
     except OSError as error:
-        raise UserError(
-            f"{error.filename or 'a file'}: {error.strerror or error}. Look at run.dir and its disk"
-        ) from error
+        reason = f"{error.filename or 'a file'}: {error.strerror or error}"
+        raise UserError(f"{reason}. Look at run.dir and its disk") from error
 
 
 def _device(cfg: Config) -> torch.device:

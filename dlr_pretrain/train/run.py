@@ -48,8 +48,9 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
         text = open_text(cfg, ranks, console)
+        ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
-        ranks.start_watch(run_dir, ranks.on_main(lease.acquire))
+        ranks.start_watchdog(run_dir, ranks.on_main(lease.acquire))
         Run(cfg, ranks, console, lease, text, report, planned_memory).complete()
 
 
@@ -102,7 +103,6 @@ class Run:
     def open_record(self) -> None:
         """Write down what this run is. Raises UserError if the directory holds another run."""
         text = self.text
-        self.ranks.require_equal(text.fingerprints)
 
         def write() -> None:
             self.lease.require_held()  # of two starts at the same time, both have written their lease by now

@@ -98,7 +98,7 @@ def test_a_holder_on_another_machine_that_renews_it_is_respected(tmp_path, monke
 
     monkeypatch.setattr(heartbeat, "read", renewed)
     refused = Lease(tmp_path)
-    with pytest.raises(UserError, match="is in use by process 7 on elsewhere, last heartbeat -?[0-9]+ s ago"):
+    with pytest.raises(UserError, match=r"is in use by process 7 on elsewhere, last heartbeat -?[0-9]+ s ago"):
         refused.acquire()
     with open(tmp_path / ".lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a refused start keeps nothing locked
