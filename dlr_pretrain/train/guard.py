@@ -8,29 +8,29 @@ request to stop is seen by all ranks in the update during which it came.
 
 from __future__ import annotations
 
+import json
 import math
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.lease import HEARTBEAT, Lease
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.nonfinite import KeptBatches
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
+from dlr_pretrain.util.files import write_durably
 
 if TYPE_CHECKING:
     from dlr_pretrain.train.loop import Loop
-
-CONTINUES = "The same command continues"
 
 
 class Outcome(NamedTuple):
@@ -47,11 +47,15 @@ class Outcome(NamedTuple):
     def finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
+    def __str__(self) -> str:
+        return f"loss {self.loss:g}, gradient norm {self.norm:g}"
+
 
 class Guard:
-    """Decides whether a run goes on. ``batches`` keeps the batches of updates that are not finite.
+    """Decides whether a run goes on.
 
-    In a trial there is no lease of a run directory, and batches are not kept.
+    Batches of updates that are not finite are kept as text of ``tokenizer`` in ``<run>/nonfinite``. In a trial there is
+    no lease of a run directory, and no tokenizer.
     """
 
     def __init__(
@@ -61,18 +65,19 @@ class Guard:
         lease: Lease | None,
         saver: Saver,
         console: Console,
-        batches: KeptBatches | None,
+        tokenizer: Tokenizer | None,
     ):
         self.cfg, self.ranks, self.lease, self.saver = cfg, ranks, lease, saver
-        self.console, self.batches = console, batches
+        self.console, self.tokenizer = console, tokenizer
         self.failure: UserError | None = None  # why this rank must end the run
         self.broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
         self.stopping = False  # a rank was asked to stop
         self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates left out: two counts, the last step
         self._to_check = False  # an update was left out since the last one: are the weights finite?
 
-    # ------------------------------------------------------------------------------------------------
-    # Before an update
+    def fail(self, error: UserError | None) -> None:
+        """Note why this rank must end the run; the first reason counts."""
+        self.failure = self.failure or error
 
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
@@ -98,10 +103,6 @@ class Guard:
             traceback.print_exc()
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
-    def fail(self, error: UserError | None) -> None:
-        """Note why this rank must end the run; the first reason counts."""
-        self.failure = self.failure or error
-
     # ------------------------------------------------------------------------------------------------
     # After an update
 
@@ -111,28 +112,46 @@ class Guard:
         ``before`` is the position in the data before ``batch``.
         """
         self.stopping = self.stopping or outcome.stops > 0
-        failed = outcome.halted and self.cfg.train.on_nonfinite == "skip"  # masked because a rank has failed
+        skip = self.cfg.train.on_nonfinite == "skip"
+        failed = outcome.halted and skip  # masked because a rank has failed
         if outcome.masked and not outcome.finite and not failed:
-            self._leave_out(step, outcome, batch, before)
+            kept = self._keep_batch(step, outcome, batch, before)
+            if skip:
+                self._to_check = True
+                self.skipped += 1
+                self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
+                self.last_skipped = step
+                self.console.say(f"warning: step {step}: {outcome}: the update was left out; {kept}")
+                self.fail(self._too_many_skipped())
         if outcome.halted:
             self.broken = (step, outcome)
         return self.broken is None
 
-    def _leave_out(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> None:
+    def _keep_batch(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> str:
+        """Write this rank's part of a batch for inspection; returns the words that say where it is."""
+        if self.tokenizer is None or not batch.state:
+            return ""
+        rows = [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
+        content = {
+            "step": step,
+            "loss": str(outcome.loss),
+            "grad_norm": str(outcome.norm),
+            "from": {stream: before.get(stream) for stream in batch.state},
+            "to": batch.state,
+            "tokens": rows,
+            "text": [self.tokenizer.decode(row) for row in rows],
+        }
+        path = self.folder / f"step_{step:08d}_rank_{self.ranks.rank}.json"
         try:
-            kept = ""
-            if self.batches is not None and batch.state:
-                kept = f"its batch is in {self.batches.keep(step, outcome.loss, outcome.norm, batch, before)}"
+            self.folder.mkdir(exist_ok=True)
+            write_durably(path, json.dumps(content, indent=1, ensure_ascii=False))
         except OSError as error:
-            kept = f"its batch could not be written: {error}"
-        if self.cfg.train.on_nonfinite == "skip":
-            self._to_check = True
-            self.skipped += 1
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
-            self.last_skipped = step
-            numbers = f"loss {outcome.loss:g}, gradient norm {outcome.norm:g}"
-            self.console.say(f"warning: step {step}: {numbers}: the update was left out; {kept}")
-            self.fail(self._too_many_skipped())
+            return f"its batch could not be written: {error}"
+        return f"its batch is in {path}"
+
+    @property
+    def folder(self) -> Path:
+        return self.saver.run_dir / "nonfinite"
 
     def _too_many_skipped(self) -> Diverged | None:
         if self.skipped_in_a_row <= self.cfg.train.max_skipped:
@@ -197,7 +216,7 @@ class Guard:
         if step == self.cfg.train.steps:
             return
         if self.stopping:
-            raise Stopped(f"{where} (asked to stop); saved. {CONTINUES}")
+            raise Stopped(f"{where} (asked to stop); saved. The same command continues")
         stop_after = self.cfg.train.stop_after
         if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
             raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without it, the run goes on")
@@ -227,11 +246,9 @@ class Guard:
             kinds = [type(error) for _, error in failures]
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise kind(f"step {step} was not taken. {before}. {reasons}")
-        folder = f" in {self.batches.folder}" if self.batches is not None else ""
+        fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
         raise Diverged(
-            f"step {step}: loss {outcome.loss:g}, gradient norm {outcome.norm:g}: not finite. The update was not "
-            f"applied. {before}. Lower train.lr={self.cfg.train.lr:g}, look at its batch{folder}, or "
-            "leave such steps out with train.on_nonfinite=skip"
+            f"step {step}: {outcome}: not finite. The update was not applied. {before}. {fix} train.on_nonfinite=skip"
         )
 
     def raise_if_failed(self) -> None:

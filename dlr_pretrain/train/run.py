@@ -23,7 +23,6 @@ from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
-from dlr_pretrain.train.nonfinite import KeptBatches
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_end, record_start, update_record
 from dlr_pretrain.train.saver import Saver
@@ -173,8 +172,7 @@ class Run:
             ranks.on_main(lambda: self.warn_of_space(saver.root, weights))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            batches = KeptBatches(cfg, self.dir, text.source, text.tokenizer, ranks.rank)
-            guard = Guard(cfg, ranks, self.lease, saver, self.console, batches)
+            guard = Guard(cfg, ranks, self.lease, saver, self.console, text.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, self.console, self.view)
             opened.enter_context(loop.profiler)
             if found is not None:
