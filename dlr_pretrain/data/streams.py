@@ -82,6 +82,11 @@ class DocumentStream:
         self._stream, self._count = stream, num_streams
         self._shards, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
 
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The indices of the shards that it reads; two streams have the same tuple, or no shard in common."""
+        return tuple(self._shards)
+
     def chunks(self, place: Place) -> Iterator[Chunk]:
         """The documents from ``place`` on, for ever. The caller must skip the first ``place.token`` tokens."""
         epoch, position, block, document, _ = place
