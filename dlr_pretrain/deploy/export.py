@@ -73,9 +73,8 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, tensors)
-    if loadable(cfg):
-        _write_json(partial / "config.json", settings)
-        _write_json(partial / "generation_config.json", ends)
+    for name, content in (("config", settings), ("generation_config", ends)) if loadable(cfg) else ():
+        (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if layout == "own" and cfg.backbone.name in exported_layers()[0]:
         shutil.copyfile(MODELING, partial / MODELING.name)
     export_tokenizer(partial, tokenizer_path, positions(cfg))
@@ -125,7 +124,8 @@ def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False)
     ``tensors``. Raises UserError if a backbone cannot be merged.
     """
     if cfg.backbone.name == DENSE.name or not (merge or deployed_dense(cfg)):
-        return cfg, _in_one_dtype(tensors)
+        dtype = tensors["lm_head.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
+        return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
     merged = dict(tensors)
@@ -139,12 +139,6 @@ def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False)
 def deployed_dense(cfg: Config) -> bool:
     """Whether a run of ``cfg`` ends with a plain LLaMA."""
     return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
-
-
-def _in_one_dtype(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Cast learned scalars to the dtype of the weights; under bf16_sr they are trained in fp32."""
-    dtype = tensors["lm_head.weight"].dtype
-    return {name: t.to(dtype) if t.dim() == 0 and t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def positions(cfg: Config) -> int:
@@ -229,10 +223,6 @@ def how_to_load(cfg: Config, layout: str) -> str:
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
-
-
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import torch
 
 from dlr_pretrain.deploy.folder import open_folder
@@ -145,28 +146,23 @@ def write_table(output: Path, models: dict[str, list[dict]], zero_shot: str) -> 
 
     ``models`` has the records of each, with ``tasks`` where they were evaluated; ``zero_shot`` says how.
     """
-    rows = {}
+    shown, whole = [], {}
     for name, records in models.items():
-        columns = {"loss before": [r["response_loss_before"] for r in records]}
-        columns["loss after"] = [r["response_loss"] for r in records]
-        for task in records[0].get("tasks", {}):
-            columns[task] = [100 * r["tasks"][task]["acc"] for r in records]
-        if averages := [column for name, column in columns.items() if not name.startswith("loss")]:
-            columns["average"] = [statistics.fmean(each) for each in zip(*averages, strict=True)]
-        found = {
-            column: {"mean": statistics.fmean(each), "std": statistics.stdev(each) if len(each) > 1 else None}
-            for column, each in columns.items()
-            if None not in each
-        }
-        rows[name] = {"seeds": [r["seed"] for r in records], "columns": found}
-    titles = list(dict.fromkeys(title for row in rows.values() for title in row["columns"]))
-    text = table(["model", "seeds", *titles], ([n, str(r["seeds"]), *_cells(r, titles)] for n, r in rows.items()))
+        seeds = pd.DataFrame([_measured(record) for record in records], dtype=float).dropna(axis="columns")
+        spread = {column: each.std() if len(each) > 1 else None for column, each in seeds.items()}
+        found = {column: {"mean": mean, "std": spread[column]} for column, mean in seeds.mean().items()}
+        whole[name] = {"seeds": [record["seed"] for record in records], "columns": found}
+        cells = {c: f"{of['mean']:.4g}" + (f" ± {of['std']:.2g}" if of["std"] else "") for c, of in found.items()}
+        shown.append({"model": name, "seeds": str(whole[name]["seeds"]), **cells})
+    columns = list(dict.fromkeys(column for row in shown for column in row))
+    text = table(columns, ([row.get(column, "") for column in columns] for row in shown))
     setting = next(iter(models.values()))[0]["setting"]
-    write_durably(output / "table.json", json.dumps({"models": rows, "setting": setting, "zero_shot": zero_shot}))
+    write_durably(output / "table.json", json.dumps({"models": whole, "setting": setting, "zero_shot": zero_shot}))
     write_durably(output / "table.md", text + "\n")
     return text
 
 
-def _cells(row: dict, titles: list[str]) -> list[str]:
-    found = [row["columns"].get(title) for title in titles]
-    return ["" if c is None else f"{c['mean']:.4g}" + (f" ± {c['std']:.2g}" if c["std"] else "") for c in found]
+def _measured(record: dict) -> dict[str, float | None]:
+    accuracies = {task: 100 * found["acc"] for task, found in record.get("tasks", {}).items()}
+    average = {"average": statistics.fmean(accuracies.values())} if accuracies else {}
+    return {"loss before": record["response_loss_before"], "loss after": record["response_loss"]} | accuracies | average

@@ -22,6 +22,7 @@ VERIFIED_SEQUENCES = 2
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 
 
+@torch.no_grad()
 def agreement(
     folder: Path,
     cfg: Config,
@@ -34,7 +35,8 @@ def agreement(
     """Compare ``folder`` with what was trained, on token ``ids`` [B, T] in fp32; returns the result in words.
 
     ``folded`` are the tensors of ``cfg``; ``own`` and ``weights`` are the configuration and tensors of the folder (see
-    ``deployed``). Our own model computes on ``device``. Raises what ``verify`` raises.
+    ``deployed``). Our own model computes on ``device``. Raises UserError if the folder does not load strictly, its
+    logits differ by more than the bound, or its tokenizer does not give the ids of training.
     """
     if not loadable(own):
         return f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
@@ -42,39 +44,23 @@ def agreement(
         import transformers  # noqa: F401
     except Exception as error:  # also from its own imports, such as a torchvision built for another torch
         return f"not verified: transformers cannot be imported ({first_line(error)})"
+    from dlr_pretrain.deploy.folder import open_folder
+
     merged = own is not cfg
     with torch.device("meta"):
         model = Llama(cfg, len(folded["lm_head.weight"]))
     model.to_empty(device=device)
     model.load_state_dict(folded if merged else weights)
-    with torch.no_grad():
-        logits = model.logits(ids.to(device)).cpu()
+    trained = model.logits(ids.to(device)).cpu()
     del model  # before the folder's own is there
+    exported, tokenizer = open_folder(folder, torch.float32)
+    difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
     bound = BOUNDS[weights["lm_head.weight"].dtype if merged else torch.float32]  # a merge rounds once more
-    difference = verify(folder, logits, ids, torch.float32, bound)
-    return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
-
-
-@torch.no_grad()
-def verify(folder: Path, trained: Tensor, ids: Tensor, dtype: torch.dtype, bound: float | None = None) -> float:
-    """Load ``folder`` in ``dtype`` through transformers, and compare its logits for ``ids`` [B, T] with ``trained``.
-
-    ``trained`` [B, T, vocabulary] are the trained model's. With bf16 weights the sharper test is fp32 and a model whose
-    weights were cast to fp32, because then only the order of sums differs. ``bound`` is by default that of the dtype.
-
-    Returns the largest difference in units of the logits' standard deviation. Raises UserError if the difference is
-    beyond the bound, the folder does not load strictly, or its tokenizer does not give the ids of training.
-    """
-    from dlr_pretrain.deploy.folder import open_folder
-
-    model, tokenizer = open_folder(folder, dtype)
-    bound, trained, found = bound or BOUNDS[dtype], trained.float(), model(input_ids=ids).logits.float()
-    difference = ((found - trained).abs().max() / trained.std()).item()
     if not difference <= bound:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
-            f"their standard deviation, beyond the bound of {bound:g} for {dtype}"
+            f"their standard deviation, beyond the bound of {bound:g}"
         )
     if [tokenizer(PROBE, split_special_tokens=True).input_ids] != load_tokenizer(folder).encode([PROBE]):
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
-    return difference
+    return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"

@@ -56,47 +56,37 @@ def named(text: str) -> list[str]:
 def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
     """The harness's tasks, with their documents: from the hub, or from ``data``.
 
-    ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl.
+    ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. No
+    example precedes a question, so that only the split with the questions is read.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     home = Path(lm_eval.tasks.__file__).parent
     folders = [str(home / TASKS[name]) for name in names]
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folders)
-    subjects = [name for name in manager.all_subtasks if name.startswith("mmlu_")]
-    return {name: _load(manager, name, subjects if name == "mmlu" else [name], data) for name in names}
-
-
-def _load(manager, name: str, parts: list[str], data: Path | None) -> dict[str, object]:
-    """The parts of one task. No example precedes a question, so only the split with the questions is read."""
-    group = []
-    for part in parts:
-        task = {"task": part, "training_split": None, "fewshot_split": None}
-        if data:
-            splits = _splits(data / part.replace("mmlu_", "mmlu/", 1))
-            task["custom_dataset"] = lambda splits=splits, **_: splits
-        group.append(task)
-    try:
-        return manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
-    except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
-        if data:
-            rule = f"not the splits and fields that lm-evaluation-harness reads ({type(error).__name__}: {error})"
-            raise UserError(f"{data}: its files of {name} have {rule}") from error
-        fix = "Name a folder that has them with --data"
-        raise UserError(f"the documents of {name} do not come from the hub: {first_line(error)}. {fix}") from error
+    tasks = {}
+    for name in names:
+        parts = [part for part in manager.all_subtasks if part.startswith("mmlu_")] if name == "mmlu" else [name]
+        group = [{"task": part, "training_split": None, "fewshot_split": None} for part in parts]
+        try:
+            for part in group if data else []:
+                splits = _splits(data / part["task"].replace("mmlu_", "mmlu/", 1))
+                part["custom_dataset"] = lambda splits=splits, **_: splits
+            tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
+        except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
+            rule = f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}"
+            fix = "Name a folder that has <split>.jsonl with the hub's field names with --data"
+            raise UserError(f"{name}: {rule}. {fix}") from error
+    return tasks
 
 
 def _splits(folder: Path) -> dict[str, datasets.Dataset]:
-    files = sorted(folder.glob("*.jsonl"))
-    if not files:
-        raise UserError(f"{folder}: has no <split>.jsonl. Name the folder that has it with --data")
     splits = {}
-    for file in files:
-        try:
-            with file.open(encoding="utf-8") as lines:  # str.splitlines would cut at Unicode's separators too
-                splits[file.stem] = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
-        except ValueError as error:
-            raise UserError(f"{file}: not JSON lines: {error}") from error
+    for file in folder.glob("*.jsonl"):
+        with file.open(encoding="utf-8") as lines:  # str.splitlines would cut at Unicode's separators too
+            splits[file.stem] = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
+    if not splits:
+        raise FileNotFoundError(f"{folder} has no .jsonl file")
     return splits
 
 
@@ -117,14 +107,9 @@ def evaluate(
     """
     check_folder(folder)
     kind = EndsEachText if as_in_paper else HFLM
-    model = kind(
-        str(folder),
-        max_length=context,
-        dtype=dtype,
-        softmax_dtype="float32",  # sums rounded to bf16 would make choices tie
-        device=device,
-        batch_size=batch_size,
-    )
+    # softmax in fp32: sums rounded to bf16 would make choices tie
+    how = {"dtype": dtype, "softmax_dtype": "float32", "device": device, "batch_size": batch_size}
+    model = kind(str(folder), max_length=context, **how)
     parts = {name: task for of_task in tasks.values() for name, task in of_task.items()}
     try:
         found = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
@@ -174,6 +159,6 @@ def combine(checkpoints: Sequence[dict[str, dict[str, float]]]) -> tuple[dict[st
     tasks = {}
     for name, first in checkpoints[0].items():
         each = [checkpoint[name] for checkpoint in checkpoints]
-        picked = min(task["distinct_choices"] for task in each)
-        tasks[name] = spread([task["acc"] for task in each]) | {"n": first["n"], "distinct_choices": picked}
+        least = {"n": first["n"], "distinct_choices": min(task["distinct_choices"] for task in each)}
+        tasks[name] = spread([task["acc"] for task in each]) | least
     return tasks, spread(averages)

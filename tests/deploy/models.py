@@ -1,7 +1,8 @@
-"""Small exported folders for the tests of what is done with them."""
+"""Small models, their configurations and exported folders, for the tests of what is deployed."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -12,27 +13,51 @@ from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.deploy.export import export
 from dlr_pretrain.models.llama import Llama
 
+HIDDEN, WIDE, HEADS, LAYERS, RANK = 32, 83, 4, 3, 8
+KINDS = {  # a backbone, and what is special about it
+    "full": (),
+    "lowrank": ("latent_scale=0.3",),
+    "cola": (),
+    "cola-learned": ("learn_latent_scale=true", "swiglu_silu=false"),
+    "lost": ("sparsity=0.1",),
+    "lax": ("gate=linear", "norm=output", "crossing=post_act", "recursive=false"),  # the DLR paper's text
+    "lax-dense": ("gate=dense", "recursive=false"),
+    "cola_lax": (),
+}
+
+
+@cache
+def configured(*overrides: str) -> Config:
+    small = (f"scale.hidden_size={HIDDEN}", f"scale.intermediate_size={WIDE}", f"scale.num_heads={HEADS}")
+    data = ("data=sample", "precision=fp32", "device=cpu", "logger=jsonl", "data.root=/private/texts")
+    return load(["scale=tiny", *small, f"scale.num_layers={LAYERS}", *data, *overrides])
+
+
+def of_kind(kind: str) -> Config:
+    rank = () if kind == "full" else (f"backbone.rank={RANK}",)
+    return configured(f"backbone={kind.split('-')[0]}", *rank, *(f"backbone.{knob}" for knob in KINDS[kind]))
+
+
+def trained(cfg: Config, rows: int, seed: int = 0) -> Llama:
+    """A model whose norms are not one and whose logits are not tiny, as after training."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Llama(cfg, rows)
+    for p in model.parameters():
+        drawn = torch.randn(p.shape, generator=generator) * 0.2
+        p.data.copy_(drawn if p.ndim > 1 else 0.5 + drawn.abs())
+    for name, buffer in model.named_buffers():
+        channels = torch.randperm(WIDE if "down_proj" in name else HIDDEN, generator=generator)[: len(buffer)]
+        buffer.copy_(channels.sort().values)
+    return model
+
+
+def exported(folder: Path, spiece: Path, cfg: Config, rows: int = 100, seed: int = 0) -> Path:
+    export(folder, trained(cfg, rows, seed).state_dict(), cfg, rows, spiece, {"step": 1})
+    return folder
+
 
 def tokenizer_of(folder: Path, texts: list[str], pieces: int = 90) -> Path:
     """A sentencepiece model in T5's layout, trained on ``texts``."""
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(folder / "spiece.model", texts, pieces=pieces)
     return folder / "spiece.model"
-
-
-def configured(*overrides: str) -> Config:
-    """The configuration of ``exported``."""
-    small = ("scale=tiny", "scale.hidden_size=32", "scale.intermediate_size=83", "scale.num_heads=4")
-    data = ("data=sample", "precision=fp32", "device=cpu", "logger=jsonl")
-    return load([*small, "scale.num_layers=3", *data, *overrides])
-
-
-def exported(folder: Path, spiece: Path, *overrides: str, rows: int = 100, seed: int = 0) -> Path:
-    """``folder``, with a model of random weights so large that its choices differ."""
-    cfg = configured(*overrides)
-    torch.manual_seed(seed)
-    model = Llama(cfg, rows)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape) * 0.2 if p.ndim > 1 else 0.5 + torch.rand(p.shape))
-    export(folder, model.state_dict(), cfg, rows, spiece, {"step": 1})
-    return folder

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
-from tests.deploy.models import exported, tokenizer_of
+from tests.deploy.models import exported, of_kind, tokenizer_of
 
 pytestmark = pytest.mark.exhaustive
 BACKBONES = ("full", "lowrank", "cola", "lost", "lax", "cola_lax")
@@ -33,9 +33,7 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("folders")
     spiece = tokenizer_of(root / "spiece", TEXTS)
     for name in BACKBONES:
-        words = () if name == "full" else ("backbone.rank=8",)
-        words += ("backbone.sparsity=0.1",) if name == "lost" else ()
-        exported(root / name, spiece, f"backbone={name}", *words, rows=96)
+        exported(root / name, spiece, of_kind(name), rows=96)
     return root
 
 

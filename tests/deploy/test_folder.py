@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dlr_pretrain.deploy.folder import need, open_folder
 from dlr_pretrain.models import attach_dlr, fold_
 from dlr_pretrain.util.errors import UserError
-from tests.deploy.models import exported, tokenizer_of
+from tests.deploy.models import exported, of_kind, tokenizer_of
 
 TEXTS = ["the house stands on a hill above the river", "what was copied is folded in the end"] * 3
 WEIGHTS = "model.safetensors"
@@ -25,7 +25,7 @@ def spiece(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path, spiece) -> Path:
-    return exported(tmp_path / "folded", spiece, "backbone=cola", "backbone.rank=8", rows=48)
+    return exported(tmp_path / "folded", spiece, of_kind("cola"), rows=48)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, 
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from tests.deploy.models import tokenizer_of
 
+pytestmark = pytest.mark.full
 STEPS = 6
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 38, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -16,17 +16,20 @@ from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import Recipe, fine_tune, prompt_of, read_rows
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import script
-from tests.deploy.models import exported
+from tests.deploy.models import exported, of_kind
 from tests.deploy.questions import write
 
+pytestmark = pytest.mark.full
 pytest.importorskip("trl", reason='fine-tuning needs trl: pip install -e ".[sft]"')
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, corpus):
-    root, words = tmp_path_factory.mktemp("runs"), ("backbone=cola", "scale.rank=8")
-    of = {"full": ("backbone=full",), "cola": words, "lax": ("backbone=lax", "scale.rank=8")}
-    return {name: exported(root / name / "folded", corpus / "spiece.model", *of[name], rows=120) for name in of}
+    root = tmp_path_factory.mktemp("runs")
+    return {
+        name: exported(root / name / "folded", corpus / "spiece.model", of_kind(name), rows=120)
+        for name in ("full", "cola", "lax")
+    }
 
 
 @pytest.fixture

@@ -14,37 +14,28 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def facts(folder: Path, ids: torch.Tensor) -> dict:
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="auto", trust_remote_code=True, output_loading_info=True
-    )
+    trust = {"trust_remote_code": True}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **trust, output_loading_info=True)
     again = folder.with_name(folder.name + "-again")
     model.save_pretrained(again)
-    reloaded = AutoModelForCausalLM.from_pretrained(again, dtype="auto", trust_remote_code=True)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    reloaded = AutoModelForCausalLM.from_pretrained(again, dtype="auto", **trust)
+    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **trust), **trust)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     prompts = tokenizer(["the house", "two thin matrices and the river"], return_tensors="pt", padding=True)
-    alone = tokenizer("the house", return_tensors="pt")
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     with torch.inference_mode():
         return {
             "class": type(model).__name__,
             "loading": {kind: sorted(map(str, names)) for kind, names in report.items() if names},
             "dtype": model.dtype,
-            "eps": model.config.rms_norm_eps,
-            "bos": model.config.bos_token_id,
-            "positions": model.config.max_position_embeddings,
             "logits": model(input_ids=ids).logits,
-            "cast": AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=True).dtype,
             "cached": model.generate(ids[:, :8], **greedy),
             "uncached": model.generate(ids[:, :8], **greedy, use_cache=False),
             "batched": model.generate(**prompts, **greedy)[0, -12:],
-            "alone": model.generate(**alone, **greedy)[0, -12:],
+            "alone": model.generate(**tokenizer("the house", return_tensors="pt"), **greedy)[0, -12:],
             "reloaded": reloaded(input_ids=ids).logits,
-            "resaved": sorted(path.name for path in again.iterdir()),
-            "resaved_config": json.loads((again / "config.json").read_text()),
+            "config": json.loads((again / "config.json").read_text()),
             "fresh_std": {name: p.std().item() for name, p in fresh.named_parameters()},
-            "pieces": len(tokenizer),
             "open": tokenizer("a b").input_ids,
             "ended": tokenizer("a b" + tokenizer.eos_token).input_ids,
             "literal": tokenizer("a </s> b", split_special_tokens=True).input_ids,
@@ -52,10 +43,8 @@ def facts(folder: Path, ids: torch.Tensor) -> dict:
 
 
 def main(root: Path, answers: Path) -> None:
-    found = {}
     ids = torch.load(root / "ids.pt")
-    for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-        found[folder.name] = facts(folder, ids)
+    found = {folder.name: facts(folder, ids) for folder in sorted(root.iterdir()) if folder.is_dir()}
     found["imported"] = [name for name in sys.modules if name.split(".")[0] == "dlr_pretrain"]
     torch.save(found, answers)
 

@@ -1,5 +1,7 @@
 """The exported folder is what was trained, for whoever has transformers and not this package."""
 
+from __future__ import annotations
+
 import ast
 import json
 import math
@@ -16,61 +18,23 @@ import yaml
 from safetensors.torch import load_file
 from small_tokenizer import PIECES, train
 
-from dlr_pretrain.cli import load
-from dlr_pretrain.config import Choice, Config
+from dlr_pretrain.config import Config
 from dlr_pretrain.deploy import export as export_module
-from dlr_pretrain.deploy.export import MODELING, export, write_weights
-from dlr_pretrain.deploy.verify import agreement, verify
-from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.deploy.export import MODELING, export, exported_layers, model_config, write_weights
+from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS as EXPORTED
+from dlr_pretrain.deploy.verify import agreement
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
+from tests.deploy.models import HEADS, HIDDEN, KINDS, LAYERS, RANK, WIDE, configured, of_kind, trained
 
-HIDDEN, WIDE, HEADS, LAYERS, RANK, ROWS = 32, 83, 4, 3, 8, PIECES + 8  # more embedding rows than pieces
+ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
-LAX = {"gate": "tensor", "norm": "latent", "crossing": "pre_act", "recursive": True}
-LITERAL = {"gate": "linear", "norm": "output", "crossing": "post_act", "recursive": False}  # the DLR paper's text
-KNOBS = {
-    "full": {},
-    "lowrank": {"rank": RANK},
-    "lowrank-scaled": {"rank": RANK, "latent_scale": 0.3, "learn_latent_scale": False},
-    "cola": {"rank": RANK, "swiglu_silu": True},
-    "cola-learned": {"rank": RANK, "learn_latent_scale": True, "swiglu_silu": False},
-    "lost": {"rank": RANK, "gamma": 0.7, "sparsity": 0.1, "activation": "silu"},
-    "lax": {"rank": RANK, **LITERAL},
-    "lax-dense": {"rank": RANK, **LAX, "gate": "dense", "recursive": False},
-    "cola_lax": {"rank": RANK, **LAX},
-}
-KINDS = tuple(KNOBS)
+COLA = of_kind("cola")
 
 
-def config(kind: str) -> Config:
-    """A configuration of the small shape; ``kind`` is a backbone, and what is special about it."""
-    shape = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_heads": HEADS, "num_layers": LAYERS, "rank": RANK}
-    cfg = load(["scale=tiny", "precision=fp32", "data=sample", "data.root=/private/texts", "device=cpu"])
-    cfg = replace(cfg, data=replace(cfg.data, train_files="/private/texts/*.gz"))
-    return replace(
-        cfg,
-        scale=replace(cfg.scale, name="test", **shape),
-        backbone=Choice(kind.split("-")[0], KNOBS[kind]),
-        eval=replace(cfg.eval, packing="pad"),
-    )
-
-
-def trained(kind: str) -> Llama:
-    """A model whose norms are not one and whose logits are not tiny, as after training."""
-    torch.manual_seed(3)
-    model = Llama(config(kind), ROWS)
-    for p in model.parameters():
-        p.data.copy_(torch.randn(p.shape) * 0.2 if p.ndim > 1 else 0.5 + torch.rand(p.shape))
-    for name, buffer in model.named_buffers():
-        channels = torch.randperm(WIDE if "down_proj" in name else HIDDEN)[: len(buffer)]
-        buffer.copy_(channels.sort().values)
-    return model
-
-
-def projections(weights: dict, kind: str):
+def projections(weights: dict, cfg: Config):
     """(x, name) -> y of a backbone, from its formula; the crossing ones remember the block before."""
-    backbone, knobs, crossing = kind.split("-")[0], KNOBS[kind], {}
+    backbone, knobs, crossing = cfg.backbone.name, cfg.backbone.knobs, {}
 
     def layer_norm(h, w):
         h = h - h.mean(-1, keepdim=True)
@@ -110,10 +74,11 @@ def projections(weights: dict, kind: str):
     return project
 
 
-def formulas(weights: dict, kind: str, ids: torch.Tensor) -> torch.Tensor:
+def formulas(weights: dict, cfg: Config, ids: torch.Tensor) -> torch.Tensor:
     """LLaMA written out, in fp64: ids [T] -> logits [T, vocabulary]."""
     weights = {name: t.double() if t.is_floating_point() else t for name, t in weights.items()}
-    linear, act = projections(weights, kind), F.silu if KNOBS[kind].get("swiglu_silu", True) else (lambda h: h)
+    linear = projections(weights, cfg)
+    act = F.silu if cfg.backbone.knobs.get("swiglu_silu", True) else (lambda h: h)
 
     def norm(x, name):
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6) * weights[f"{name}.weight"]
@@ -152,21 +117,24 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory, spiece, ids) -> dict:
-    """What transformers makes of a folder of each kind, one of them in bf16 and one in shards."""
+    """What transformers makes of a folder of each kind, and of one in bf16 and one in shards."""
     root, scratch = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("scratch")
     for kind in KINDS:
-        export(root / kind, trained(kind).state_dict(), config(kind), ROWS, spiece, RECORD)
-    halves = {name: tensor.bfloat16() for name, tensor in trained("cola").state_dict().items()}
-    export(root / "cola-bf16", halves, config("cola"), ROWS, spiece, RECORD)
-    export(root / "cola-sharded", trained("cola").state_dict(), config("cola"), ROWS, spiece, RECORD)
+        export(root / kind, trained(of_kind(kind), ROWS).state_dict(), of_kind(kind), ROWS, spiece, RECORD)
+    weights = trained(COLA, ROWS).state_dict()
+    halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    for name, tensors in (("cola-bf16", halves), ("cola-sharded", weights)):
+        export(root / name, tensors, COLA, ROWS, spiece, RECORD)
     (root / "cola-sharded/model.safetensors").unlink()
-    write_weights(root / "cola-sharded", trained("cola").state_dict(), shard_bytes=30_000)
+    write_weights(root / "cola-sharded", weights, shard_bytes=30_000)
     torch.save(ids, root / "ids.pt")
     script = Path(__file__).with_name("foreign_checks.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment |= {"HF_MODULES_CACHE": str(scratch / "modules"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(script), str(root), str(scratch / "answers.pt")]
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True)
+    command = [os.environ.get("DLR_TEST_FOREIGN_PYTHON", sys.executable), str(script), str(root)]
+    done = subprocess.run(
+        [*command, str(scratch / "answers.pt")], env=environment, cwd=scratch, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(scratch / "answers.pt")
 
@@ -177,51 +145,31 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_formulas(answers, ids, kind):
-    weights = trained(kind).state_dict()
-    wanted = torch.stack([formulas(weights, kind, row) for row in ids])
+    model = trained(of_kind(kind), ROWS)
+    wanted = torch.stack([formulas(model.state_dict(), of_kind(kind), row) for row in ids])
     assert relative(answers[kind]["logits"], wanted) < 1e-5
-    assert relative(trained(kind).logits(ids).detach(), wanted) < 1e-5
-
-
-def test_nothing_of_this_package_is_imported(answers):
-    assert answers["imported"] == []
-    imports = [node for node in ast.walk(ast.parse(MODELING.read_text())) if isinstance(node, ast.Import)]
-    froms = [node for node in ast.walk(ast.parse(MODELING.read_text())) if isinstance(node, ast.ImportFrom)]
-    names = [alias.name for node in imports for alias in node.names] + [node.module for node in froms]
-    assert all(node.level == 0 for node in froms)
-    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "transformers"}
+    assert relative(model.logits(ids).detach(), wanted) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "cola-bf16", "cola-sharded"])
-def test_loads_strictly_and_generates(answers, kind):
-    found = answers[kind]
-    assert found["loading"] == {}
-    assert found["class"] == ("LlamaForCausalLM" if kind == "full" else "LowRankLlamaForCausalLM")
+def test_a_folder_loads_strictly_generates_and_is_saved_again(answers, kind):
+    found, full = answers[kind], kind == "full"
+    assert found["loading"] == {} and answers["imported"] == []
+    assert found["class"] == ("LlamaForCausalLM" if full else "LowRankLlamaForCausalLM")
     assert found["dtype"] == (torch.bfloat16 if kind == "cola-bf16" else torch.float32)
-    assert found["cast"] == torch.bfloat16
-    assert (found["eps"], found["bos"], found["positions"]) == (1e-6, None, 1024)
-    assert found["pieces"] == PIECES
     assert found["ended"] == [*found["open"], 1] and 1 not in found["literal"]
     if kind != "cola-bf16":  # rounding decides between near-equal logits
-        assert torch.equal(found["cached"], found["uncached"])
-        assert torch.equal(found["batched"], found["alone"])
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "cola-bf16", "cola-sharded"])
-def test_saving_by_transformers_keeps_everything(answers, kind):
-    found = answers[kind]
+        assert torch.equal(found["cached"], found["uncached"]) and torch.equal(found["batched"], found["alone"])
     assert torch.equal(found["reloaded"], found["logits"])
-    assert (MODELING.name in found["resaved"]) == (kind != "full")
-    kept = found["resaved_config"]
+    kept = found["config"]
     assert (kept.get("bos_token_id"), kept["pad_token_id"], kept["eos_token_id"]) == (None, 0, 1)
-    if kind != "full":
-        assert kept["backbone"] == kind.split("-")[0]
-        knobs = {name: value for name, value in KNOBS.get(kind, {}).items() if name != "swiglu_silu"}
-        assert kept.items() >= knobs.items()
-        assert kept["hidden_act"] == ("linear" if kind == "cola-learned" else "silu")
-
-
-def test_sharded_and_whole_are_the_same(answers):
+    assert (kept["rms_norm_eps"], kept["max_position_embeddings"]) == (1e-6, 1024)
+    assert kept["hidden_act"] == ("linear" if kind == "cola-learned" else "silu")
+    if kind in KINDS and not full:
+        knobs = model_config(of_kind(kind), ROWS, torch.float32)
+        assert (
+            kept.items() >= {name: knobs[name] for name in ("backbone", *exported_layers()[1]) if name in knobs}.items()
+        )
     assert torch.equal(answers["cola-sharded"]["logits"], answers["cola"]["logits"])
 
 
@@ -235,77 +183,61 @@ def test_a_fresh_model_starts_as_ours(answers):
     assert std["lm_head.weight"] == pytest.approx(0.02, rel=0.2)
 
 
-def test_weights_are_stored_bit_for_bit(tmp_path, spiece):
-    model = trained("cola")
-    export(tmp_path / "folded", model.state_dict(), config("cola"), ROWS, spiece, RECORD)
+def test_the_modeling_file_needs_torch_and_transformers_alone():
+    tree = ast.parse(MODELING.read_text())
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {node.module if isinstance(node, ast.ImportFrom) else alias.name for node in nodes for alias in node.names}
+    assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"torch", "transformers"}
+    assert exported_layers()[0] == set(EXPORTED) == {kind.split("-")[0] for kind in KINDS} - {"full"}
+
+
+def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
+    weights = trained(COLA, ROWS).state_dict()
+    export(tmp_path / "folded", weights, COLA, ROWS, spiece, RECORD)
     stored = load_file(tmp_path / "folded/model.safetensors")
-    assert stored.keys() == model.state_dict().keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in model.state_dict().items())
+    assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in weights)
     readme = (tmp_path / "folded/README.md").read_text()
-    numbers = ("| precision | fp32 |", "| evaluation text | pad |", "| train/tokens | 14,336 |", "51.23")
-    for words in (*numbers, "| trained on | sample, packed |", '`target_modules="all-linear"`'):
+    for words in ("| precision | fp32 |", "| train/tokens | 14,336 |", "51.23", "| trained on | sample, packed |",
+                  '`target_modules="all-linear"`', "CoLA: Compute-Efficient"):  # fmt: skip
         assert words in readme
-    assert "mfu" not in readme and "/private/texts" not in readme
-    card = yaml.safe_load(readme.split("---")[1])
-    assert card["tags"] == ["pre-training", "low-rank", "cola"]
+    assert not any(words in readme for words in ("mfu", "/private/texts", "Latent Residuals"))
+    assert yaml.safe_load(readme.split("---")[1])["tags"] == ["pre-training", "low-rank", "cola"]
     written = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
-    assert written["backbone"] == {"name": "cola", **KNOBS["cola"]} and written["train"]["seq_len"] == 256
-    assert "CoLA: Compute-Efficient" in readme and "Latent Residuals" not in readme
-    dlr = replace(config("cola_lax"), dlr=replace(config("cola").dlr, name="on", enabled=True))
-    export(tmp_path / "dlr", trained("cola_lax").state_dict(), dlr, ROWS, spiece, RECORD)
+    assert written["backbone"]["name"] == "cola" and written["train"]["seq_len"] == 256
+    dlr = replace(of_kind("cola_lax"), dlr=replace(COLA.dlr, name="on", enabled=True))
+    export(tmp_path / "dlr", trained(dlr, ROWS).state_dict(), dlr, ROWS, spiece, RECORD)
     readme = (tmp_path / "dlr/README.md").read_text()
-    assert "# LLaMA test, cola_lax + DLR (on), folded" in readme
+    assert "# LLaMA tiny, cola_lax + DLR (on), folded" in readme
     assert all(title in readme for title in ("CoLA: Compute-Efficient", "LaX: Boosting", "Latent Residuals"))
 
 
-def test_shards(tmp_path):
-    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
-    write_weights(tmp_path, tensors, shard_bytes=80)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == 200
-    assert index["weight_map"] == {f"t{i}": f"model-0000{1 + i // 2}-of-00003.safetensors" for i in range(5)}
-    for name, file in index["weight_map"].items():
-        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-
-
-@pytest.mark.parametrize("knobs", [{}, {"learn_latent_scale": True, "swiglu_silu": False}, {"latent_scale": 0.3}])
-def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, monkeypatch, knobs):
-    monkeypatch.setitem(KNOBS, "cola-theirs", {"rank": RANK, **knobs})
-    ours = trained("cola-theirs").state_dict()
-    export(tmp_path / "folded", ours, config("cola-theirs"), ROWS, spiece, RECORD, layout="cola")
+@pytest.mark.parametrize("words", [(), ("learn_latent_scale=true", "swiglu_silu=false"), ("latent_scale=0.3",)])
+def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, monkeypatch, words):
+    cfg = configured("backbone=cola", f"backbone.rank={RANK}", *(f"backbone.{word}" for word in words))
+    ours = trained(cfg, ROWS).state_dict()
+    export(tmp_path / "folded", ours, cfg, ROWS, spiece, RECORD, layout="cola")
+    wanted = formulas(ours, cfg, ids[0])
     assert not (tmp_path / "folded" / MODELING.name).exists()
     settings = json.loads((tmp_path / "folded/config.json").read_text())
     assert (settings["model_type"], settings["architectures"], settings["rank"]) == ("cola", ["ColaForCausalLM"], RANK)
-    assert settings["hidden_act"] == "silu" and settings["only_lr_act"] == ("swiglu_silu" in knobs)
+    assert settings["hidden_act"] == "silu" and settings["only_lr_act"] == ("swiglu_silu=false" in words)
     stored = load_file(tmp_path / "folded/model.safetensors")
     assert stored["model.layers.0.mlp.up_proj.cola_a"].shape == (HIDDEN, RANK)
-    assert stored["model.layers.0.mlp.up_proj.cola_b"].shape == (RANK, WIDE)
-    with monkeypatch.context() as theirs:  # y = silu(x A) B
-        theirs.setitem(KNOBS, "theirs", {"swiglu_silu": not settings["only_lr_act"]})
-        theirs.setattr(
-            sys.modules[__name__],
-            "projections",
-            lambda w, _: lambda x, name: F.silu(x @ w[f"{name}.cola_a"]) @ w[f"{name}.cola_b"],
-        )
-        found = formulas(stored, "theirs", ids[0])
-    assert relative(found, formulas(ours, "cola-theirs", ids[0])) < 1e-6
-
-
-def test_other_backbones_have_no_place_in_colas_layout(tmp_path, spiece):
+    theirs = lambda w, _: lambda x, name: F.silu(x @ w[f"{name}.cola_a"]) @ w[f"{name}.cola_b"]  # noqa: E731
+    monkeypatch.setattr(sys.modules[__name__], "projections", theirs)
+    assert relative(formulas(stored, cfg, ids[0]), wanted) < 1e-6
     with pytest.raises(UserError, match="holds CoLA's layers alone, and this is backbone=lowrank"):
-        tensors = trained("lowrank").state_dict()
-        export(tmp_path / "folded", tensors, config("lowrank"), ROWS, spiece, RECORD, layout="cola")
-    assert list(tmp_path.iterdir()) == []
+        export(tmp_path / "other", ours, of_kind("lowrank"), ROWS, spiece, RECORD, layout="cola")
 
 
 def test_an_older_folder_stays_until_the_new_one_is_whole(tmp_path, spiece, monkeypatch):
-    folder, tensors = tmp_path / "folded", trained("cola").state_dict()
-    export(folder, tensors, config("cola"), ROWS, spiece, {"step": 1})
+    folder, tensors = tmp_path / "folded", trained(COLA, ROWS).state_dict()
+    export(folder, tensors, COLA, ROWS, spiece, {"step": 1})
     with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
         broken.setattr(export_module, "export_tokenizer", _disk_full)
-        export(folder, tensors, config("cola"), ROWS, spiece, {"step": 2})
+        export(folder, tensors, COLA, ROWS, spiece, {"step": 2})
     assert "| step | 1 |" in (folder / "README.md").read_text()
-    export(folder, tensors, config("cola"), ROWS, spiece, {"step": 3})
+    export(folder, tensors, COLA, ROWS, spiece, {"step": 3})
     assert "| step | 3 |" in (folder / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["folded"]
 
@@ -323,7 +255,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, spiece, monkey
     for module in (durable, export_module):
         monkeypatch.setattr(module, "sync", lambda path: (synced.append(str(path)), sync(path)))
     monkeypatch.setattr(Path, "rename", named)
-    export(tmp_path / "folded", trained("cola").state_dict(), config("cola"), ROWS, spiece, {"step": 1})
+    export(tmp_path / "folded", trained(COLA, ROWS).state_dict(), COLA, ROWS, spiece, {"step": 1})
     assert synced == [str(tmp_path)]
 
 
@@ -331,20 +263,21 @@ def _disk_full(*_):
     raise OSError("disk full")
 
 
-def test_verify_finds_a_difference_and_names_what_does_not_load(tmp_path, spiece, ids, monkeypatch):
-    """bf16 weights are verified in either precision."""
-    folder, cfg, model = tmp_path / "folded", config("cola"), trained("cola").requires_grad_(False).bfloat16()
-    export(folder, model.state_dict(), cfg, ROWS, spiece, RECORD)
-    assert verify(folder, model.logits(ids), ids, torch.bfloat16) < 0.25
-    logits, tensors = model.float().logits(ids), model.state_dict()
-    assert verify(folder, logits, ids, torch.float32) < 1e-5
-    with pytest.raises(UserError, match="beyond the bound"):
-        verify(folder, logits * 1.02, ids, torch.float32)
+def test_a_difference_is_found_and_what_does_not_load_is_named(tmp_path, spiece, ids, monkeypatch):
+    folder, model = tmp_path / "folded", trained(COLA, ROWS).requires_grad_(False).bfloat16()
+    export(folder, model.state_dict(), COLA, ROWS, spiece, RECORD)
+    tensors = model.float().state_dict()
+
+    def said() -> str:
+        return agreement(folder, COLA, COLA, tensors, tensors, ids, torch.device("cpu"))
+
+    assert float(said().split("agree to ")[1].split()[0]) < 1e-5
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers", None)
-        said = agreement(folder, cfg, cfg, tensors, tensors, ids, torch.device("cpu"))
-        assert said.startswith("not verified: transformers cannot be imported")
-    del tensors["model.norm.weight"]
-    write_weights(folder, tensors)
+        assert said().startswith("not verified: transformers cannot be imported")
+    tensors["lm_head.weight"] = 1.02 * tensors["lm_head.weight"]
+    with pytest.raises(UserError, match="beyond the bound"):
+        said()
+    write_weights(folder, {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
     with pytest.raises(UserError, match=r"model\.norm\.weight: missing"):
-        verify(folder, logits, ids, torch.float32)
+        said()
