@@ -29,7 +29,7 @@ from dlr_pretrain.util.history import sound_records
 if TYPE_CHECKING:
     from dlr_pretrain.train.guard import Outcome
 
-SETTLING_STEPS = 10  # first steps of a start, which do not count towards throughput
+WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged
 SPIKE_WINDOW = 128  # losses that a loss is compared with
 SCORED_AFTER = 32  # losses before the first one that is scored
@@ -38,7 +38,7 @@ SCORED_AFTER = 32  # losses before the first one that is scored
 class MetricsFile:
     """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes.
 
-    ``missing`` names the steps from ``first_step`` to ``resumed_step`` whose lines were lost, though they were trained.
+    ``missing`` counts the trained steps, from ``first_step`` to ``resumed_step``, whose lines were lost.
     ``evaluations`` holds the evaluation loss of each evaluated step.
     """
 
@@ -46,7 +46,7 @@ class MetricsFile:
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [record for record in sound_records(path)[0] if record["step"] <= resumed_step]
-        self.missing = missing_steps((record["step"] for record in kept), first_step, resumed_step)
+        self.missing = len(set(range(first_step, resumed_step + 1)) - {record["step"] for record in kept})
         self.evaluations = {record["step"]: record["eval/loss"] for record in kept if record.get("eval/loss")}
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
@@ -55,9 +55,9 @@ class MetricsFile:
         """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
         if "eval/loss" in record:
             self.evaluations[record["step"]] = record["eval/loss"]
-        self._offer(_line(record).encode())
+        self._append(_line(record).encode())
 
-    def _offer(self, more: bytes = b"") -> None:
+    def _append(self, more: bytes = b"") -> None:
         with self._mutex:
             self.unwritten += more
             try:
@@ -68,7 +68,7 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Make every line durable before a checkpoint relies on it. Raises UserError if a line cannot be written."""
-        self._offer()
+        self._append()
         if self.unwritten:
             raise UserError(self.refusal)
         os.fsync(self.file.fileno())
@@ -77,23 +77,13 @@ class MetricsFile:
         return self
 
     def __exit__(self, *_) -> None:
-        self._offer()
+        self._append()
         self.file.close()
 
 
 def _line(record: dict) -> str:
     finite = {name: finite_or_none(v) if isinstance(v, float) else v for name, v in record.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
-
-
-def missing_steps(steps: Iterable[int], first: int, last: int) -> str:
-    """The steps from ``first`` to ``last`` that are not among ``steps``, such as "1-4, 9"; "" if none is missing."""
-    gaps, expected = [], first
-    for step in [*sorted({step for step in steps if step >= first}), last + 1]:
-        if step > expected:
-            gaps.append(f"{expected}-{step - 1}" if step - 1 > expected else f"{expected}")
-        expected = step + 1
-    return ", ".join(gaps)
 
 
 class Pending:
@@ -130,11 +120,12 @@ class Meter:
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
         self.cfg, self.ranks = cfg, ranks
         self.throughput, self.spikes = Throughput(), SpikeScore()
-        self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
-        self.peak = peak_flops(ranks.device, cfg.precision.name)
-        vocab_size = model.lm_head.out_features
-        self.flops_per_token = flops_per_token(cfg, vocab_size, micro_batch) if self.peak else None
         self.paused, self.seconds_per_step = self.throughput.paused, self.throughput.seconds_per_step
+        self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
+        self.peak: float | None = None  # tokens per second that all GPUs could train at their peak FLOP/s, if known
+        if flops := peak_flops(ranks.device, cfg.precision.name):
+            per_token = flops_per_token(cfg, model.lm_head.out_features, micro_batch)
+            self.peak = flops * ranks.world_size / per_token
 
     def record(self, step: int, outcome: Outcome) -> dict:
         """The record of update ``step``, without its counts of tokens."""
@@ -145,22 +136,16 @@ class Meter:
             "train/lr": rate(self.cfg, step - 1),
             "train/grad_norm": finite_or_none(outcome.norm),
             "perf/tokens_per_second": speed,
-            "perf/mfu": self.mfu(speed),
+            "perf/mfu": speed / self.peak if speed and self.peak else None,
             "perf/max_memory_gb": self.ranks.peak_memory() / 1e9,
             "time": time.time(),
         } | self.probed.pop(step, {})
-
-    def mfu(self, tokens_per_second: float | None) -> float | None:
-        """Achieved over peak FLOP/s of all GPUs; None if the throughput or the peak is not known."""
-        if tokens_per_second is None or self.peak is None:
-            return None
-        return tokens_per_second * self.flops_per_token / (self.peak * self.ranks.world_size)
 
 
 class Throughput:
     """Tokens per second over the last steps. Evaluation, saving and the first steps (compilation) do not count."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.times: deque[float] = deque(maxlen=THROUGHPUT_WINDOW)
         self.steps = 0
         self.clock = time.perf_counter()
@@ -169,7 +154,7 @@ class Throughput:
         """Count a step of ``tokens`` that has just ended; returns tokens per second, None in the first steps."""
         now = time.perf_counter()
         self.steps += 1
-        if self.steps > SETTLING_STEPS:
+        if self.steps > WARMUP_STEPS:
             self.times.append(now - self.clock)
         self.clock = now
         return tokens * len(self.times) / sum(self.times) if self.times else None

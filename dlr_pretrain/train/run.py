@@ -190,7 +190,7 @@ class Run:
         metrics = self.metrics = MetricsFile(self.dir / "metrics.jsonl", step, first)
         opened.enter_context(metrics)
         if metrics.missing:
-            lost = f"metrics.jsonl has lost steps {metrics.missing} of the {step:,} that are trained"
+            lost = f"metrics.jsonl has lost {metrics.missing:,} of the {step:,} steps that are trained"
             self.console.say(f"warning: {lost}. The weights have them, and the curves a gap")
         self.view = open_view(self.cfg, self.dir, self.console, step)
         if self.view is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from dlr_pretrain.util.errors import UserError
@@ -40,24 +40,16 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
 
 
-def newest_first(path: Path, block: int = 1 << 16) -> Iterator[dict]:
+def newest_first(path: Path) -> Iterator[dict]:
     """The records of ``read_metrics`` in reverse order. The file is read from its end, only as far as necessary."""
-    if not is_there(path):
+    if not is_there(path) or not path.stat().st_size:
         return
-    with open(path, "rb") as file:
-        position, rest, cut_off = file.seek(0, os.SEEK_END), b"", True
-        while position:
-            size = min(block, position)
-            position -= size
-            file.seek(position)
-            text = file.read(size) + rest
-            if cut_off:  # drop an incomplete last line
-                text, newline, _ = text.rpartition(b"\n")
-                cut_off = not newline
-            rest, *lines = text.split(b"\n")
-            for line in reversed(lines if position else [rest, *lines]):
-                if line:
-                    yield _record(path, line)
+    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
+        end = text.rfind(b"\n")
+        while end > 0:
+            begin = text.rfind(b"\n", 0, end) + 1
+            yield _record(path, text[begin:end])
+            end = begin - 1
 
 
 def _record(path: Path, line: bytes) -> dict:

@@ -136,7 +136,7 @@ def test_a_line_that_was_lost_leaves_a_gap_that_is_named(train, tmp_path, capsys
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:3], "{{junk\n", *lines[4:]]))
     train(tmp_path / "run")
-    assert "metrics.jsonl has lost steps 4 of the 7" in capsys.readouterr().out
+    assert "metrics.jsonl has lost 1 of the 7" in capsys.readouterr().out
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, *range(5, 21)]
 
 
