@@ -42,9 +42,7 @@ def fold(given: argparse.Namespace) -> None:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
-    if Path.cwd().is_relative_to(output):
-        rule = "is the folder that this command runs in, or above it, and would be replaced"
-        raise ConfigError([Problem("--output", str(given.output), rule, "Name a new folder")])
+
     import torch
 
     from dlr_pretrain.deploy.fold import fold_checkpoint
