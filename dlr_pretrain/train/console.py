@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
+from typing import TextIO
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount
 
 LABEL = 12  # characters in the summary's first column
-WARNING = "warning:"
 
 
 class Console:
     """Shows progress: in one live line on a terminal, otherwise in a line every ``log.every`` steps."""
 
-    def __init__(self, cfg: Config, enabled: bool, stream=None):
+    def __init__(self, cfg: Config, enabled: bool, stream: TextIO | None = None):
         self.cfg, self.enabled = cfg, enabled
         self.stream = stream or sys.stdout
         self.live = enabled and self.stream.isatty()
@@ -26,57 +25,47 @@ class Console:
         self._line_open = False
 
     def say(self, text: str = "") -> None:
-        """Write ``text`` on a line of its own; a warning is highlighted on a terminal."""
+        """Write ``text`` on a line of its own."""
         if self.enabled:
             self.close_line()
-            if self.live and text.startswith(WARNING) and not os.environ.get("NO_COLOR"):
-                text = f"\x1b[1;33m{WARNING}\x1b[0m{text.removeprefix(WARNING)}"
             say(text, self.stream)
 
     def summary(self, rows: dict[str, str]) -> None:
         """Write each label and its text, wrapped to the terminal's width."""
         for label, text in rows.items():
-            body = textwrap.fill(
-                text,
-                max(40, self.width - 1),
-                initial_indent=label.ljust(LABEL),
-                subsequent_indent=" " * LABEL,
-                break_long_words=False,
-                break_on_hyphens=False,
+            wrapped = textwrap.wrap(
+                text, max(28, self.width - 1 - LABEL), break_long_words=False, break_on_hyphens=False
             )
-            self.say(body)
+            self.say(label.ljust(LABEL) + ("\n" + " " * LABEL).join(wrapped))
 
     def step(self, record: dict, seconds_per_step: float | None) -> None:
         """Show the progress after one update, and the evaluation if there was one."""
         if not self.enabled:
             return
+        line, evaluated = self._progress(record, seconds_per_step), "eval/loss" in record
+        if self.live and not evaluated:
+            say("\r\x1b[K" + line[: self.width - 1], self.stream, end="")
+            self._line_open = True
+        elif evaluated or record["step"] == 1 or record["step"] % self.cfg.log.every == 0:
+            self.say(line)
+        if evaluated:
+            galore = record["eval/perplexity_galore"]
+            convention = f"  (galore convention {decimal(galore, 2)})" if galore is not None else ""
+            loss, perplexity = decimal(record["eval/loss"], 4), decimal(record["eval/perplexity"], 2)
+            self.say(f"  eval  loss {loss}  perplexity {perplexity}{convention}")
+
+    def _progress(self, record: dict, seconds_per_step: float | None) -> str:
         step, steps = record["step"], self.cfg.train.steps
-        parts = [
-            f"step {step:>{len(str(steps))}}/{steps}",
-            f"loss {decimal(record['train/loss'], 4)}",
-            f"lr {record['train/lr']:.2e}",
-            f"grad {decimal(record['train/grad_norm'], 3)}",
-        ]
+        parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {decimal(record['train/loss'], 4)}"]
+        if seconds_per_step and step < steps:
+            parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
         if record["perf/tokens_per_second"]:
             parts.append(f"{amount(record['perf/tokens_per_second'])} tok/s")
         if record["perf/mfu"]:
             parts.append(f"MFU {record['perf/mfu']:.1%}")
         parts.append(f"{record['perf/max_memory_gb']:.1f} GB")
-        if seconds_per_step and step < steps:
-            parts.append(f"eta {duration((steps - step) * seconds_per_step)}")
-        while len(line := "  ".join(parts)) >= self.width and len(parts) > 2:
-            del parts[2]  # the learning rate goes first, the remaining time last
-        evaluated = "eval/loss" in record
-        if self.live and not evaluated:
-            say("\r\x1b[K" + line, self.stream, end="")
-            self._line_open = True
-        elif evaluated or step == 1 or step % self.cfg.log.every == 0:
-            self.say(line)
-        if evaluated:
-            found = record["eval/perplexity_galore"]
-            galore = f"  (galore convention {decimal(found, 2)})" if found is not None else ""
-            loss, perplexity = decimal(record["eval/loss"], 4), decimal(record["eval/perplexity"], 2)
-            self.say(f"  eval  loss {loss}  perplexity {perplexity}{galore}")
+        parts += [f"lr {record['train/lr']:.2e}", f"grad {decimal(record['train/grad_norm'], 3)}"]
+        return "  ".join(parts)
 
     def close_line(self) -> None:
         """Remove the live line, so that other output can follow."""

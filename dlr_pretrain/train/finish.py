@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import indent
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data import ValidationSet, load_tokenizer
+from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.deploy.export import deployed, deployed_dense, export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models.dlr import residuals
@@ -33,13 +32,7 @@ def write_report(report: Report | None, run_dir: Path, say: Callable[[str], None
         say(f"warning: no report, {type(error).__name__}: {error}. Try python scripts/report.py {run_dir} --output DIR")
 
 
-def finish(
-    cfg: Config,
-    run_dir: Path,
-    weights: Weights,
-    folded: dict[str, Tensor],
-    validation: ValidationSet,
-) -> str:
+def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tensor], validation: ValidationSet) -> str:
     """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``.
 
     Returns a line that says what was folded and how it was checked. Raises UserError if the export is not what was
@@ -63,16 +56,13 @@ def finish(
         checked = agreement(folder, cfg, own, tensors, folded, ids, cpu)
 
     record.pop("time", None)
-    text = validation.tokens[np.arange(validation.tokens.shape[1]) < validation.lengths[:, None]]
-    unknown = load_tokenizer(run_dir / "tokenizer").unk_id
-    record["unknown tokens of the validation text"] = f"{(text == (-1 if unknown is None else unknown)).mean():.2%}"
     export(run_dir / "folded", tensors, own, rows, run_dir / "tokenizer", record, check, trained=cfg)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
     return f"{'merged into dense weights' if own is not cfg else done}; {checked}"
 
 
-def farewell(cfg: Config, run_dir: Path) -> str:
+def how_to_load(cfg: Config, run_dir: Path) -> str:
     """The lines that say where the result is and how to load it."""
     folded, report = run_dir / "folded", run_dir / "report.md"
     code = indent(loading(str(folded), trust=not deployed_dense(cfg)), "    ")

@@ -24,7 +24,17 @@ from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
 
-PACKAGES = ("torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb", "hydra-core")
+PACKAGES = (
+    "dlr_pretrain",
+    "torch",
+    "numpy",
+    "transformers",
+    "datasets",
+    "sentencepiece",
+    "safetensors",
+    "wandb",
+    "hydra-core",
+)
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
@@ -69,17 +79,10 @@ def record_end(run_dir: Path, error: BaseException | None) -> None:
 
     A start that failed before ``open_record`` leaves the record as it is. A disk that refuses the write hides no error.
     """
+    kinds = {type(None): "complete", Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
     with suppress(OSError, UserError):
-        if read_record(run_dir).get("state", {}).get("name") != "running":
-            return
-        if error is None:
-            record_state(run_dir, "complete")
-        elif isinstance(error, Diverged):
-            record_state(run_dir, "diverged", first_line(error))
-        elif isinstance(error, (Stopped, KeyboardInterrupt)):
-            record_state(run_dir, "stopped", first_line(error))
-        else:
-            record_state(run_dir, "failed", first_line(error))
+        if read_record(run_dir).get("state", {}).get("name") == "running":
+            record_state(run_dir, kinds.get(type(error), "failed"), first_line(error) if error is not None else "")
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:
@@ -106,9 +109,12 @@ def update_record(run_dir: Path, entries: dict) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of this package and of ``PACKAGES``."""
-    found = {"dlr_pretrain": metadata.version("dlr-pretrain")} if _installed("dlr-pretrain") else {}
-    return found | {name: metadata.version(name) for name in PACKAGES if _installed(name)}
+    """Installed versions of this package and of those that it computes with."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def git_state() -> str | None:
@@ -135,16 +141,7 @@ def describe_device(device: torch.device) -> str:
 
 def describe_code(start: dict) -> str:
     """Commit and versions of ``start``, one of the starts in ``manifest.json``, as text."""
-    git, packages = start["git"], start["packages"]
-    changed = ", with local changes" if git and git.endswith("+") else ""
-    commit = f"commit {git[:12]}{changed}" if git else f"dlr_pretrain {packages.get('dlr_pretrain', 'not installed')}"
-    transformers = packages.get("transformers", "not installed")
-    return f"{commit}; Python {start['python']}, torch {packages['torch']}, transformers {transformers}"
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    packages = {"dlr_pretrain": "not installed", "transformers": "not installed"} | start["packages"]
+    code = f"commit {start['git']}" if start["git"] else f"dlr_pretrain {packages['dlr_pretrain']}"
+    python, torch_, transformers = start["python"], packages["torch"], packages["transformers"]
+    return f"{code}; Python {python}, torch {torch_}, transformers {transformers}"

@@ -17,7 +17,7 @@ from dlr_pretrain.train.build import empty_weights, initial_weights
 from dlr_pretrain.train.checkpoint import Keep
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.finish import Report, farewell, finish, write_report
+from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.loop import Loop
@@ -123,7 +123,7 @@ class Run:
         asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
         late = f": no step is left for {' and '.join(asked)}" if asked else ""
         self.console.say(f"{self.dir} is complete{late}.")
-        self.console.say(farewell(self.cfg, self.dir))
+        self.console.say(how_to_load(self.cfg, self.dir))
 
     def use_device(self, start: Start) -> None:
         """Use the device for the first time, and note this start."""
@@ -210,4 +210,4 @@ class Run:
         folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.text.validation))
         self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
-        self.console.say(farewell(self.cfg, self.dir))
+        self.console.say(how_to_load(self.cfg, self.dir))
