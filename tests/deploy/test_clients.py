@@ -74,18 +74,6 @@ def transformers_trainer(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(logits(load(tmp_path / "trained"), ids), logits(model.eval(), ids))
 
 
-def trl_sft(folder: Path, tmp_path: Path) -> None:
-    from trl import SFTConfig, SFTTrainer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    arguments = SFTConfig(str(tmp_path), max_length=64, bf16=False, **TRAINING)
-    data = Dataset.from_list([{"text": text} for text in TEXTS])
-    trainer = SFTTrainer(load(folder), arguments, train_dataset=data, processing_class=tokenizer)
-    wanted = [[*tokenizer(text).input_ids, tokenizer.eos_token_id] for text in TEXTS]
-    assert [row["input_ids"] for row in trainer.train_dataset] == wanted
-    falls(trainer)
-
-
 def trl_dpo(folder: Path, tmp_path: Path) -> None:
     from trl import DPOConfig, DPOTrainer
 
@@ -189,7 +177,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert buffers <= {"inv_freq", "original_inv_freq", *(["channels"] if folder.name == "lost" else [])}
 
 
-CLIENTS = (transformers_trainer, trl_sft, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
+CLIENTS = (transformers_trainer, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
            spread_over_devices, vllm_requirements)  # fmt: skip
 
 

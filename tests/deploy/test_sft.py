@@ -17,7 +17,6 @@ from dlr_pretrain.deploy.sft import Recipe, fine_tune, prompt_of, read_rows
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import script
 from tests.deploy.models import exported, of_kind
-from tests.deploy.questions import write
 
 pytestmark = pytest.mark.full
 pytest.importorskip("trl", reason='fine-tuning needs trl: pip install -e ".[sft]"')
@@ -51,10 +50,7 @@ def test_the_prompt_is_alpacas(data):
         "Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nSort it.\n\n### Input:\nb\na\n\n### Response:\n"
     )
-    assert prompt_of("Say no.") == (
-        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nSay no.\n\n### Response:\n"
-    )
+    assert prompt_of("Say no.").endswith("request.\n\n### Instruction:\nSay no.\n\n### Response:\n")
     rows = read_rows(data)
     assert len(rows) == 24 and set(rows.column_names) == {"prompt", "completion"}
     with pytest.raises(UserError, match=r"nowhere\.json: cannot be read: .*--data"):
@@ -100,45 +96,31 @@ def test_updates_are_those_of_the_formulas(folders, data, tmp_path, backbone):
 
 def test_the_commands_give_folders_a_table_and_text(folders, data, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval")
-    write(tmp_path / "questions", [])
+    (tmp_path / "questions/piqa").mkdir(parents=True)
+    questions = [{"goal": "tonal", "sol1": "a lion", "sol2": "a tin", "label": i % 2} for i in range(4)]
+    (tmp_path / "questions/piqa/validation.jsonl").write_text("\n".join(map(json.dumps, questions)))
 
     def command(name: str, *words: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
         return script(name).main(), *capsys.readouterr()
 
-    given = [folders["full"], f"ours={folders['cola']}", "--data", data, "--validation", data, "--seeds", 1, 2, 1]
-    given += [
-        "--output",
-        tmp_path / "sft",
-        "--epochs",
-        1,
-        "--batch",
-        8,
-        "--lr",
-        3e-3,
-        "--length",
-        300,
-        "--device",
-        "cpu",
-    ]
-    given += ["--device", "cpu", "--tasks", "piqa", "--eval-data", tmp_path / "questions"]
+    words = f"--data {data} --validation {data} --seeds 1 2 1 --output {tmp_path}/sft --epochs 1 --batch 8 --lr 3e-3"
+    words += f" --length 300 --device cpu --tasks piqa --eval-data {tmp_path}/questions"
+    given = [folders["full"], f"ours={folders['cola']}", *words.split()]
     code, said, _ = command("sft", *given)
     table = json.loads((tmp_path / "sft/table.json").read_text())["models"]
     assert code == 0 and (tmp_path / "sft/table.md").read_text() in said
     assert list(table) == ["full", "ours"] and table["ours"]["seeds"] == [1, 2]
     for name, source in (("full", "full"), ("ours", "cola")):
-        folder = tmp_path / "sft" / name / "s1"
+        folder, columns = tmp_path / "sft" / name / "s1", table[name]["columns"]
         record, (model, _) = json.loads((folder / "sft.json").read_text()), open_folder(folder)
-        assert (
-            model.dtype == torch.float32
-            and record["updates"] == 3
-            and "Fine-tuned" in (folder / "README.md").read_text()
-        )
+        assert model.dtype == torch.float32 and record["updates"] == 3
+        assert "Fine-tuned" in (folder / "README.md").read_text()
         assert not torch.equal(model.lm_head.weight, open_folder(folders[source])[0].lm_head.weight)
         after = [json.loads((tmp_path / "sft" / name / f"s{s}/sft.json").read_text())["response_loss"] for s in (1, 2)]
-        assert table[name]["columns"]["loss after"]["mean"] == pytest.approx(statistics.fmean(after))
-        assert table[name]["columns"]["loss after"]["std"] == pytest.approx(statistics.stdev(after))
-        assert 0 <= table[name]["columns"]["piqa"]["mean"] <= 100
+        assert columns["loss after"]["mean"] == pytest.approx(statistics.fmean(after))
+        assert columns["loss after"]["std"] == pytest.approx(statistics.stdev(after))
+        assert 0 <= columns["piqa"]["mean"] <= 100
     times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("sft/*/*/*.safetensors")}
     assert len(times) == 4 and command("sft", *given)[0] == 0  # everything is there
     assert times == {path: path.stat().st_mtime_ns for path in times}

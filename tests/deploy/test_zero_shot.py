@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 from pathlib import Path
@@ -18,72 +19,94 @@ from dlr_pretrain.deploy import zero_shot
 from dlr_pretrain.deploy.folder import open_folder
 from tests.conftest import script
 from tests.deploy.models import exported, of_kind, tokenizer_of
-from tests.deploy.questions import all_texts, asked, write
 
 pytestmark = pytest.mark.full
 HARNESS = Path(lm_eval.tasks.__file__).parent
 SUBJECTS = sorted(path.stem.removeprefix("mmlu_") for path in (HARNESS / "mmlu/default").glob("mmlu_*.yaml"))
+WORDS = "the sun sets at noon and it is so in ten towns on one hill by a river that runs down to an old mill"
+
+
+def asked(task: str, row: dict) -> tuple[list[tuple[str, str]], int]:
+    """(context, continuation) of each choice, and which of them is right."""
+    if task == "boolq":
+        context = f"{row['passage']}\nQuestion: {row['question']}?\nAnswer:"
+        return [(context, " no"), (context, " yes")], row["label"]
+    if task == "piqa":
+        return [(f"Question: {row['goal']}\nAnswer:", f" {row[name]}") for name in ("sol1", "sol2")], row["label"]
+    about = f"The following are multiple choice questions (with answers) about {row['subject'].replace('_', ' ')}."
+    lines = [f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True)]
+    context = "\n".join([about, "", row["question"], *lines, "Answer:"])
+    return [(context, f" {letter}") for letter in "ABCD"], row["answer"]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return tmp_path_factory.mktemp("data")
+def rows() -> dict[str, list[dict]]:
+    """Of three tasks, under the hub's field names."""
+    rng = random.Random(0)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(rng.choices(WORDS.split(), k=rng.randint(least, most)))
+
+    def mmlu(subject: str) -> dict:
+        choices = [text(1, 4) for _ in range(4)]
+        return {"question": f"{text(3, 7)}?", "subject": subject, "choices": choices, "answer": rng.randrange(4)}
+
+    return {
+        "boolq": [{"passage": text(9, 30), "question": text(3, 6), "label": rng.randrange(2)} for _ in range(16)],
+        "mmlu": [mmlu(subject) for subject in SUBJECTS],
+        "piqa": [{"goal": text(3, 7), "sol1": text(2, 8), "sol2": text(2, 8), "label": i % 2} for i in range(6)],
+    }
 
 
 @pytest.fixture(scope="module")
-def rows(data):
-    return write(data, SUBJECTS)
+def data(tmp_path_factory, rows) -> Path:
+    """The rows as <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl."""
+    folder = tmp_path_factory.mktemp("data")
+    files = {"boolq/validation": rows["boolq"], "piqa/validation": rows["piqa"]}
+    files |= {f"mmlu/{row['subject']}/test": [row] for row in rows["mmlu"]}
+    for name, lines in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, rows) -> list[Path]:
+    """Two seeds, with a tokenizer that has a piece for each choice of BoolQ and MMLU."""
     root = tmp_path_factory.mktemp("runs")
-    spiece = tokenizer_of(root / "tokenizer", all_texts(rows), pieces=95)
+    texts = [context + choice for task in rows for row in rows[task] for context, choice in asked(task, row)[0]]
+    spiece = tokenizer_of(root / "tokenizer", texts + ["no yes A B C D"] * len(texts), pieces=95)
     return [exported(root / f"{seed}", spiece, of_kind("cola"), seed=seed) for seed in (1, 2)]
-
-
-def by_hand(model, tokenizer, context: str, choice: str, as_in_paper: bool) -> float:
-    """The sum of log p over what the joint encoding has beyond the context's; one sequence, no padding."""
-    end = [tokenizer.eos_token_id] if as_in_paper else []
-    before, whole = (tokenizer(text).input_ids + end for text in (context, context + choice))
-    ids = before + whole[len(before) :]
-    with torch.no_grad():
-        log_p = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    return sum(log_p[at - 1, ids[at]].item() for at in range(len(before), len(ids)))
 
 
 @pytest.mark.parametrize("as_in_paper", [False, True], ids=["plain", "as_in_paper"])
 def test_accuracies_are_those_of_scores_written_by_hand(folders, data, rows, as_in_paper):
-    """As in the paper choices of one token tie, and the first of them wins."""
-    tasks = zero_shot.load_tasks(list(zero_shot.TASKS), data)
-    found = zero_shot.evaluate(folders[0], tasks, 1024, as_in_paper, batch_size=7)
-    assert found["context_length"] == 1024 and found["dtype"] == "float32"
-    assert list(found["tasks"]) == list(rows) and len(SUBJECTS) == 57
+    """A score is the sum of log p over what the joint encoding has beyond the context's; one sequence, no padding. As
+    in the paper choices of one token tie, and the first of them wins."""
+    found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(list(rows), data), 1024, as_in_paper, batch_size=7)
+    assert (found["context_length"], found["dtype"], list(found["tasks"])) == (1024, "float32", list(rows))
     model, tokenizer = open_folder(folders[0])
+    end = [tokenizer.eos_token_id] if as_in_paper else []
+
+    def score(context: str, choice: str) -> float:
+        before, whole = (tokenizer(text).input_ids + end for text in (context, context + choice))
+        ids = before + whole[len(before) :]
+        with torch.no_grad():
+            log_p = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(-1)
+        return round(sum(log_p[at - 1, ids[at]].item() for at in range(len(before), len(ids))), 4)
+
     for task, lines in rows.items():
         right, picked = [], set()
         for row in lines:
             choices, answer = asked(task, row)
-            scores = [round(by_hand(model, tokenizer, *choice, as_in_paper), 4) for choice in choices]
+            scores = [score(*choice) for choice in choices]
             picked.add(scores.index(max(scores)))
             right.append(scores.index(max(scores)) == answer)
         measured = found["tasks"][task]
         assert measured["acc"] == pytest.approx(statistics.fmean(right)), task
         assert measured["stderr"] == pytest.approx(statistics.stdev(right) / len(lines) ** 0.5)
         assert (measured["n"], measured["distinct_choices"]) == (len(lines), len(picked)), task
-        if as_in_paper and task in ("boolq", "mmlu"):
-            assert measured["distinct_choices"] == 1
-
-
-def test_seeds_give_mean_and_standard_deviation():
-    def one(a: float, b: float, picked: int) -> dict:
-        return {name: {"acc": acc, "n": 9, "distinct_choices": picked} for name, acc in (("a", a), ("b", b))}
-
-    tasks, average = zero_shot.combine([one(0.2, 0.5, 2), one(0.3, 0.5, 1), one(0.7, 0.5, 4)])
-    assert tasks["a"]["acc"] == pytest.approx(0.4) and tasks["b"]["std"] == 0
-    assert tasks["a"]["std"] == pytest.approx(((0.04 + 0.01 + 0.09) / 2) ** 0.5)
-    assert (tasks["a"]["n"], tasks["a"]["distinct_choices"]) == (9, 1)
-    assert average == {"acc": pytest.approx(0.45), "std": pytest.approx(tasks["a"]["std"] / 2)}
+        assert not (as_in_paper and task in ("boolq", "mmlu")) or measured["distinct_choices"] == 1
 
 
 @pytest.fixture
@@ -98,20 +121,23 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_the_command_of_several_seeds(command, tmp_path, folders, data, rows):
+def test_several_seeds_give_mean_and_standard_deviation(command, tmp_path, folders, data):
     output = tmp_path / "new" / "seeds.json"
     words = ("--data", data, "--tasks", "piqa,boolq", "--as-in-paper", "--limit", 5, "--output", output)
     code, said, _ = command(*folders, *words)
     report = json.loads(output.read_text())
     assert code == 0 and report["tasks"].keys() == {"boolq", "piqa"}
-    accs = [each["tasks"]["piqa"]["acc"] for each in report["checkpoints"]]
-    assert report["tasks"]["piqa"]["acc"] == pytest.approx(statistics.fmean(accs)) and report["tasks"]["piqa"]["n"] == 5
-    assert report["tasks"]["piqa"]["std"] == pytest.approx(statistics.stdev(accs))
+    accs = {task: [each["tasks"][task]["acc"] for each in report["checkpoints"]] for task in report["tasks"]}
+    means = list(map(statistics.fmean, zip(*accs.values(), strict=True)))
+    for found, values in ((report["tasks"]["piqa"], accs["piqa"]), (report["average"], means)):
+        assert found["acc"] == pytest.approx(statistics.fmean(values))
+        assert found["std"] == pytest.approx(statistics.stdev(values))
+    assert report["tasks"]["piqa"]["n"] == 5 and report["tasks"]["boolq"]["distinct_choices"] == 1
     assert (report["convention"], report["context_length"], report["limit"]) == ("as_in_paper", 1024, 5)
     assert "always the same choice" in said and "as_in_paper" in said
 
 
-def test_mistakes_are_told_in_a_line(command, folders, data, rows, tmp_path):
+def test_mistakes_are_told_in_a_line(command, folders, data, tmp_path):
     for name, text in (("wrong", '{"goal": "a", "label": 0}\n'), ("broken", "{")):
         (tmp_path / name / "piqa").mkdir(parents=True)
         (tmp_path / name / "piqa" / "validation.jsonl").write_text(text)
@@ -129,8 +155,7 @@ def test_mistakes_are_told_in_a_line(command, folders, data, rows, tmp_path):
 
 
 def test_all_six_tasks_on_real_documents_with_the_published_tokenizer(command, tmp_path, test_data):
-    spiece = test_data / "tokenizer/spiece.model"
-    folder = exported(tmp_path / "folded", spiece, of_kind("lowrank"), rows=32_100)
+    folder = exported(tmp_path / "folded", test_data / "tokenizer/spiece.model", of_kind("lowrank"), rows=32_100)
     output = tmp_path / "report.json"
     assert command(folder, "--data", test_data / "eval", "--limit", 2, "--context", 256, "--output", output)[0] == 0
     found = {name: task["n"] for name, task in json.loads(output.read_text())["tasks"].items()}

@@ -48,28 +48,18 @@ def test_ids_are_those_of_sentencepiece(small):
         assert fast(text) == raw(text), repr(text[:80])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"add_dummy_prefix": False},
-        {"normalization_rule_name": "identity"},
-        {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
-        {"byte_fallback": True, "vocab_size": 420},
-        {"model_type": "bpe"},
-        {"model_type": "bpe", "byte_fallback": True, "vocab_size": 420},
-    ],
-)
+@pytest.mark.parametrize("options", [
+    {"add_dummy_prefix": False},
+    {"normalization_rule_name": "identity", "remove_extra_whitespaces": False},
+    {"byte_fallback": True, "vocab_size": 420},
+    {"model_type": "bpe"},
+    {"model_type": "bpe", "byte_fallback": True, "vocab_size": 420},
+])  # fmt: skip
 def test_other_models_and_normalisations(tmp_path, options):
     """Whatever the model file says about prefix, spaces and character map is followed."""
     raw, fast = pair(train(tmp_path, **options))
     for text in SENTENCES + ODD:
         assert fast(text) == raw(text), repr(text[:80])
-
-
-def test_decoding_restores_the_text(small):
-    fast = fast_tokenizer(load_tokenizer(small))
-    text = "a low-rank layer is two thin matrices, and the latent between them"
-    assert fast.decode(fast.encode(text).ids) == text
 
 
 def test_files(small, tmp_path):
@@ -78,22 +68,19 @@ def test_files(small, tmp_path):
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert (config["pad_token"], config["eos_token"], config["unk_token"]) == ("<pad>", "</s>", "<unk>")
     fast = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert fast.get_vocab_size() == PIECES
-    assert fast.encode("The house").ids[-1] != 1  # nothing is appended
+    text = "a low-rank layer is two thin matrices, and the latent between them"
+    ids = fast.encode(text).ids
+    assert fast.get_vocab_size() == PIECES and ids[-1] != 1 and fast.decode(ids) == text  # nothing is appended
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"model_type": "char"}, "neither a unigram nor a BPE model"),
-        ({"user_defined_symbols": ["<x>"]}, "user-defined"),
-        ({"treat_whitespace_as_suffix": True}, "suffixes"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"model_type": "char"}, "neither a unigram nor a BPE model"),
+    ({"user_defined_symbols": ["<x>"]}, "user-defined"),
+    ({"treat_whitespace_as_suffix": True}, "suffixes"),
+])  # fmt: skip
 def test_models_that_cannot_be_reproduced_are_refused(tmp_path, options, reason):
-    with pytest.raises(UserError, match=r"small\.model") as refused:
+    with pytest.raises(UserError, match=rf"small\.model: .*{reason}"):
         fast_tokenizer(load_tokenizer(train(tmp_path, **options)))
-    assert reason in str(refused.value)
 
 
 @pytest.mark.skipif(not (DATA / "tokenizer/spiece.model").exists(), reason="DLR_TEST_DATA has no T5 tokenizer")
