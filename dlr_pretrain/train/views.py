@@ -24,7 +24,6 @@ from dlr_pretrain.util.history import read_metrics
 BACKLOG = 10_000  # records that may wait for a view; later ones are left out of it until it catches up
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
 CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
-WANDB_ID = "wandb_id"  # the file of the run directory that holds the id of the W&B run
 VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
              "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
 # Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, git's state and
@@ -43,29 +42,24 @@ SETTINGS: dict[str, Any] = {
 
 
 class Sink(Protocol):
-    """Where a view's records go. Every call may block or fail; ``abandon`` frees what is left after a failure."""
+    """What shows the records. Every call may block or fail."""
 
     def log(self, record: dict) -> None: ...
     def close(self, exit_code: int) -> None: ...
-    @staticmethod
-    def abandon() -> None: ...
 
 
 class View:
     """Hands the records of each step to a sink, in a thread of its own: training never waits for it."""
 
-    def __init__(self, label: str, console: Console, abandon: Callable[[], None], start: Callable[[], Sink]):
-        self.label, self.console, self.abandon, self.start = label, console, abandon, start
+    def __init__(self, label: str, console: Console, start: Callable[[], Sink]):
+        self.label, self.console, self.start = label, console, start
         self.records: queue.SimpleQueue[dict | int] = queue.SimpleQueue()  # an int is the exit code, and the last
-        self.left_out = 0
         self.thread = threading.Thread(target=self._show, name=f"view of {label}", daemon=True)
         self.thread.start()
 
     def log(self, record: dict) -> None:
         if self.records.qsize() < BACKLOG:
             self.records.put(record)
-        elif self.thread.is_alive():
-            self.left_out += 1
 
     def __enter__(self) -> View:
         return self
@@ -76,8 +70,6 @@ class View:
         self.thread.join(CLOSE_SECONDS)
         if self.thread.is_alive():
             self.console.say(f"warning: {self.label} does not answer and is left behind. metrics.jsonl has everything")
-        elif self.left_out:
-            self.console.say(f"warning: {self.label} was too slow and lacks {self.left_out:,} steps")
 
     def _show(self) -> None:
         try:
@@ -86,8 +78,7 @@ class View:
                 sink.log(record)
             sink.close(record)
         except Exception as error:  # cosmetic: training goes on
-            with suppress(Exception):
-                self.abandon()
+            end_wandb()
             why = redact(first_line(error))
             self.console.say(f"warning: {self.label} has ended ({why}). metrics.jsonl goes on and has everything")
 
@@ -97,14 +88,9 @@ def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -
     if cfg.logger.view == "tensorboard":
         folder = run_dir / "tensorboard"
         console.summary({"tensorboard": f"tensorboard --logdir {shlex.quote(str(folder))}"})
-        return View("TensorBoard", console, TensorBoard.abandon, lambda: TensorBoard(folder, resumed_step + 1))
-    if cfg.logger.view == "wandb" and wandb_mode() == "disabled":
-        console.summary({"wandb": "disabled by the environment"})
-    elif cfg.logger.view == "wandb":
-        for name, variable in VARIABLES.items():
-            if os.environ.get(variable) and getattr(cfg.logger, name) is not None:
-                console.say(f"warning: {variable} is ignored: logger.{name} is given")
-        return View("W&B", console, Wandb.abandon, lambda: Wandb(cfg, run_dir, console))
+        return View("TensorBoard", console, lambda: TensorBoard(folder, resumed_step + 1))
+    if cfg.logger.view == "wandb" and wandb_mode() != "disabled":
+        return View("W&B", console, lambda: Wandb(cfg, run_dir, console))
     return None
 
 
@@ -123,10 +109,6 @@ class TensorBoard:
 
     def close(self, exit_code: int) -> None:
         self.writer.close()
-
-    @staticmethod
-    def abandon() -> None:
-        """Nothing is left: what was written is on disk."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -153,7 +135,7 @@ class Wandb:
         try:
             self.run = init(cfg, run_dir, mode)
         except Exception as error:
-            self.abandon()
+            end_wandb()
             self.run, why = init(cfg, run_dir, "offline"), redact(first_line(error))
         self.run.define_metric("*", step_metric="step")  # log(step=...) would drop steps that are below W&B's own
         self.folder, self.last = Path(self.run.dir).parent, 0
@@ -183,10 +165,11 @@ class Wandb:
                 folders = f"{shlex.quote(str(self.folder.parent))}/offline-run-*-{self.run.id}"
                 self.console.summary({"wandb": f"to send this run: wandb sync {folders}"})
 
-    @staticmethod
-    def abandon() -> None:
-        """End wandb's own process, which would otherwise hold up the end of this one."""
-        if "wandb" in sys.modules:
+
+def end_wandb() -> None:
+    """End wandb's own process after a failure; it would otherwise hold up the end of this one."""
+    if "wandb" in sys.modules:
+        with suppress(Exception):
             sys.modules["wandb"].teardown(exit_code=1)
 
 
@@ -211,7 +194,7 @@ def unless(variable: str, usual: str | None) -> Any:
 
 def wandb_id(run_dir: Path) -> str:
     """The W&B id of a run directory: WANDB_RUN_ID, else that of its earlier starts, else a new one."""
-    path, given = run_dir / WANDB_ID, os.environ.get("WANDB_RUN_ID")
+    path, given = run_dir / "wandb_id", os.environ.get("WANDB_RUN_ID")
     if given or not is_there(path):
         write_durably(path, given or uuid.uuid4().hex[:12])
     return path.read_text().strip()

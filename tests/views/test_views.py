@@ -148,7 +148,7 @@ def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, serv
     assert [secret for text in texts for secret in planted if secret.encode() in text] == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("silent", "said"), [("", "offline (Failed"), ("file_stream", "lacks the last metrics")])
 def test_a_server_that_never_answers_changes_nothing_but_the_view(tmp_path, words, server, silent, said):
     server.silent = silent
@@ -163,7 +163,7 @@ def test_a_server_that_never_answers_changes_nothing_but_the_view(tmp_path, word
     assert [row["step"] for row in history(folder)] == [*range(1, 21)]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_key_nobody_is_asked_and_the_command_that_is_said_sends_the_run(tmp_path, words, server):
     keyless = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"} | {"TERM": "xterm"}
     terminal, inside = pty.openpty()  # where wandb would ask for a key
@@ -196,43 +196,33 @@ def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, 
     assert not any("perf/mfu" in row or "time" in row for row in sent)
 
 
-MINE = ["logger.project=mine", "logger.tags=[mine]", "logger.name=mine"]
-
-
-@pytest.mark.parametrize(("variables", "words", "shown", "ignored"), [
-    ({}, [], {"project": "dlr_pretrain", "group": "tiny-ab", "name": "tiny-s42-ab", "tags": ()}, []),
-    ({"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_RUN_GROUP": "g", "WANDB_NAME": "n", "WANDB_NOTES": "o",
-      "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i"}, [],
-     {"project": "p", "entity": "e", "group": "g", "name": "n", "notes": "o", "tags": ("a", "b"), "id": "i"}, []),
-    ({"WANDB_PROJECT": "p", "WANDB_TAGS": "a", "WANDB_NOTES": "o"}, MINE,
-     {"project": "mine", "tags": ("mine",), "name": "mine", "notes": "o"}, ["WANDB_PROJECT", "WANDB_TAGS"]),
-    ({"WANDB_MODE": "dryrun", "WANDB_DIR": "{elsewhere}"}, [], {"dir": "{elsewhere}"}, []),
-    ({"WANDB_DISABLED": "true"}, [], None, []),
-    ({"WANDB_MODE": "disabled"}, [], None, []),
+@pytest.mark.parametrize(("variables", "words", "shown"), [
+    ({}, [], {"project": "dlr_pretrain", "group": "tiny-ab", "name": "tiny-s42-ab", "tags": ()}),
+    ({"WANDB_PROJECT": "p", "WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i", "WANDB_DIR": "{other}"},
+     ["logger.project=mine"], {"project": "mine", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
+    ({"WANDB_DISABLED": "true"}, [], None),
 ])  # fmt: skip
-def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown, ignored):
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for name, value in ({"WANDB_MODE": "offline"} | variables).items():
-        monkeypatch.setenv(name, value.format(elsewhere=elsewhere))
+def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
+    (other := tmp_path / "other").mkdir()
+    for name, value in ({"WANDB_MODE": "dryrun"} | variables).items():
+        monkeypatch.setenv(name, value.format(other=other))
     opened, made = [], views.init
     monkeypatch.setattr(views, "init", lambda *of: opened.append(made(*of)) or opened[0])
-    view, said = viewed(tmp_path / "tiny-s42-ab", *words)
+    view, _ = viewed(tmp_path / "tiny-s42-ab", *words)
     if shown is None:
-        assert view is None and said.getvalue().startswith("wandb ") and not (tmp_path / "tiny-s42-ab/wandb").exists()
+        assert view is None and not (tmp_path / "tiny-s42-ab/wandb").exists()
         return
     with view:
         pass
     for name, value in shown.items():
         found = getattr(opened[0], name)
-        assert found.startswith(str(elsewhere)) if name == "dir" else found == value
-    assert [line.split()[1] for line in said.getvalue().splitlines() if "is ignored" in line] == ignored
+        assert found.startswith(str(other)) if name == "dir" else found == value
 
 
 def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
     monkeypatch.setattr(views, "BACKLOG", 3)
     console = Console(load(TINY), enabled=True, stream=io.StringIO())
-    gate, abandoned = threading.Event(), threading.Event()
+    gate = threading.Event()
 
     class Sink(list):
         def log(self, record):
@@ -243,20 +233,19 @@ def test_a_sink_that_hangs_or_fails_costs_its_own_records_alone(monkeypatch):
             self.append(f"exit {exit_code}")
 
     sink = Sink()
-    view = View("it", console, abandoned.set, lambda: sink)
+    view = View("it", console, lambda: sink)
     for step in range(1, 8):  # the thread has taken one, or none yet
         view.log({"step": step})
     gate.set()
     view.__exit__(Stopped)
-    assert sink[0] == 1 and len(sink) in (4, 5) and sink[-1] == "exit 0" and not abandoned.is_set()
-    assert f"it was too slow and lacks {8 - len(sink)} steps" in console.stream.getvalue()
-    with View("it", console, abandoned.set, Sink) as view:
+    assert sink[0] == 1 and len(sink) in (4, 5) and sink[-1] == "exit 0"
+    with View("it", console, Sink) as view:
         view.log({"step": 0})
         view.log({"step": 1})
-    assert abandoned.is_set() and console.stream.getvalue().count("it has ended (integer") == 1
+    assert console.stream.getvalue().count("it has ended (integer") == 1
     monkeypatch.setattr(views, "CLOSE_SECONDS", 0.0)
     gate.clear()
-    with View("it", console, abandoned.set, Sink) as view:
+    with View("it", console, Sink) as view:
         view.log({"step": 1})
     assert "left behind" in console.stream.getvalue()
     gate.set()
