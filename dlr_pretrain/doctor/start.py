@@ -158,9 +158,9 @@ def saved_and_read(cfg: Config, ranks: Ranks, scratch: Path) -> Found:
     with loop.saver:
         loop.save(final=True)
     seconds = time.perf_counter() - began
-    folder, skipped = checkpoint.newest(scratch / "checkpoints")
+    folder, damaged = checkpoint.newest(scratch / "checkpoints")
     if folder is None:
-        raise UserError(f"what was written is not valid: {'; '.join(skipped)}. Look at the disk")
+        raise UserError(f"what was written is not valid: {'; '.join(damaged.values())}. Look at the disk")
     found = checkpoint.load(folder)
     pairs = [(name, tensor, found.model[name]) for name, tensor in state.model.items()]
     pairs += [(name, tensor, found.optimizer[name]) for name, tensor in state.optimizer.items()]

@@ -200,10 +200,9 @@ class Loop:
         for own in self.ranks.gather(self.streams):
             streams |= own
         return Snapshot(
-            model=self.weights.state,
-            optimizer=self.optimizer.state_tensors(),
-            optimizer_layout=self.optimizer.state_layout(),
-            random=self.ranks.random_state(),
+            self.weights.state,
+            self.optimizer.state_tensors(),
+            self.ranks.random_state(),
             state={
                 "step": self.step,
                 "tokens": self.tokens,
@@ -213,13 +212,14 @@ class Loop:
                 "best": self.best if math.isfinite(self.best) else None,
                 "unevaluated": self.unevaluated,
                 "streams": streams,
+                "optimizer_layout": self.optimizer.state_layout(),
             },
         )
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
-        self.optimizer.load_state_tensors(found.optimizer, found.optimizer_layout)
+        self.optimizer.load_state_tensors(found.optimizer, found.state["optimizer_layout"])
         if len(found.random) == self.ranks.world_size:
             self.ranks.set_random_state(found.random[self.ranks.rank])
         require_tied(self.weights.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -12,9 +11,7 @@ from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.models.flops import flops_per_token
-from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train.build import empty_weights, initial_weights
-from dlr_pretrain.train.checkpoint import Keep
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
@@ -89,14 +86,14 @@ class Run:
     def complete(self) -> None:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
         self.open_record()
-        start, passed_over = find_start(self.cfg, self.ranks, self.text.vocab_size, self.console.say)
+        start = find_start(self.cfg, self.ranks, self.text.vocab_size, self.console.say)
         if self.is_complete(start):
             return self.say_complete()
         self.use_device(start)
         with explained(self.cfg, self.ranks):
             weights = self.build(start)
             self.summarize(weights, start)
-            self.train(weights, start, passed_over)
+            self.train(weights, start)
         self.fold(weights)
 
     def open_record(self) -> None:
@@ -113,16 +110,13 @@ class Run:
         self.ranks.on_main(write)
 
     def is_complete(self, start: Start) -> bool:
-        trained = start.resumes and start.checkpoint.step == self.cfg.train.steps
+        trained = start.checkpoint is not None and start.resumes and start.checkpoint.step == self.cfg.train.steps
         return trained and self.ranks.on_main(lambda: is_there(self.dir / "folded" / "README.md"))
 
     def say_complete(self) -> None:
-        missing = self.ranks.on_main(lambda: not (self.dir / "report.md").exists())
-        if missing:  # after a kill between the export and the report
+        if self.ranks.on_main(lambda: not (self.dir / "report.md").exists()):  # killed between export and report
             self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
-        asked = [f"{name}=on" for name in ("probe", "profile") if getattr(self.cfg, name).enabled]
-        late = f": no step is left for {' and '.join(asked)}" if asked else ""
-        self.console.say(f"{self.dir} is complete{late}.")
+        self.console.say(f"{self.dir} is complete.")
         self.console.say(how_to_load(self.cfg, self.dir))
 
     def use_device(self, start: Start) -> None:
@@ -144,36 +138,33 @@ class Run:
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""
-        if self.ranks.is_main:
-            cfg, model = self.cfg, weights.model
-            flops = flops_per_token(cfg, self.text.vocab_size, cfg.micro_batch(self.ranks.world_size))
-            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-            update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-            rows = summary(self.cfg, self.ranks, self.text, weights, self.planned_memory)
-            if start.folder is not None:
-                rows["start"] = f"the model in {start.folder.folder}"
-            if start.checkpoint is not None:
-                rows["resuming" if start.resumes else "start"] = f"after step {start.checkpoint.step:,}"
-            self.console.summary(rows)
+        if not self.ranks.is_main:
+            return
+        flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
+        trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
+        update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
+        rows = summary(self.cfg, self.ranks, self.text, weights, self.planned_memory)
+        if start.folder is not None:
+            rows["start"] = f"the model in {start.folder.folder}"
+        if start.checkpoint is not None:
+            rows["resuming" if start.resumes else "start"] = f"after step {start.checkpoint.step:,}"
+        self.console.summary(rows)
 
-    def train(self, weights: Weights, start: Start, passed_over: list[Path]) -> None:
+    def train(self, weights: Weights, start: Start) -> None:
         """Train from ``start`` to the last step."""
-        cfg, ranks, text, found = self.cfg, self.ranks, self.text, start.checkpoint
-        keep = Keep(cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, cfg.checkpoint.keep_best)
-        identity = ranks.on_main(lambda: read_record(self.dir)["identity"])
-        saved = found.step if found is not None and start.resumes else 0
+        cfg, ranks, text, console, found = self.cfg, self.ranks, self.text, self.console, start.checkpoint
         with ExitStack() as opened:
-            opened.callback(self.console.close_line)
+            opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
             metrics = self.metrics
-            saver = Saver(self.dir, ranks, keep, self.lease, metrics, self.console, identity, saved, passed_over)
+            saved = found.step if found is not None and start.resumes else 0
+            saver = Saver(self.dir, ranks, cfg.checkpoint, self.lease, metrics, console, saved)
             opened.enter_context(saver)
             saver.rehearse()
-            ranks.on_main(lambda: self.warn_of_space(saver.root, weights))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            guard = Guard(cfg, ranks, self.lease, saver, self.console, text.tokenizer)
-            loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, self.console, self.view)
+            guard = Guard(cfg, ranks, self.lease, saver, console, text.tokenizer)
+            loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
             opened.enter_context(loop.profiler)
             if found is not None:
                 loop.resume(found if weights.sharded else found.shared(ranks))
@@ -195,13 +186,6 @@ class Run:
         self.view = open_view(self.cfg, self.dir, self.console, step)
         if self.view is not None:
             opened.enter_context(self.view)
-
-    def warn_of_space(self, root: Path, weights: Weights) -> None:
-        free, state = shutil.disk_usage(root).free, weights.state.values()
-        size = sum(t.numel() * t.element_size() for t in state) + state_bytes(self.cfg.optimizer, weights.optimized)
-        if free < size:
-            sizes = f"{free / 1e9:.1f} GB are free on its disk, and a checkpoint takes {size / 1e9:.1f} GB"
-            self.console.say(f"warning: {root}: {sizes}. Make room before the first is due")
 
     def fold(self, weights: Weights) -> None:
         """Write the folded checkpoint and the report."""

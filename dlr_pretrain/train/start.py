@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +12,13 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.identity import differences
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.models.start import WEIGHTS, FolderStart
+from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.checkpoint import Checkpoint
+from dlr_pretrain.train.checkpoint import Checkpoint, directories, step_of
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import bind_identity, update_record
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import wait_for
 
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
@@ -31,7 +31,10 @@ RATES = (
     *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
 )
 DATA = ("data.", "train.global_batch", "train.seq_len")
-RECIPE = ("scale.lr", "scale.steps", "scale.warmup_steps", "scale.adam_eps", "scale.global_batch", "scale.eval_tokens")
+OF_THE_RUN = (
+    *("run.", "scale.lr", "scale.steps", "scale.warmup_steps"),
+    *("scale.adam_eps", "scale.global_batch", "scale.eval_tokens"),
+)
 
 
 @dataclass
@@ -43,72 +46,53 @@ class Start:
     resumes: bool = False  # this run's own checkpoint
 
 
-def find_start(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> tuple[Start, list[Path]]:
-    """The start of the run in ``cfg.run.dir``, and its damaged checkpoints, which were passed over (on rank 0).
+def find_start(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
+    """The start of the run in ``cfg.run.dir``. What a new run starts from becomes part of its identity.
 
-    What a new run starts from becomes part of its identity. All ranks must call.
+    All ranks must call.
     """
-    run_dir, passed_over = Path(cfg.run.dir), []
-
-    def own() -> Path | None:
-        found, skipped = newest(run_dir, say)
-        passed_over.extend(skipped)
-        saved = read_record(run_dir).get("saved")
-        if found is None and saved is not None:
-            fix = "Restore it, or move the run directory away to start over"
-            raise UserError(f"{run_dir}/checkpoints: none, and step {saved:,} was saved. {fix}")
-        return found
-
-    if (path := ranks.on_main(own)) is not None:
+    run_dir = Path(cfg.run.dir)
+    if (path := ranks.on_main(lambda: newest(run_dir, say))) is not None:
         found = checkpoint.load(path)
-        require_own(found, ranks.on_main(lambda: read_record(run_dir)["identity"]))
-        return Start(found, resumes=True), passed_over
+        if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
+            name, (there, now) = next(iter(changed.items()))
+            what = f"{len(changed)} keys differ: {name} was {shown(there)} there, and is {shown(now)} here"
+            fix = "Move it away, or start a new run from it with run.start_from"
+            raise UserError(f"{path}: it is of another run ({what}). {fix}")
+        return Start(found, resumes=True)
     if cfg.run.start_from is not None:
-        return start_from(cfg, ranks, vocab_size, say), passed_over
+        return start_from(cfg, ranks, vocab_size, say)
     if cfg.train.init_from is not None:
-        dense = _open_folder(cfg, ranks, vocab_size, "train.init_from", cfg.train.init_from, dense=True)
-        return Start(folder=dense), passed_over
-    return Start(), passed_over
+        return _from_folder(cfg, ranks, vocab_size, "train.init_from", dense=True)
+    return Start()
 
 
-# ----------------------------------------------------------------------------------------------------
-# The run's own checkpoints
-
-
-def newest(run_dir: Path, say: Say) -> tuple[Path | None, list[Path]]:
-    """The newest valid checkpoint of a run, and the damaged ones that are newer.
+def newest(run_dir: Path, say: Say) -> Path | None:
+    """The newest valid checkpoint of a run; newer ones, which are damaged, get another name, and ``say`` a warning.
 
     The checkpoint that was saved last may appear late on a network file system; it is waited for, up to ``LATE``
-    seconds. ``say`` gets a warning for each checkpoint that is passed over, and one if the last one is not usable.
+    seconds. Raises UserError if something was saved, and nothing is there.
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
-    late = time.monotonic() + LATE
-    while saved not in (0, *map(checkpoint.step_of, checkpoint.finished(root))) and time.monotonic() < late:
-        time.sleep(0.1)
-    there = checkpoint.finished(root)  # listed first: one that appears only later is not known to be damaged
-    found, skipped = checkpoint.newest(root)
-    for reason in skipped:
-        say(f"warning: passed over {reason}")
-    if found is not None and checkpoint.step_of(found) < saved:
-        lost = f"the checkpoint of step {saved:,}, the last that was saved, is missing or incomplete"
+    wait_for(lambda: saved in (0, *map(step_of, directories(root))), LATE)
+    found, damaged = checkpoint.newest(root)
+    for directory, damage in damaged.items():
+        renamed = directory.rename(root / f"damaged_{directory.name}_{uuid.uuid4().hex[:8]}")
+        say(f"warning: passed over {directory}: {damage}. It is {renamed.name} now; delete it if you do not need it")
+    if found is None and saved:
+        fix = "Restore it, or move the run directory away to start over"
+        raise UserError(f"{root}: none, and step {saved:,} was saved. {fix}")
+    if found is not None and step_of(found) < saved:
+        lost = f"the checkpoint of step {saved:,}, the last that was saved, is missing or damaged"
         say(f"warning: {root}: {lost}. Continuing from {found.name}: the steps after it are trained again")
-    return found, [d for d in there if found is not None and checkpoint.step_of(d) > checkpoint.step_of(found)]
+    return found
 
 
 def note_saved(run_dir: Path) -> None:
-    """Note the newest finished checkpoint in ``manifest.json`` if a kill prevented that after the first save."""
-    record, found = read_record(run_dir), checkpoint.finished(run_dir / "checkpoints")
+    """Note the newest checkpoint in ``manifest.json``, if a kill prevented that after the first save."""
+    record, found = read_record(run_dir), directories(run_dir / "checkpoints")
     if record and found and "saved" not in record:
-        update_record(run_dir, {"saved": checkpoint.step_of(found[0])})
-
-
-def require_own(found: Checkpoint, identity: dict) -> None:
-    """Raise UserError if the checkpoint is of another run than that of ``identity``."""
-    if changed := differences(found.state["identity"], identity):
-        name, (there, now) = next(iter(changed.items()))
-        what = f"{len(changed)} keys differ: {name} was {shown(there)} there, and is {shown(now)} here"
-        fix = "Move it away, or start a new run from it with run.start_from"
-        raise UserError(f"{found.path}: it is of another run ({what}). {fix}")
+        update_record(run_dir, {"saved": step_of(found[0])})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -121,18 +105,16 @@ def start_from(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     A new run takes the weights, and with ``run.start_optimizer`` the moments, the step, and the position in the data if
     no key of the data has changed. Raises UserError if the model or the tokenizer is another one.
     """
-    given = Path(cfg.run.start_from)
-    if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / f"{WEIGHTS}.index.json").is_file()):
+    given, run_dir = Path(cfg.run.start_from or ""), Path(cfg.run.dir)
+    if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
         if cfg.run.start_optimizer:
             rule = "is an exported folder, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
-        return Start(folder=_open_folder(cfg, ranks, vocab_size, "run.start_from", str(given), dense=False))
+        return _from_folder(cfg, ranks, vocab_size, "run.start_from", dense=False)
     found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
-    run_dir = Path(cfg.run.dir)
 
     def bind() -> dict:
-        manifest = json.loads((found.path / checkpoint.MANIFEST).read_text())
-        bind_identity(run_dir, {"run.start_from.weights": manifest["sha256"]})
+        bind_identity(run_dir, {"run.start_from.weights": found.sha256})
         step = found.step if cfg.run.start_optimizer else 0
         update_record(run_dir, {"started_from": {"checkpoint": str(found.path), "step": step}})
         return read_record(run_dir)["identity"]
@@ -141,57 +123,52 @@ def start_from(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     return Start(found)
 
 
-def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None:
-    """Cut ``found`` down to what the run of ``identity`` takes over from it."""
-    given, changed = cfg.run.start_from, differences(found.state["identity"], identity)
-    changed = {name: both for name, both in changed.items() if not name.startswith("run.") and name not in RECIPE}
-
-    def among(keys: tuple[str, ...], but: tuple[str, ...] = ()) -> list[str]:
-        return [name for name in changed if name.startswith(keys) and not name.startswith(but)]
-
-    for name in among(MODEL):
-        there, now = map(shown, changed[name])
-        fix = "Set it as there; from the other run's folded folder weights start under another dlr, too"
-        raise UserError(f"run.start_from={given}: another model: {name} is {there} there, and {now} here. {fix}")
-    fresh = {"losses": [], "best": None, "unevaluated": None, "skipped": [0, 0, 0]}
-    found.random.clear()
-    if not cfg.run.start_optimizer:
-        found.optimizer.clear(), found.optimizer_layout.clear()
-        found.state |= fresh | {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
-        say(f"starting from the weights of {found.path}")
-        return
-    for name in among(OPTIMIZER, but=RATES):
-        there, now = map(shown, changed[name])
-        fix = "Set it as there, or leave out run.start_optimizer"
-        raise UserError(f"run.start_from={given}: other moments: {name} is {there} there, and {now} here. {fix}")
-    if found.step >= cfg.train.steps:
-        rule = f"run.start_from={given} has trained {found.step:,} steps already"
-        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
-    found.state |= fresh
-    if among(DATA):
-        found.state["streams"] = None
-        say("the data start anew: " + ", ".join(f"{name} was {shown(changed[name][0])}" for name in among(DATA)))
-    for name, (there, now) in changed.items():
-        say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")
-
-
 def _named(given: Path, say: Say) -> Path:
     """The checkpoint that ``given`` is, or the newest valid one of the run ``given``."""
     if re.fullmatch(r"step_\d+", given.name):
         if damage := checkpoint.fault(given):
             raise UserError(f"run.start_from={given}: {damage}. Name another checkpoint")
         return given
-    found, skipped = checkpoint.newest(given / "checkpoints")
-    for reason in skipped:
-        say(f"warning: run.start_from: passed over {reason}")
+    found, damaged = checkpoint.newest(given / "checkpoints")
+    for directory, damage in damaged.items():
+        say(f"warning: run.start_from: passed over {directory}: {damage}")
     if found is None:
-        raise UserError(
-            f"run.start_from={given}: no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder"
-        )
+        rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder"
+        raise UserError(f"run.start_from={given}: {rule}")
     return found
 
 
-def _open_folder(cfg: Config, ranks: Ranks, vocab_size: int, key: str, folder: str, dense: bool) -> FolderStart:
-    start = ranks.main_first(lambda: FolderStart(Path(folder), cfg, vocab_size, key, dense))
+def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None:
+    """Cut ``found`` down to what the run of ``identity`` takes over from it."""
+    changed = differences(found.state["identity"], identity)
+    changed = {name: both for name, both in changed.items() if not name.startswith(OF_THE_RUN)}
+
+    def refuse(keys: tuple[str, ...], what: str, fix: str, but: tuple[str, ...] = ()) -> None:
+        for name, (there, now) in changed.items():
+            if name.startswith(keys) and not name.startswith(but):
+                rule = f"another {what}: {name} is {shown(there)} there, and {shown(now)} here"
+                raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
+
+    refuse(MODEL, "model", "; from the other run's folded folder weights start under another dlr, too")
+    found.random.clear()
+    found.state |= {"losses": [], "best": None, "unevaluated": None, "skipped": [0, 0, 0]}
+    if not cfg.run.start_optimizer:
+        found.optimizer.clear()
+        found.state |= {"optimizer_layout": {}, "step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
+        return say(f"starting from the weights of {found.path}")
+    refuse(OPTIMIZER, "optimizer", ", or leave out run.start_optimizer", but=RATES)
+    if found.step >= cfg.train.steps:
+        rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
+        raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
+    if any(name.startswith(DATA) for name in changed):
+        found.state["streams"] = None
+        say("the data start anew, because their keys have changed")
+    for name, (there, now) in changed.items():
+        say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")
+
+
+def _from_folder(cfg: Config, ranks: Ranks, vocab_size: int, key: str, dense: bool) -> Start:
+    folder = Path((cfg.train.init_from if dense else cfg.run.start_from) or "")
+    start = ranks.main_first(lambda: FolderStart(folder, cfg, vocab_size, key, dense))
     ranks.on_main(lambda: bind_identity(Path(cfg.run.dir), {f"{key}.weights": start.fingerprint()}))
-    return start
+    return Start(folder=start)

@@ -11,7 +11,6 @@ from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.build import place
-from dlr_pretrain.train.checkpoint import Keep
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.loop import Loop
@@ -33,7 +32,7 @@ def trial(
 def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
     """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
     console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, ranks, Keep(1), None, metrics, console, {})
+    saver = Saver(run_dir, ranks, cfg.checkpoint, None, metrics, console)
     guard = Guard(cfg, ranks, None, saver, console, None)
 
     def evaluator(*_, **__) -> dict[str, float]:

@@ -25,7 +25,7 @@ from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
-from dlr_pretrain.train.checkpoint import Stored, fill_
+from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 
@@ -114,7 +114,7 @@ class Weights:
             if name not in tensors or tensors[name].shape != tuple(value.shape):
                 there, here = tensors[name].shape if name in tensors else "missing", tuple(value.shape)
                 raise UserError(f"the checkpoint is of another model: {name} is {there} there, and {here} here")
-            fill_(value, tensors[name])
+            sharded.local_rows(value).copy_(sharded.own_part(value, tensors[name]))
 
     def folded(self, keep: bool) -> dict[str, Tensor]:
         """The state to deploy, with every residual folded in, whole and on the host; empty unless ``keep``.

@@ -1,8 +1,10 @@
-"""Writes small files so that a crash cannot damage them, and checks whether a file exists."""
+"""Writes small files so that a crash cannot damage them, and looks whether files are there."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -37,3 +39,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``condition()`` holds, such as until a network file system shows what another machine has written.
+
+    Returns whether it holds within ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while not (held := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return held

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.train import saver
-from dlr_pretrain.train.checkpoint import MANIFEST, directories, newest
+from dlr_pretrain.train.checkpoint import CONTENT, directories, newest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
@@ -63,7 +63,7 @@ def test_a_full_disk_stops_the_run_and_with_room_it_goes_on(train, words, tmp_pa
             train(run, *CHOICE)
         else:
             forked(words(f"run.dir={run}", *CHOICE), ranks)
-    before = {d.name for d in directories(run / "checkpoints") if (d / MANIFEST).exists()}
+    before = {d.name for d in directories(run / "checkpoints")}
     if before:
         assert newest(run / "checkpoints")[0].name == max(before)
     small_disk(20_000)
@@ -106,14 +106,14 @@ def flip(directory: Path) -> None:
 
 def only_the_marker(directory: Path) -> None:
     for path in directory.iterdir():
-        if path.name != MANIFEST:
+        if path.name != CONTENT:
             path.unlink()
 
 
 def junk(directory: Path) -> None:
     shutil.rmtree(directory)
     directory.mkdir()
-    (directory / MANIFEST).write_bytes(os.urandom(300))
+    (directory / CONTENT).write_bytes(os.urandom(300))
     (directory / "part_00000_of_00001.safetensors").write_bytes(os.urandom(3000))
     (directory / "subdirectory").mkdir()
 
@@ -123,7 +123,7 @@ DAMAGES = {
     "a file cut short": lambda d: os.truncate(max(d.glob("part_*")), 1000),
     "a rank's file missing": lambda d: max(d.glob("part_*")).unlink(),
     "a marker without data": only_the_marker,
-    "no marker": lambda d: (d / MANIFEST).unlink(),
+    "no marker": lambda d: (d / CONTENT).unlink(),
     "junk": junk,
     "an empty folder": lambda d: (shutil.rmtree(d), d.mkdir()),
 }
@@ -149,4 +149,4 @@ def test_a_damaged_checkpoint_of_two_ranks_is_passed_over(words, tmp_path, two_r
     forked(words(f"run.dir={run}", *CHOICE, "train.steps=10"), 2)
     assert_same(final(run), final(made / "whole"))
     assert [d.name for d in directories(run / "checkpoints")] == ["step_00000010", "step_00000005"]
-    assert newest(run / "checkpoints") == (run / "checkpoints" / "step_00000010", [])
+    assert newest(run / "checkpoints") == (run / "checkpoints" / "step_00000010", {})

@@ -35,7 +35,7 @@ def test_interrupted_equals_undisturbed(train, tmp_path, name):
         whole = train(tmp_path / "whole", *RUNS[name])
         with pytest.raises(Stopped, match="after step 8 of 20"):
             train(tmp_path / "parts", *RUNS[name], "train.stop_after=8")
-        layout = load(newest(tmp_path / "parts" / "checkpoints")[0]).optimizer_layout
+        layout = load(newest(tmp_path / "parts" / "checkpoints")[0]).state["optimizer_layout"]
         parts = train(tmp_path / "parts", *RUNS[name])
     a, b = (load_file(folder / "folded" / "model.safetensors") for folder in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -13,6 +13,7 @@ from dlr_pretrain.analysis.report import write_report
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
+from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
@@ -155,7 +156,7 @@ def test_too_many_in_a_row_end_the_run(train, tmp_path, monkeypatch, poison, pen
         train(tmp_path / "run", *SKIP, "train.max_skipped=3", "checkpoint.every=100")
     newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step_{last:08d}"
-    assert json.loads((newest / "state.json").read_text())["skipped"] == [last - 5, last - 7, last]
+    assert load(newest).state["skipped"] == [last - 5, last - 7, last]
 
 
 def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path, poison):

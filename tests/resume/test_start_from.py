@@ -76,7 +76,11 @@ def test_an_exported_folder_is_refused_where_its_weights_would_be_lost(train, wo
 def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin, capsys):
     train(tmp_path / "new", *CHOICE, f"run.start_from={origin}", *EVERYTHING, "train.lr=0.002", "data.seed=7")
     said = capsys.readouterr().out
-    assert "from step 10 on, train.lr is 0.002; it was 0.01" in said and "the data start anew: data.seed was" in said
+    assert (
+        "from step 10 on, train.lr is 0.002; it was 0.01" in said
+        and "the data start anew" in said
+        and "data.seed is 7; it was 42" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin
         (("backbone=lowrank", "dlr=on"), r"another model: backbone.* cola there, and lowrank here"),
         (("backbone=cola",), r"another model: dlr"),
         ((*CHOICE, "scale.hidden_size=48"), r"another model: scale.hidden_size is 32 there, and 48 here"),
-        ((*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"other moments: optimizer.name is adamw there"),
+        ((*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"another optimizer: optimizer.name is adamw there"),
         ((*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has trained 10 steps already"),
     ],
 )
@@ -107,8 +111,8 @@ def test_another_tokenizer_is_refused(train, tmp_path, origin, monkeypatch):
 def test_places_that_hold_nothing_are_named(train, words, tmp_path, origin):
     with pytest.raises(UserError, match=r"run.start_from=.*: no checkpoint there"):
         train(tmp_path / "new", *CHOICE, f"run.start_from={tmp_path}")
-    (origin / "checkpoints" / "step_00000010" / "state.json").unlink()
-    with pytest.raises(UserError, match=r"state.json is missing. Name another checkpoint"):
+    (origin / "checkpoints" / "step_00000010" / "checkpoint.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoint.json is missing. Name another checkpoint"):
         train(tmp_path / "new", *CHOICE, f"run.start_from={origin}/checkpoints/step_00000010")
     with pytest.raises(ConfigError, match=r"run.start_optimizer"):
         load(words(*CHOICE, *EVERYTHING))
