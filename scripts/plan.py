@@ -3,11 +3,9 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
 from difflib import get_close_matches
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import Config
 from dlr_pretrain.util.command import at_least_1, command, refuse
 
 AUTO = "train.micro_batch=auto: the largest that is counted to fit on one {} (in {:.1f} GB); a run tries real updates"
@@ -64,13 +62,8 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
 def table1(as_json: bool) -> str:
     from dlr_pretrain.analysis.table1 import compare, render
 
-    def configure(recipe: str, scale: str) -> Config:
-        return load([f"scale={scale}", f"experiment={recipe}"], machine=False)
-
-    cells = list(compare(configure))
-    if as_json:
-        return json.dumps([asdict(c) | {"agrees": c.agrees, "reason": c.reason} for c in cells], indent=2)
-    return render(cells)
+    cells = compare(lambda words: load(list(words), machine=False))
+    return cells.to_json(orient="records", indent=2) if as_json else render(cells)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The DLR paper's figures, and how the setting of a run differs from the paper's."""
+"""The DLR paper's figures, our recipe for each of its rows, and how the setting of a run differs from the recipe."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dlr_pretrain.config.tree import CONFIG_DIR
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
 C4_SHARDS = "1024 train and 8 validation shards"  # of C4's English text, as ``describe`` of a source puts it
 TASKS = ("arc_challenge", "boolq", "hellaswag", "mmlu", "piqa", "winogrande")
+AT_7B = {"full": (), "lost": (), "cola+dlr": (), "sltrain": ("optimizer=adamw_8bit", "train.clip=1.0")}
 
 
 @cache
@@ -23,9 +24,17 @@ def facts(name: str) -> pd.DataFrame:
     return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
 
 
+def recipe(method: str) -> list[str]:
+    """The overrides of our recipe for a method of the paper, such as cola+dlr: its own, or ``experiment=paper``."""
+    base, _, residual = method.partition("+")
+    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
+    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
+    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
+
+
 def marks(run: pd.Series) -> str:
     """How a run's setting differs from our recipe for the paper's row; empty if it does not."""
-    theirs = recipe(run.base, run.dlr, run.scale)
+    theirs = recipe_identity(run.method, run.scale)
     if theirs is None:
         return "no recipe of the paper"
     both = [k for k in theirs if k in run.identity and k not in ("seed", "data.seed", "scale.name", *ORIGIN)]
@@ -42,11 +51,12 @@ def marks(run: pd.Series) -> str:
 
 
 @cache
-def recipe(base: str, residual: str, scale: str) -> dict | None:
-    """The identity of our recipe for a row of the paper; None if there is no such recipe."""
-    name = f"7b/{base}{'_dlr' if residual == 'on' else ''}" if scale == "7b" else f"table1/{base}"
-    if scale not in {"7b", *facts("table1").scale} or not (CONFIG_DIR / "experiment" / f"{name}.yaml").exists():
+def recipe_identity(method: str, scale: str) -> dict | None:
+    """The identity of our recipe for a row of the paper; None if the paper has no such row."""
+    rows = AT_7B if scale == "7b" else dict.fromkeys(facts("table1").method, ())
+    known = method in rows if scale == "7b" else method.partition("+")[0] in rows
+    if not known or scale not in {"7b", *facts("table1").scale}:
         return None
     with session():
-        cfg, _ = build("train", [f"scale={scale}", f"experiment={name}", f"dlr={residual}"])
+        cfg, _ = build("train", [f"scale={scale}", *recipe(method), *rows.get(method, ())])
     return identity(cfg) if cfg else None

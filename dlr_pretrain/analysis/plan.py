@@ -22,15 +22,14 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.memory import peak_bytes
+from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.table1 import counts, token_budget
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
@@ -122,19 +121,12 @@ def paper_measured(cfg: Config) -> dict | None:
     if name is None:
         return None
     method = cfg.backbone.name + ("+dlr" if cfg.dlr.enabled else "")
-    with Path(__file__).with_name(f"{name}.csv").open() as file:
-        row = next((row for row in csv.DictReader(file) if row["method"].split(" (")[0] == method), None)
-    if row is None:
-        return None
-    speed, memory = row.get("tokens_per_s_32xh100"), row.get("memory_gb") or row.get("mem_gb")
-    rows = int(
-        row.get("batch_per_gpu") or cfg.scale.micro_batch
-    )  # at 1b the scale's, as in the paper's table of scales
-    return {
+    row = next((row for row in facts(name).to_dict("records") if row["method"].split(" (")[0] == method), None)
+    return row and {
         "method": method,
-        "micro_batch": rows,
-        "memory_gb": float(memory),
-        "tokens_per_second": int(speed) if speed else None,
+        "micro_batch": row.get("batch_per_gpu", cfg.scale.micro_batch),  # at 1b as in the paper's table of scales
+        "memory_gb": row.get("memory_gb") or row.get("mem_gb"),
+        "tokens_per_second": row.get("tokens_per_s_32xh100"),
     }
 
 

@@ -7,13 +7,13 @@ differ between rows.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import pandas as pd
 import torch
 
+from dlr_pretrain.analysis.paper import facts, recipe
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import build
 from dlr_pretrain.optim.build import state_bytes
@@ -44,59 +44,11 @@ UNREACHABLE = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the paper prints for a method at a scale; ``mem_gb`` is its label, though some cells are in GiB."""
-
-    method: str
-    scale: str
-    tokens_b: str
-    params_m: str
-    mem_gb: str
-
-    @property
-    def backbone(self) -> str:
-        """The method without DLR. DLR changes neither column."""
-        return self.method.removesuffix("+dlr")
-
-    @property
-    def recipe(self) -> str:
-        return f"table1/{self.method.replace('+', '_')}"
-
-    @property
-    def convention(self) -> str:
-        return OF_BACKBONE.get(self.backbone, "b")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A figure of the paper and ours in the same form; if they differ, ``reason`` says why ours cannot agree."""
-
-    method: str
-    scale: str
-    column: str  # parameters or memory
-    paper: str
-    ours: str
-    convention: str
-
-    @property
-    def agrees(self) -> bool:
-        return self.paper == self.ours
-
-    @property
-    def reason(self) -> str | None:
-        return None if self.agrees else UNREACHABLE.get((self.method.removesuffix("+dlr"), self.column), "unknown")
-
-
-def rows() -> list[Row]:
-    names = ("method", "scale", "tokens_b", "params_m", "mem_gb")
-    with Path(__file__).with_name("table1.csv").open() as file:
-        return [Row(**{name: row[name] for name in names}) for row in csv.DictReader(file)]
-
-
 def token_budget(scale: str) -> float | None:
     """The tokens that the paper's table names for a scale; None for a scale that is not in it."""
-    return next((float(row.tokens_b) * 1e9 for row in rows() if row.scale == scale), None)
+    table = facts("table1")
+    found = table.tokens_b[table.scale == scale]
+    return float(found.iloc[0]) * 1e9 if len(found) else None
 
 
 @dataclass(frozen=True)
@@ -123,9 +75,15 @@ def counts(cfg: Config, vocab_size: int | None = None) -> Counts:
     )
 
 
-def printed_memory(row: Row, of: Counts) -> str:
-    """Our memory by the convention of ``row``, in the paper's format."""
-    unit = GIB if row.convention in "bc" and row.scale == "60m" else GB
+def convention(method: str) -> str:
+    """The convention of a method's row. DLR changes neither column."""
+    return OF_BACKBONE.get(method.removesuffix("+dlr"), "b")
+
+
+def printed_memory(method: str, scale: str, of: Counts) -> str:
+    """Our memory by the convention of the paper's row, in its format: gigabytes, though some cells are in GiB."""
+    letter = convention(method)
+    unit = GIB if letter in "bc" and scale == "60m" else GB
     trained = round(2 * of.trained / unit, 2) + round(of.state / unit, 2)
     memory = {
         "a": trained,
@@ -134,35 +92,42 @@ def printed_memory(row: Row, of: Counts) -> str:
         "d": trained + round(8 * of.indices / GB, 2),
         "e": 8e6 * round(of.trained / 1e6) / GIB,
     }
-    return f"{memory[row.convention]:.2f}"
+    return f"{memory[letter]:.2f}"
 
 
-def compare(configure: Callable[[str, str], Config]) -> Iterator[Cell]:
-    """Every cell of both columns. ``configure(recipe, scale)`` composes a configuration."""
-    for row in rows():
-        of = counts(configure(row.recipe, row.scale))
-        millions = f"{of.trained / 1e6:.0f}"
-        yield Cell(row.method, row.scale, "parameters", row.params_m, millions, "trained parameters")
-        yield Cell(row.method, row.scale, "memory", row.mem_gb, printed_memory(row, of), row.convention)
+def compare(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
+    """A row for every cell of both columns, as the paper prints it and as we do; ``reason`` where ours cannot agree.
+
+    ``configure`` composes a configuration from overrides.
+    """
+    cells = []
+    for row in facts("table1").itertuples():
+        of = counts(configure([f"scale={row.scale}", *recipe(row.method)]))
+        both = {
+            "parameters": (f"{row.params_m:.0f}", f"{of.trained / 1e6:.0f}", "trained parameters"),
+            "memory": (f"{row.mem_gb:.2f}", printed_memory(row.method, row.scale, of), convention(row.method)),
+        }
+        for column, (paper, ours, by) in both.items():
+            reason = UNREACHABLE.get((row.method.removesuffix("+dlr"), column), "unknown") if paper != ours else None
+            cells.append((row.method, row.scale, column, paper, ours, by, paper == ours, reason))
+    names = ["method", "scale", "column", "paper", "ours", "convention", "agrees", "reason"]
+    return pd.DataFrame(cells, columns=names)
 
 
-def render(cells: list[Cell]) -> str:
-    """Both columns of the paper as text, 80 characters wide; = if the printed digits agree, ! if they do not."""
-    scales = list(dict.fromkeys(cell.scale for cell in cells))
+def render(cells: pd.DataFrame) -> str:
+    """Both columns of the paper as text; = if the printed digits agree, ! if they do not."""
+    shown = cells.assign(pair=cells.paper + cells.agrees.map({True: " = ", False: " ! "}) + cells.ours)
     lines = []
     for column, title in (("parameters", "Trained parameters, millions"), ("memory", "Memory by convention")):
-        lines += [f"{title}: the paper's, and ours", f"{'':14}" + "".join(f"{scale:>14}" for scale in scales)]
-        of_column = [cell for cell in cells if cell.column == column]
-        for method in dict.fromkeys(cell.method for cell in of_column):
-            own = [cell for cell in of_column if cell.method == method]
-            pairs = (f"{cell.paper:>6} {'=' if cell.agrees else '!'} {cell.ours:<5}" for cell in own)
-            letter = f"  {own[0].convention}" if column == "memory" else ""
-            lines.append((f"{method:14}" + "".join(pairs) + letter).rstrip())
-        lines.append("")
+        index = ["method", "convention"] if column == "memory" else ["method"]
+        of_column = shown[shown.column == column]
+        wide = of_column.pivot(index=index, columns="scale", values="pair")[of_column.scale.unique()]
+        order = of_column.method.unique()
+        wide = wide.reindex(order, level="method") if column == "memory" else wide.loc[order]
+        lines += [f"{title}: the paper's, and ours", wide.to_string(), ""]
     lines += [fill(f"{letter}  {text}", indent=3) for letter, text in CONVENTIONS.items()]
-    wrong = [cell for cell in cells if not cell.agrees]
+    wrong = cells[~cells.agrees]
     lines += ["", f"{len(cells) - len(wrong)} of {len(cells)} cells agree to the printed digit. The others:"]
-    for method, column, reason in dict.fromkeys((c.method, c.column, c.reason) for c in wrong):
-        where = " ".join(c.scale for c in wrong if (c.method, c.column) == (method, column))
-        lines.append(fill(f"{method}, {column}, {where}: {reason}", indent=2))
+    for (method, column, reason), of in wrong.groupby(["method", "column", "reason"], sort=False):
+        lines.append(fill(f"{method}, {column}, {' '.join(of.scale)}: {reason}", indent=2))
     return "\n".join(lines)

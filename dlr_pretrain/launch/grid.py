@@ -1,7 +1,7 @@
 """The grid of a fair comparison: every method at the same learning rates with the same seeds, as lines of a table.
 
 A method is written ``backbone[+dlr][+option][:key=value...]``: ``cola``, ``cola+dlr``, ``lowrank+init_offset``,
-``full+galore``, ``cola+dlr:dlr.alpha=0.5``; or as overrides alone, ``experiment=table1/cola_dlr``.
+``full+galore``, ``cola+dlr:dlr.alpha=0.5``; or as overrides alone, ``experiment=table1/galore``.
 """
 
 from __future__ import annotations

@@ -16,8 +16,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlr_pretrain.analysis import memory as measuring
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
+from dlr_pretrain.analysis.paper import facts, recipe
 from dlr_pretrain.analysis.plan import folded_parameters, paper_measured, plan, render
-from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, counts, printed_memory, rows, token_budget
+from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, convention, counts, printed_memory, token_budget
+from dlr_pretrain.analysis.table1 import render as render_table1
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.composition import build as compose
@@ -80,34 +82,36 @@ NOT_REACHED = {
 def test_every_cell_of_table_1_agrees_that_can_and_the_others_say_why():
     with session():
 
-        def configure(recipe: str, scale: str) -> Config:
-            cfg, problems = compose("train", [f"scale={scale}", f"experiment={recipe}", "data=sample"])
+        def configure(words: list[str]) -> Config:
+            cfg, problems = compose("train", [*words, "data=sample"])
             assert problems == []
             return cfg
 
-        cells = list(compare(configure))
-    assert len(cells) == 16 * 4 * 2
+        found = compare(configure)
+    cells = list(found.itertuples())
+    assert len(cells) == 16 * 4 * 2 and "113 of 128 cells agree" in render_table1(found)
     assert {(c.method, c.scale, c.column) for c in cells if not c.agrees} == NOT_REACHED
     assert all((c.reason is None) == c.agrees and c.reason != "unknown" for c in cells)
     assert {(c.method.removesuffix("+dlr"), c.column) for c in cells if not c.agrees} == set(UNREACHABLE)
     assert [token_budget(scale) for scale in (*SCALES, "7b")] == [1.4e9, 2.6e9, 7.8e9, 13.1e9, None]
 
-    by_key = {(row.method, row.scale): row for row in rows()}  # the figures that the reasons name
+    # the figures that the reasons name
     for share, millions in ((0.03, "44 97 194 646"), (0.1, "45 102 215 730")):
         found = [counts(config(f"scale={s}", "backbone=sltrain", f"backbone.sparsity={share}")) for s in SCALES]
         assert [f"{of.trained / 1e6:.0f}" for of in found] == millions.split()
-    memories = [printed_memory(by_key["sltrain", s], of) for s, of in zip(SCALES, found, strict=True)]
+    memories = [printed_memory("sltrain", s, of) for s, of in zip(SCALES, found, strict=True)]
     assert memories == ["0.29", "0.68", "1.53", "5.35"]
     galore = config("scale=350m", "backbone=full", "optimizer=galore", "optimizer.rank=384")
-    assert printed_memory(by_key["galore", "350m"], counts(galore)) == "1.59"
+    assert printed_memory("galore", "350m", counts(galore)) == "1.59"
 
 
 def test_recipes_have_the_papers_parameters_and_memory():
     """One scale of the table; all of it is in the test above."""
-    for row in rows():
-        if row.scale == "130m" and row.backbone != "sltrain":
-            of = counts(config("scale=130m", f"experiment={row.recipe}"))
-            assert (f"{of.trained / 1e6:.0f}", printed_memory(row, of)) == (row.params_m, row.mem_gb), row.method
+    for row in facts("table1").query("scale == '130m'").itertuples():
+        if row.method != "sltrain" and (convention(row.method) != "b" or "dlr" in row.method):
+            of = counts(config("scale=130m", *recipe(row.method)))
+            ours = round(of.trained / 1e6), float(printed_memory(row.method, "130m", of))
+            assert ours == (row.params_m, row.mem_gb), row.method
 
 
 # ---------------------------------------------------------------------------------------------------- memory

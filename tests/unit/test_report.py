@@ -16,7 +16,7 @@ import pytest
 from run_folders import FINGERPRINTS, SHORT, a_comparison, a_record, a_run, configured, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import figures
-from dlr_pretrain.analysis.paper import facts, marks
+from dlr_pretrain.analysis.paper import facts, marks, recipe
 from dlr_pretrain.analysis.report import write_report, write_reports
 from dlr_pretrain.analysis.runs import Runs, Spread, read_runs, spread
 from dlr_pretrain.analysis.tables import Table, final, groups_table, pairs, pairs_table, paper_tables, speed_table
@@ -26,7 +26,7 @@ from dlr_pretrain.util.errors import UserError
 from tests.conftest import script
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
-PAPER = ("scale=60m", "experiment=table1/cola_dlr", "data=c4_local", "data.root=/c4", "train.steps=11000")
+PAPER = ("scale=60m", "experiment=paper", "backbone=cola", "data=c4_local", "data.root=/c4", "train.steps=11000")
 PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
 
 
@@ -238,8 +238,8 @@ def test_machines_are_not_averaged_and_speed_is_of_the_last_start_that_trained(t
 
 
 def test_the_papers_tables_stand_beside_runs_that_they_share_a_row_with(tmp_path):
-    a_run(tmp_path / "a", *PAPER, seed=41, level=3.4)
-    a_run(tmp_path / "rank", *PAPER, "backbone.rank=64", "train.lr=0.001", "tokenizer.path=/t", seed=41)
+    a_run(tmp_path / "a", *PAPER, "dlr=on", seed=41, level=3.4)
+    a_run(tmp_path / "rank", *PAPER, "dlr=on", "backbone.rank=64", "train.lr=0.001", "tokenizer.path=/t", seed=41)
     a_run(tmp_path / "uncorrected", *PAPER, "dlr=uncorrected", seed=41)
     found = read_runs([tmp_path])
     table, ablations = paper_tables(found)
@@ -258,10 +258,10 @@ def test_the_papers_tables_stand_beside_runs_that_they_share_a_row_with(tmp_path
     assert marks(low.iloc[0]) == "backbone.rank 64, not 128; train.lr 0.001, not 0.01"
 
 
-@pytest.mark.parametrize("recipe", ["full", "galore", "fira", "loro", "sltrain", "lora", "lost_dlr", "cola_lax"])
-def test_our_recipes_are_the_papers_setting(recipe, tmp_path):
-    a_run(tmp_path / "a", "scale=130m", f"experiment=table1/{recipe}", "data=c4_local", "data.root=/c4", step=1)
-    a_run(tmp_path / "b", "scale=130m", f"experiment=table1/{recipe}", "data=sample", step=1, text="", seed=42,
+@pytest.mark.parametrize("method", ["galore", "lost+dlr"])
+def test_our_recipes_are_the_papers_setting(method, tmp_path):
+    a_run(tmp_path / "a", "scale=130m", *recipe(method), "data=c4_local", "data.root=/c4", step=1)
+    a_run(tmp_path / "b", "scale=130m", *recipe(method), "data=sample", step=1, text="", seed=42,
           fingerprints=FINGERPRINTS | {"tokenizer.pieces": "other"})  # fmt: skip
     ours, other = (read_runs([tmp_path / name]).runs.iloc[0] for name in "ab")
     assert marks(ours) == ""
@@ -269,7 +269,7 @@ def test_our_recipes_are_the_papers_setting(recipe, tmp_path):
 
 
 def test_7b_on_its_way_stands_beside_the_papers_steps(tmp_path):
-    words = ("scale=7b", "experiment=7b/cola_dlr", "data=c4_local", "data.root=/c4", "eval.every=10000")
+    words = ("scale=7b", *recipe("cola+dlr"), "data=c4_local", "data.root=/c4", "eval.every=10000")
     run = a_run(tmp_path / "a", *words, step=1)
     cfg = configured(*words)
     lines = [a_record(cfg, step, 3.0, None, 10_000_000, lambda *_: 0.0) for step in (1, 10_000)]

@@ -113,7 +113,7 @@ def test_every_method_gets_the_same_grid():
     ("lowrank+init_offset", ["train.steps=60", "backbone=lowrank", "dlr=init_offset"]),
     ("lowrank+dlr+loro", ["train.steps=60", "backbone=lowrank", "dlr=on", "optimizer=loro"]),
     ("cola:train.steps=6:optimizer.eps=1e-6", ["backbone=cola", "dlr=off", "train.steps=6", "optimizer.eps=1e-6"]),
-    ("experiment=table1/cola_dlr:scale=60m", ["train.steps=60", "experiment=table1/cola_dlr", "scale=60m"]),
+    ("experiment=table1/galore:scale=60m", ["train.steps=60", "experiment=table1/galore", "scale=60m"]),
 ])  # fmt: skip
 def test_a_method_is_overrides_of_train_which_replace_those_of_all(method, expected):
     grid = read_grid([f"pair={method},full", "lr=1", "seeds=1", "train.steps=60"])
