@@ -1,6 +1,6 @@
-"""A GPU's memory: the micro-batch that fits (``train.micro_batch=auto``), and what is said when the memory runs out.
+"""A device's memory: the micro-batch that fits (``train.micro_batch=auto``), and what is said when the memory runs out.
 
-``auto`` is settled once and kept in the run's record. On a GPU each rank tries real updates, starting from the plan's
+``auto`` is resolved once and kept in the run's record. On a GPU each rank tries real updates, starting from the plan's
 estimate. On a CPU the estimate decides, and also with ``parallel=fsdp``, where the ranks could only try together and
 would wait for one that is out of memory. All ranks take the smallest of their answers.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,10 +32,6 @@ GPU_SHARE = 0.94  # of a GPU's memory that the allocator may hold in a trial: NC
 
 # (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
 PlannedMemory = Callable[[Config, int, int], int]
-
-
-# ----------------------------------------------------------------------------------------------------
-# The micro-batch that fits
 
 
 def resolve_micro_batch(
@@ -62,11 +57,8 @@ def resolve_micro_batch(
 def largest_that_fits(cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory) -> int:
     """The largest divisor of a rank's rows that fits on every rank; raises UserError if not even one sequence fits."""
     world, sizes, free = ranks.world_size, cfg.micro_batches(ranks.world_size), free_memory(ranks)
-
-    def is_planned_to_fit(rows: int) -> bool:
-        return planned(cfg.with_micro_batch(rows), vocab_size, world) <= free
-
-    own = next(filter(is_planned_to_fit, reversed(sizes)), 0)
+    estimates = (rows for rows in reversed(sizes) if planned(cfg.with_micro_batch(rows), vocab_size, world) <= free)
+    own = next(estimates, 0)
     if ranks.device.type == "cuda" and cfg.parallel.name != "fsdp":
         own = largest(sizes, own or 1, lambda rows: fits(cfg, ranks, vocab_size, rows))
     chosen = min(ranks.gather(own))
@@ -100,35 +92,30 @@ def fits(cfg: Config, ranks: Ranks, vocab_size: int, rows: int) -> bool:
 
     Each rank tries alone. The random state and the peak memory of the run are as if there had been no trial.
     """
-    isolated = copy.copy(ranks)
+    isolated, device = copy.copy(ranks), ranks.device
     isolated.rank, isolated.world_size = 0, 1
     summed = 2 if cfg.train.global_batch // ranks.world_size > rows or ranks.world_size > 1 else 1
     tried = replace(cfg, train=replace(cfg.train, global_batch=summed * rows, micro_batch=rows))
-    device = ranks.device
+
+    def update_twice() -> None:  # a function, so that nothing of the model outlives it
+        updates = trial(tried, isolated, vocab_size, compiled_for=ranks.world_size)
+        for index in range(2):
+            updates(noise(tried, isolated, vocab_size), index, cfg.train.lr)
+        torch.cuda.synchronize(device)
+
     torch.cuda.reset_peak_memory_stats(device)
-    with torch.random.fork_rng(devices=[device]):
-        try:
-            _update_twice(tried, isolated, vocab_size, compiled_for=ranks.world_size)
-            enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            enough = False
+    try:
+        with torch.random.fork_rng(devices=[device]):
+            update_twice()
+        enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        enough = False
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     return enough
-
-
-def _update_twice(cfg: Config, ranks: Ranks, vocab_size: int, compiled_for: int) -> None:
-    updates, batch = trial(cfg, ranks, vocab_size, compiled_for=compiled_for), noise(cfg, ranks, vocab_size)
-    for index in range(2):
-        updates(batch, index, cfg.train.lr)
-    torch.cuda.synchronize(ranks.device)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Out of memory
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -139,7 +126,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
-    """Turns an out-of-memory error into a UserError that says what helps, and writes a snapshot of the memory.
+    """Turns an out-of-memory error into a UserError that says what helps.
 
     A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
     """
@@ -148,35 +135,12 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-        request = f"{asked[1]} were asked for" if asked else first_line(str(error))
         setting = f"train.micro_batch={cfg.micro_batch(ranks.world_size)}"
         fix = (
             "The same command continues with a smaller train.micro_batch, and train.micro_batch=auto finds the largest "
             "that fits; scripts/plan.py counts what other settings take"
         )
-        snapshot = dump(Path(cfg.run.dir) / "profile", ranks)
-        text = f"out of GPU memory on rank {ranks.rank} with {setting}: {request}{_held(ranks)}. {fix}{snapshot}"
+        text = f"out of GPU memory on rank {ranks.rank} with {setting}: {first_line(error)}. {fix}"
         if not ranks.is_main:
             tell(f"error: {text}")
         raise UserError(text) from error
-
-
-def dump(folder: Path, ranks: Ranks) -> str:
-    """Write a snapshot of the GPU's allocations; returns a sentence: where it is, or why there is none; "" on a CPU."""
-    if ranks.device.type != "cuda":
-        return ""
-    path = folder / f"out_of_memory_rank{ranks.rank}.pickle"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-    except OSError as error:
-        return f". No snapshot of the memory: {error}"
-    return f". What held it is in {path}, for https://pytorch.org/memory_viz; profile=on adds the places in the code"
-
-
-def _held(ranks: Ranks) -> str:
-    if ranks.device.type != "cuda":
-        return ""
-    peak, whole = torch.cuda.max_memory_allocated(ranks.device), torch.cuda.mem_get_info(ranks.device)[1]
-    return f", {peak / 1e9:.2f} GB were allocated at the peak, and the GPU has {whole / 1e9:.2f} GB"

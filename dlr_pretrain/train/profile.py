@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from dlr_pretrain.config import Config
@@ -13,7 +12,6 @@ from dlr_pretrain.train.ranks import Ranks
 
 UNTIMED = "not training"  # the range in traces of what stands between two steps: evaluations and saves
 ROWS = 60  # of the table
-HISTORY = 200_000  # allocations of GPU memory that torch records with their place in the code
 
 
 class Profiler:
@@ -31,7 +29,6 @@ class Profiler:
             activities = [ProfilerActivity.CPU]
             if self.ranks.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-                torch.cuda.memory._record_memory_history(max_entries=HISTORY)
             due = schedule(wait=choice.start - 1, warmup=1, active=choice.steps, repeat=1)
             self.profile = profile(activities=activities, schedule=due, on_trace_ready=self._write)
             self.profile.start()
@@ -44,14 +41,12 @@ class Profiler:
             if self.written:
                 self.__exit__()
 
-    def __exit__(self, kind: type | None = None, *_) -> None:
+    def __exit__(self, *_) -> None:
         """End the profile, complete or not."""
         if self.profile is None:
             return
         ended, self.profile = self.profile, None
         ended.stop()
-        if self.ranks.device.type == "cuda" and kind is not torch.OutOfMemoryError:  # its snapshot needs the history
-            torch.cuda.memory._record_memory_history(enabled=None)
         if not self.written:
             self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
 

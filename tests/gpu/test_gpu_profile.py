@@ -1,14 +1,10 @@
-"""Probe, profile and snapshot on a GPU."""
+"""Probe and profile on a GPU."""
 
 from __future__ import annotations
-
-import pickle
 
 import pytest
 import torch
 
-from dlr_pretrain.train.update import Update
-from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved
 
@@ -35,14 +31,3 @@ def test_training_notices_neither_probe_nor_profile(train, tmp_path, how):
     assert read_metrics(looked / "metrics.jsonl")[0]["probe/0.self_attn.q_proj/rho"] > 0
     table = (looked / "profile" / "profile.txt").read_text()
     assert all(part in table for part in ("with_residual", "forward", "backward", "optimizer", "Self CUDA time total"))
-
-
-def test_running_out_of_memory_leaves_a_snapshot(train, tmp_path, monkeypatch):
-    def fails(self, batch, index, lr, failed):
-        torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
-
-    monkeypatch.setattr(Update, "__call__", fails)
-    with pytest.raises(UserError, match=r"were asked for, .* GB were allocated at the peak"):
-        train(tmp_path / "run", *COMMON, "profile=on", "profile.start=3")
-    snapshot = pickle.loads((tmp_path / "run" / "profile" / "out_of_memory_rank0.pickle").read_bytes())
-    assert snapshot["segments"] and any(snapshot["device_traces"])
