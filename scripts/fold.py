@@ -43,6 +43,8 @@ def fold(given: argparse.Namespace) -> None:
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
 
+    if output.exists():
+        raise UserError(f"{output} exists already. Move it away, or name another folder with --output")
     import torch
 
     from dlr_pretrain.deploy.fold import fold_checkpoint

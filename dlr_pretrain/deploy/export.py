@@ -60,8 +60,8 @@ def export(
     writes a CoLA model for its authors' code.
 
     ``check`` inspects the finished folder before it is renamed; if ``check`` raises, the folder remains as
-    ``.<folder>.partial``. An earlier export at ``folder`` is replaced; a folder with any other file in it is kept as
-    ``<folder>_kept1`` (or 2, 3, ...).
+    ``.<folder>.partial``. An earlier export at ``folder`` is replaced; one with other files in it becomes
+    ``<folder>_1`` (or 2, 3, ...).
     """
     tokenizer = load_tokenizer(tokenizer_path)
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
@@ -82,38 +82,15 @@ def export(
     (partial / "README.md").write_text(text, encoding="utf-8")
     check(partial)
     sync_all(partial)
-    _put_in_place(partial, folder)
-
-
-def require_export(folder: Path) -> None:
-    """Raise UserError if ``folder`` is something else than an earlier export."""
-    config = folder / "config.json"
-    if folder.exists() and not (config.is_file() and "tokenizer_sha256" in config.read_text(errors="replace")):
-        rule = "it is no earlier export. Move it away, or name another folder"
-        raise UserError(f"{folder} is in the way: {rule}")
-
-
-def _put_in_place(new: Path, folder: Path) -> None:
-    """Rename ``new`` to ``folder``; what stands there is deleted if ``new`` has all of its files, else it is kept.
-
-    A user's files therefore stay with the weights that they belong to, and never make the end of a run fail. Weights
-    that ``save_pretrained`` has written over an export's are a user's, too.
-    """
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        config, written = folder / "config.json", {"fold.json", *(path.name for path in new.iterdir())}
-        more = sorted({path.name for path in folder.iterdir()} - written)
-        if config.is_file() and '"transformers_version"' in config.read_text(errors="replace"):
-            more.append("weights of save_pretrained")
-        taken = (folder.with_name(f"{folder.name}_kept{n}") for n in count(1))
-        aside = next(path for path in taken if not path.exists()) if more else old
+    if folder.exists() and {path.name for path in folder.iterdir()} <= {path.name for path in partial.iterdir()}:
+        shutil.rmtree(folder)
+    elif folder.exists():
+        names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
+        aside = next(name for name in names if not name.exists())
         folder.rename(aside)
-        if more:
-            tell(f"note: {folder} held what no export writes ({', '.join(more[:3])}): it is {aside} now")
-    new.rename(folder)
+        tell(f"note: {folder} has files that no export writes: it is {aside} now")
+    partial.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False) -> tuple[Config, dict]:

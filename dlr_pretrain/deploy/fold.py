@@ -31,7 +31,7 @@ from dlr_pretrain.data import (
     validation_set,
 )
 from dlr_pretrain.deploy.card import shown
-from dlr_pretrain.deploy.export import deployed, export, require_export
+from dlr_pretrain.deploy.export import deployed, export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
@@ -67,11 +67,9 @@ def fold_checkpoint(
     If the model has residuals, the report is measured on about ``tokens`` tokens of the run's validation text (0: not
     measured; None: ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``, and recorded in ``fold.json``. In layout
     "own" the folder is compared with our own model through transformers. Raises UserError if a check fails; a folder
-    that was written then keeps its temporary name. Raises UserError, before anything is measured, unless ``output`` is
-    absent or an earlier export.
+    that was written then keeps its temporary name.
     """
     cfg, device = recorded(read_config(run)), device or torch.device("cpu")
-    require_export(output)
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)

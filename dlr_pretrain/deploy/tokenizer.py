@@ -65,11 +65,8 @@ def fast_tokenizer(tokenizer: Tokenizer) -> Fast:
 
 def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
     """A sentencepiece model in the other library, and the ids of its pieces that no text contains."""
-    try:
-        from sentencepiece import sentencepiece_model_pb2
-    except ImportError as error:
-        rule = f"its export needs the package protobuf ({error})"
-        raise UserError(f"{tokenizer.path}: {rule}. Install it: pip install protobuf") from error
+    from sentencepiece import sentencepiece_model_pb2
+
     proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())
     kind, pieces, spec = proto.trainer_spec.model_type, proto.pieces, proto.normalizer_spec
     unsupported = {

@@ -230,16 +230,20 @@ def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, 
         export(tmp_path / "other", ours, of_kind("lowrank"), ROWS, spiece, RECORD, layout="cola")
 
 
-def test_an_older_folder_stays_until_the_new_one_is_whole(tmp_path, spiece, monkeypatch):
+def test_an_older_folder_stays_with_what_was_put_into_it(tmp_path, spiece, monkeypatch):
     folder, tensors = tmp_path / "folded", trained(COLA, ROWS).state_dict()
     export(folder, tensors, COLA, ROWS, spiece, {"step": 1})
     with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
         broken.setattr(export_module, "export_tokenizer", _disk_full)
         export(folder, tensors, COLA, ROWS, spiece, {"step": 2})
     assert "| step | 1 |" in (folder / "README.md").read_text()
+    export(folder, tensors, COLA, ROWS, spiece, {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["folded"]
+    (folder / "zero_shot.json").write_text("measured")
     export(folder, tensors, COLA, ROWS, spiece, {"step": 3})
     assert "| step | 3 |" in (folder / "README.md").read_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["folded"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folded", "folded_1"]
+    assert (tmp_path / "folded_1/zero_shot.json").read_text() == "measured"
 
 
 def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, spiece, monkeypatch):

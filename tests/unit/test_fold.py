@@ -19,7 +19,6 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config.composition import recorded
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import load_tokenizer, open_source, validation_set
-from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
 from dlr_pretrain.models import build, fold_
@@ -94,40 +93,20 @@ def test_what_is_no_sound_checkpoint_is_named_and_nothing_is_overwritten(train, 
     run_dir = train(tmp_path / "run", "train.steps=2")
     checkpoint, precious = run_dir / "checkpoints" / "step_00000002", tmp_path / "thesis"
     precious.mkdir()
-    (precious / "config.json").write_text('{"model_type": "llama"}')
     for words, reason in (
         ([run_dir], "name one as"),
         ([checkpoint.with_name("step_00000009")], "is not there; "),
-        ([checkpoint, "--output", precious], "is in the way: it is no earlier export. Move it away"),
-        ([checkpoint, "--output", run_dir], "is in the way"),
+        ([checkpoint, "--output", precious], "exists already. Move it away"),
         ([checkpoint, "--tokens", "-1"], "must be at least 0"),
     ):
         refused = fold(*words)
         assert refused.returncode in (EXIT_FAILED, EXIT_CONFIG) and reason in refused.err
-    assert [path.name for path in precious.iterdir()] == ["config.json"]
+    assert list(precious.iterdir()) == []
     (part,) = checkpoint.glob("*.safetensors")
     weights = bytearray(part.read_bytes())
     weights[-50] ^= 1
     part.write_bytes(weights)
     assert "fails its checksum" in fold(checkpoint).err
-
-
-def test_what_was_put_into_an_earlier_export_stays_with_its_weights(lowrank, tmp_path, fold, monkeypatch):
-    notes, output, checkpoint = [], tmp_path / "output", lowrank / "checkpoints" / "step_00000003"
-    monkeypatch.setattr(export_module, "tell", notes.append)
-    words = (checkpoint, "--tokens", 0, "--output", output)
-    assert fold(*words).returncode == fold(*words).returncode == 0
-    assert notes == [] and [path.name for path in tmp_path.iterdir()] == ["output"]
-    (output / "zero_shot.json").write_text("measured")
-    (output / FILE).write_bytes(b"weights")
-    assert fold(*words).returncode == 0
-    kept = tmp_path / "output_kept1"
-    assert (kept / "zero_shot.json").read_text() == "measured" and (kept / FILE).read_bytes() == b"weights"
-    assert not (output / "zero_shot.json").exists() and (output / FILE).stat().st_size > 7
-    assert len(notes) == 1 and f"{output} held what no export writes (zero_shot.json): it is {kept} now" in notes[0]
-    config = json.loads((output / "config.json").read_text())
-    (output / "config.json").write_text(json.dumps(config | {"transformers_version": "5.0"}))  # by save_pretrained
-    assert fold(*words).returncode == 0 and (tmp_path / "output_kept2" / FILE).exists()
 
 
 # ----------------------------------------------------------------------------------------------------
