@@ -45,14 +45,6 @@ class Block(Protocol):
         ...
 
 
-class Documents(Protocol):
-    """The tokenised documents of a source's shards."""
-
-    def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
-        """The rows first, first + step, ... of a shard, block by block in file order."""
-        ...
-
-
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:
     return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
@@ -72,14 +64,10 @@ def in_order(block: Block, order: np.ndarray, longest: int, done: int = 0) -> It
         done += len(some.starts)
 
 
-def text_chunks(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts in lists that are efficient to tokenise at once; each has at least one text."""
-    return _lists(texts, CHUNK_DOCUMENTS, CHUNK_CHARACTERS)
-
-
-def _lists(texts: Iterable, documents: int, characters: int) -> Iterator[list]:
+def chunks(texts: Iterable[str | None], documents: int, characters: int) -> Iterator[list[str | None]]:
     """Lists of consecutive texts (None: left out), each ended by its number of texts or of characters."""
-    taken, size = [], 0
+    taken: list[str | None] = []
+    size = 0
     for text in texts:
         taken.append(text)
         size += len(text or "")
@@ -88,6 +76,12 @@ def _lists(texts: Iterable, documents: int, characters: int) -> Iterator[list]:
             taken, size = [], 0
     if taken:
         yield taken
+
+
+def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[TextBlock]:
+    """The blocks of a shard's texts."""
+    for block in chunks(texts, BLOCK_DOCUMENTS, BLOCK_CHARACTERS):
+        yield TextBlock(block, tokenizer)
 
 
 class TextBlock:
@@ -101,15 +95,5 @@ class TextBlock:
         return len(self.texts)
 
     def take(self, order: np.ndarray, longest: int) -> Tokens:
-        return tokenise(next(text_chunks(self.texts[i] for i in order)), self._tokenizer, longest)
-
-
-class TextDocuments:
-    """The documents of a source of texts."""
-
-    def __init__(self, source, tokenizer: Tokenizer):
-        self._source, self._tokenizer = source, tokenizer
-
-    def blocks(self, shard: str, first: int = 0, step: int = 1) -> Iterator[TextBlock]:
-        for texts in _lists(self._source.read(shard, first, step), BLOCK_DOCUMENTS, BLOCK_CHARACTERS):
-            yield TextBlock(texts, self._tokenizer)
+        texts = next(chunks((self.texts[i] for i in order), CHUNK_DOCUMENTS, CHUNK_CHARACTERS))
+        return tokenise([text for text in texts if text is not None], self._tokenizer, longest)

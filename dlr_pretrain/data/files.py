@@ -6,12 +6,10 @@ when a request fails, asks again for what is missing. So a row is never read twi
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import io
 import logging
 import os
-import queue
 import random
 import re
 import shutil
@@ -19,13 +17,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import sync
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
 FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is told within 10 s
@@ -58,51 +56,45 @@ def find(root: str, pattern: str) -> list[File]:
     whole = pattern if "://" in pattern or os.path.isabs(pattern) else os.path.join(root, pattern)
     if "://" in whole:
         return _find_remote(root, whole)
-    names = set(glob.glob(pattern, root_dir=root or None, recursive=True))  # several ** find some files twice
     found = []
-    for name in sorted(names):
+    for name in sorted(set(glob.glob(pattern, root_dir=root or None, recursive=True))):  # several ** find files twice
         path = os.path.join(root, name)
-        if not os.path.isdir(path):
-            try:
+        try:
+            if not os.path.isdir(path):
                 found.append(File(name, path, os.path.getsize(path)))
-            except OSError as error:
-                fix = "Fetch this shard again, or narrow the glob that matches it"
-                raise UserError(f"{path}: cannot be opened ({error.strerror}). {fix}") from error
+        except OSError as error:
+            fix = "Fetch this shard again, or narrow the glob that matches it"
+            raise UserError(f"{path}: cannot be opened ({error.strerror}). {fix}") from error
     return found
 
 
 def _find_remote(root: str, address: str) -> list[File]:
-    system, path, protocol = _system(address)
-    base = system._strip_protocol(root) if "://" in root else os.path.dirname(path.split("*")[0])
-
-    def ask() -> dict[str, dict]:
-        if "*" not in path:
-            return {path: system.info(path)}
-        return system.glob(path, detail=True)
-
+    system, path = _file_system(address)
+    base = _file_system(root)[1] if "://" in root else os.path.dirname(path.split("*")[0])
     try:
-        found = insist(ask, address)
+        if "*" in path:
+            found = insist(lambda: system.glob(path, detail=True), address)
+        else:
+            found = insist(lambda: {path: system.info(path)}, address)
     except FileNotFoundError:
         return []
-    files = {name: entry for name, entry in found.items() if entry["type"] == "file"}
+    protocol = address.split("://")[0]
     return [
         File(name.removeprefix(base).lstrip("/"), name if "://" in name else f"{protocol}://{name}", entry.get("size"))
-        for name, entry in sorted(files.items())
+        for name, entry in sorted(found.items())
+        if entry["type"] == "file"
     ]
 
 
-def _system(address: str):
-    """fsspec's file system for an address, the path in it, and the protocol."""
+def _file_system(address: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, and the path in it."""
     import fsspec
 
-    protocol = address.split("://")[0]
     try:
-        system, path = fsspec.core.url_to_fs(address)
+        return fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
-        raise UserError(
-            f"{address}: {protocol}:// needs a package that is not installed: {first_line(error)}"
-        ) from error
-    return system, path, protocol
+        rule = f"{address.split('://')[0]}:// needs a package that is not installed"
+        raise UserError(f"{address}: {rule}: {first_line(error)}") from error
 
 
 def pinned(address: str, revision: str | None, patient: bool = False) -> tuple[str, str | None]:
@@ -120,36 +112,33 @@ def pinned(address: str, revision: str | None, patient: bool = False) -> tuple[s
 
     def ask() -> str:
         info = HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=FIRST_CONTACT_SECONDS)
-        return info.sha
+        return info.sha or "main"
 
-    fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
+    waits = PATIENCE_SECONDS if patient and not constants.HF_HUB_OFFLINE else 0.0
     try:
-        patient = patient and not constants.HF_HUB_OFFLINE
-        commit = insist(lambda: within(FIRST_CONTACT_SECONDS, ask), name, PATIENCE_SECONDS if patient else 0.0)
+        commit = insist(lambda: within(FIRST_CONTACT_SECONDS, ask), name, waits)
     except Exception as error:  # the types differ between versions of the client
-        said = first_line(error)
-        raise UserError(f"{name}: the Hugging Face hub denied access or did not answer: {said}. {fix}") from error
+        rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
+        fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
+        raise UserError(f"{name}: {rule}. {fix}") from error
     return f"{repository}@{commit}{rest}", commit
 
 
 def within(seconds: float, ask: Callable[[], T]) -> T:
     """The answer of ``ask``, which runs in a thread: a look-up of a name has no time-out. Raises TimeoutError."""
-    answers: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.put((ask(), None))
+            answer.set_result(ask())
         except Exception as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="first contact", daemon=True).start()
     try:
-        answer, error = answers.get(timeout=seconds)
-    except queue.Empty:
+        return answer.result(seconds)
+    except TimeoutError:
         raise TimeoutError(f"no answer within {seconds:g} s") from None
-    if error is not None:
-        raise error
-    return answer
 
 
 def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
@@ -181,7 +170,8 @@ class Retrying(io.RawIOBase):
     """The bytes of a remote file. What a failed request leaves out is asked for again, from where it stood."""
 
     def __init__(self, file: File):
-        self._entry, self._at, self._stream = file, 0, None
+        self._file, self._at = file, 0
+        self._stream: Any = None  # of fsspec; None until it is needed, and after an error
 
     def readable(self) -> bool:
         return True
@@ -189,24 +179,19 @@ class Retrying(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._entry.size or 0}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size or 0}[whence]
         return self._at
 
-    def readinto(self, buffer) -> int:
-        left = min(len(buffer), RANGE_BYTES)
-        if self._entry.size is not None:
-            left = min(left, self._entry.size - self._at)
-        if left <= 0:
+    def readinto(self, buffer: Any) -> int:
+        size, whole = min(len(buffer), RANGE_BYTES), self._file.size
+        if whole is not None and (size := min(size, whole - self._at)) <= 0:
             return 0
         try:
-            content = insist(lambda: self._ask(left), self._entry.address)
+            content = insist(lambda: self._ask(size), self._file.address)
         except Exception as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self._entry.address}: cannot be read: {said[:400]}. {AGAIN}") from error
+            raise UserError(f"{self._file.address}: cannot be read: {said[:400]}. {AGAIN}") from error
         buffer[: len(content)] = content
         self._at += len(content)
         return len(content)
@@ -214,13 +199,13 @@ class Retrying(io.RawIOBase):
     def _ask(self, size: int) -> bytes:
         try:
             if self._stream is None:
-                system, path, _ = _system(self._entry.address)
+                system, path = _file_system(self._file.address)
                 self._stream = system.open(path, "rb", block_size=RANGE_BYTES, cache_type="none")
             if self._stream.tell() != self._at:
                 self._stream.seek(self._at)
             content = self._stream.read(size)
-            if not content and self._entry.size is not None:
-                raise ConnectionError(f"the answer ended at byte {self._at:,} of {self._entry.size:,}")
+            if not content and self._file.size is not None:
+                raise ConnectionError(f"the answer ended at byte {self._at:,} of {self._file.size:,}")
             return content
         except Exception:
             self._drop()
@@ -243,35 +228,34 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
         if file.is_local:
             return open(file.address, "rb")
         if cache is not None:
-            return _kept(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
+            return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     except FileNotFoundError as error:
-        raise UserError(
-            f"{error.filename}: no such file. Was it moved? Check data.root and the globs of data"
-        ) from error
+        fix = "Was it moved? Check data.root and the globs of data"
+        raise UserError(f"{error.filename}: no such file. {fix}") from error
     except OSError as error:
         raise UserError(f"{error.filename or file.address}: cannot be opened ({error.strerror or error})") from error
     if file.size is not None:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
     whole = tempfile.TemporaryFile()  # noqa: SIM115 (a server that names no length sends no ranges; the caller closes it)
-    with Retrying(file) as source:
-        shutil.copyfileobj(source, whole)
+    _fetch(file, whole)
     whole.seek(0)
     return whole
 
 
-def _kept(file: File, path: Path) -> BinaryIO:
-    """A file of the cache. One process fetches it while others wait; one that was killed has left its part."""
+def _cached(file: File, path: Path) -> BinaryIO:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(path.name + ".part")
-        with part.open("ab") as written, Retrying(file) as source:
-            fcntl.flock(written, fcntl.LOCK_EX)
-            if not path.exists():
-                source.seek(written.seek(0, io.SEEK_END))
-                shutil.copyfileobj(io.BufferedReader(source, RANGE_BYTES), written, RANGE_BYTES)
-                written.flush()
-                os.fsync(written.fileno())
-                os.replace(part, path)
-                sync(path.parent)
-        part.unlink(missing_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too
+        try:
+            with draft.open("wb") as target:
+                _fetch(file, target)
+                os.fsync(target.fileno())
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
     return path.open("rb")
+
+
+def _fetch(file: File, target: IO[bytes]) -> None:
+    with io.BufferedReader(Retrying(file), RANGE_BYTES) as source:
+        shutil.copyfileobj(source, target, RANGE_BYTES)

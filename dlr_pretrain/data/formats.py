@@ -12,10 +12,10 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import islice
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from dlr_pretrain.data.files import File, open_file
 from dlr_pretrain.util.errors import UserError, first_line
@@ -44,6 +44,9 @@ STRANGERS = [
 DAMAGED = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors and OSErrors
 
 
+Row = bytes | str | None  # a line of JSON, or a text; None: no text
+
+
 class Format(NamedTuple):
     """What the first bytes and the name of a file say."""
 
@@ -58,70 +61,73 @@ def sniff(file: File, stream: BinaryIO) -> Format:
     kind = next((k for suffix, k in FORMATS.items() if name.removesuffix(packed).endswith(suffix)), None)
     head = _head(file, stream)
     found = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
-    if not head:
-        return Format("empty", "")
-    _refuse(file, head)
-    if packed != found and (packed or kind):
+    if head and packed != found and (packed or kind):
         said = f"named {packed} and not compressed so" if packed else f"compressed ({found}), and its name hides it"
-        right = file.address.removesuffix(packed) + found
+        right = file.name.removesuffix(packed) + found
         raise UserError(f"{file.address}: is {said}. Rename it to {right.rsplit('/', 1)[-1]}, or fetch it again")
-    if found:
-        head = _head(file, stream, found)
-        _refuse(file, head)
-    if not head:
-        return Format("empty", found)
-    shown = head.removeprefix(BOM).lstrip()
-    if head.startswith(b"PAR1"):
-        kind = "parquet"
-    elif head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
-        kind = "arrow"
-    elif kind in ("parquet", "arrow"):
-        raise UserError(f"{file.address}: is no {kind} file: it begins with {head[:8]!r}. {FETCH}")
-    elif kind is None and shown.startswith(b"{"):
-        kind = "lines"
-    elif kind is None:
-        raise UserError(f"{file.address}: its name ends with none of {', '.join(FORMATS)}. Rename it, or leave it out")
-    if kind == "lines" and shown.startswith(b"["):
-        rule = "is a JSON array, and a shard holds one JSON object a line"
-        raise UserError(f"{file.address}: {rule}. Convert it: jq -c '.[]' FILE > FILE.jsonl")
-    if kind == "lines" and shown.split(b"\n")[0].strip() == b"{":
-        rule = "is one JSON object over several lines, and a shard holds one a line"
-        raise UserError(f"{file.address}: {rule}. Convert it: jq -c . FILE > FILE.jsonl")
-    if kind == "text" and b"\0" in head:
-        raise UserError(f"{file.address}: is binary, not text. Leave it out")
-    return Format(kind, found)
+    head = _head(file, stream, found) if found else head
+    return Format(_kind(file, head, kind) if head else "empty", found)
 
 
 def _head(file: File, stream: BinaryIO, compression: str = "") -> bytes:
+    """The first bytes of the content. Raises UserError if they are those of something else than a shard."""
     begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
     try:
-        return _plain(begin, compression).read(HEAD_BYTES)
+        head = _decompressed(begin, compression).read(HEAD_BYTES)
     except DAMAGED as error:
         raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
     finally:
         stream.seek(0)
-
-
-def _refuse(file: File, head: bytes) -> None:
-    low = head.removeprefix(BOM).lstrip().lower()
+    text = head.removeprefix(BOM).lstrip().lower()
     for magic, what, fix in STRANGERS:
-        if head.startswith(magic) or low.startswith(magic):
+        if head.startswith(magic) or text.startswith(magic):
             raise UserError(f"{file.address}: is {what}. {fix}")
+    return head
 
 
-def _plain(stream: BinaryIO, compression: str):
+def _kind(file: File, head: bytes, kind: str | None) -> str:
+    """The kind of a file by its first bytes and by the kind that its name says. Raises UserError if they disagree."""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return "arrow"
+    text = head.removeprefix(BOM).lstrip()
+    if kind is None and text.startswith(b"{"):
+        kind = "lines"
+    wrong = ""
+    if kind is None:
+        wrong = f"its name ends with none of {', '.join(FORMATS)}. Rename it, or leave it out"
+    elif kind in ("parquet", "arrow"):
+        wrong = f"is no {kind} file: it begins with {head[:8]!r}. {FETCH}"
+    elif kind == "lines" and text.startswith(b"["):
+        wrong = "is a JSON array, and a shard holds one JSON object a line. Convert it: jq -c '.[]' FILE > FILE.jsonl"
+    elif kind == "lines" and text.split(b"\n")[0].strip() == b"{":
+        wrong = (
+            "is one JSON object over several lines, and a shard holds one a line. Convert it: jq -c . FILE > FILE.jsonl"
+        )
+    elif kind == "text" and b"\0" in head:
+        wrong = "is binary, not text. Leave it out"
+    if wrong or kind is None:
+        raise UserError(f"{file.address}: {wrong}")
+    return kind
+
+
+def _decompressed(stream: BinaryIO, compression: str) -> Any:
     """The stream of decompressed bytes."""
     if compression == ".zst":
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-    opened: dict[str, Callable] = {".gz": lambda s: gzip.GzipFile(fileobj=s), ".bz2": bz2.BZ2File, ".xz": lzma.LZMAFile}
-    return opened[compression](stream) if compression else stream
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=stream)
+    if compression == ".bz2":
+        return bz2.BZ2File(stream)
+    return lzma.LZMAFile(stream) if compression == ".xz" else stream
 
 
 def rows(
-    file: File, text_key: str, start: int = 0, by_paragraph: bool = False, cache: str | None = None
-) -> Iterator[bytes | str | None]:
+    file: File, text_key: str, by_paragraph: bool = False, cache: str | None = None, start: int = 0
+) -> Iterator[Row]:
     """The rows of a file from row ``start`` on: lines of JSON as bytes, otherwise the texts (None: no text).
 
     Raises UserError, which names the row, if the file is damaged.
@@ -130,7 +136,7 @@ def rows(
     with open_file(file, cache) as stream:
         kind, compression = sniff(file, stream)
         try:
-            with closing(_rows(kind, _plain(stream, compression), text_key, start, by_paragraph)) as found:
+            with closing(_rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)) as found:
                 for row in found:
                     yield row
                     number += 1
@@ -141,7 +147,7 @@ def rows(
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
 
 
-def _rows(kind: str, stream, text_key: str, start: int, by_paragraph: bool) -> Iterator[bytes | str | None]:
+def _rows(kind: str, stream, text_key: str, start: int, by_paragraph: bool) -> Generator[Row, None, None]:
     blocks = iter(lambda: stream.read(READ_BYTES), b"")
     if kind == "lines":
         yield from lines(blocks, start)
@@ -149,10 +155,9 @@ def _rows(kind: str, stream, text_key: str, start: int, by_paragraph: bool) -> I
         yield from islice(_paragraphs(lines(blocks)), start, None)
     elif kind == "text" and start == 0:
         yield b"".join(blocks).decode("utf-8-sig", "replace")
-    elif kind == "parquet":
-        yield from _from_parquet(stream, text_key, start)
-    elif kind == "arrow":
-        yield from _from_arrow(stream, text_key, start)
+    elif kind in ("parquet", "arrow"):
+        for batch in _batches(kind, stream, text_key, start):
+            yield from _texts(batch, text_key)
 
 
 def lines(blocks: Iterable[bytes], start: int = 0) -> Iterator[bytes]:
@@ -187,49 +192,48 @@ def _paragraphs(found: Iterable[bytes]) -> Iterator[str]:
         yield b"\n".join(run).decode("utf-8", "replace")
 
 
-def _from_parquet(stream, text_key: str, start: int) -> Iterator[str | None]:
+def _batches(kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[Any]:
+    """The record batches of a parquet file, an arrow file, or an arrow stream as ``save_to_disk`` writes it; from row
+    ``start`` on. Row groups of parquet before that are not read."""
+    import pyarrow
     from pyarrow import parquet
 
-    with parquet.ParquetFile(stream) as file:
-        column = text_key if text_key in file.schema_arrow.names else text_key.split(".")[0]
-        if column not in file.schema_arrow.names:
-            raise KeyError(f"has no column {text_key!r}: its columns are {', '.join(file.schema_arrow.names)}")
-        for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            if start >= size:
-                start -= size
-                continue
-            for batch in file.iter_batches(256, row_groups=[group], columns=[column]):
-                yield from _texts(batch, text_key)[start:]
-                start = max(0, start - len(batch))
-
-
-def _from_arrow(stream, text_key: str, start: int) -> Iterator[str | None]:
-    """The rows of an arrow stream, as ``save_to_disk`` writes it, or of an arrow file."""
-    import pyarrow
-
-    magic = stream.read(6)
-    stream.seek(0)
-    if magic == b"ARROW1":
-        file = pyarrow.ipc.open_file(stream)
-        batches = (file.get_batch(i) for i in range(file.num_record_batches))
+    if kind == "parquet":
+        file = parquet.ParquetFile(stream)
+        column, group = _field(file.schema_arrow, text_key)[0], 0
+        while group < file.num_row_groups and start >= (size := file.metadata.row_group(group).num_rows):
+            group, start = group + 1, start - size
+        found = file.iter_batches(256, row_groups=range(group, file.num_row_groups), columns=[column])
+    elif _begins(stream, b"ARROW1"):
+        opened = pyarrow.ipc.open_file(stream)
+        found = map(opened.get_batch, range(opened.num_record_batches))
     else:
-        batches = pyarrow.ipc.open_stream(stream)
-    for batch in batches:
+        found = pyarrow.ipc.open_stream(stream)
+    for batch in found:
         if start < len(batch):
-            yield from _texts(batch.slice(start), text_key)
+            yield batch.slice(start)
         start = max(0, start - len(batch))
 
 
-def _texts(batch, text_key: str) -> list[str | None]:
+def _begins(stream: BinaryIO, magic: bytes) -> bool:
+    found = stream.read(len(magic))
+    stream.seek(0)
+    return found == magic
+
+
+def _field(schema: Any, text_key: str) -> list[str]:
+    """The names of the column, and of the fields in it, that ``text_key`` stands for."""
+    names = [text_key] if text_key in schema.names else text_key.split(".")
+    if names[0] not in schema.names:
+        raise KeyError(f"has no column {text_key!r}: its columns are {', '.join(schema.names)}")
+    return names
+
+
+def _texts(batch: Any, text_key: str) -> list[str | None]:
     """The texts of a record batch; None for a row whose text is missing or no string."""
-    import pyarrow
     import pyarrow.compute
 
-    names = batch.schema.names
-    first, *inner = [text_key] if text_key in names else text_key.split(".")
-    if first not in names:
-        raise KeyError(f"has no column {text_key!r}: its columns are {', '.join(names)}")
+    first, *inner = _field(batch.schema, text_key)
     column = batch.column(first)
     for name in inner:
         if not pyarrow.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
@@ -238,7 +242,7 @@ def _texts(batch, text_key: str) -> list[str | None]:
     return [text if isinstance(text, str) else None for text in column.to_pylist()]
 
 
-def parse_text(row: bytes | str | None, text_key: str, address: str, document: int) -> str:
+def parse_text(row: Row, text_key: str, address: str, document: int) -> str:
     """The text of a row; a blank line is an empty document. Bytes that are not UTF-8 become U+FFFD."""
     if isinstance(row, str):
         return row

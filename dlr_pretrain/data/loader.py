@@ -21,7 +21,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import token_dtype
 from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_tokens
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import DocumentStream, Place
+from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
@@ -59,17 +59,17 @@ class TrainLoader:
         world_size: int,
         state: dict[str, list[int]] | None,
     ):
-        share = cfg.num_streams // world_size
-        own = range(rank * share, (rank + 1) * share)
         if state is not None and set(state) != {str(v) for v in range(cfg.num_streams)}:
             have = f"the checkpoint's data position has {len(state)} streams, and this run has {cfg.num_streams}"
             raise UserError(f"{have}. Resume with the data.streams that the run was started with")
-        places = {v: Place(*state[str(v)]) if state is not None else Place() for v in own}
+        share = cfg.num_streams // world_size
+        own = range(rank * share, (rank + 1) * share)
+        positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in own}
         self._queue: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(BATCHES_AHEAD)
         self._closed = threading.Event()
-        batches = _batches(cfg, source, tokenizer, places, self._closed)
         self._error: Exception | None = None
+        batches = _batches(cfg, source, tokenizer, positions, self._closed)
         # The thread holds no reference to the loader, so that a forgotten loader stops its thread too.
         self._thread = threading.Thread(
             target=_produce, args=(batches, self._queue, self._room, self._closed), name="data", daemon=True
@@ -129,65 +129,59 @@ def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Sem
         thread.join(CLOSE_SECONDS)
 
 
-def _start(groups: list[list[RowReader]], closed: threading.Event) -> None:
+def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> None:
     """Let every reader read its first rows, in parallel. The first error ends this and is raised.
 
     The readers of a group share a shard, so one thread serves them in turn: what one has read is kept for the next.
     """
-    waiting, ended, failed = iter(groups), queue.SimpleQueue(), threading.Event()
+    waiting, failed = iter(groups), threading.Event()
+    results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def work() -> None:
-        error = None
         try:
             for group in waiting:  # the iterator is shared by all threads
                 for reader in group:
                     if not (closed.is_set() or failed.is_set()):
                         reader.ready()
-        except Exception as caught:
+            results.put(None)
+        except Exception as error:
             failed.set()
-            error = caught
-        ended.put(error)
+            results.put(error)
 
-    threads = min(STARTING_THREADS, len(groups))
-    for _ in range(threads):
-        threading.Thread(target=work, name="stream", daemon=True).start()
-    error = None
-    for _ in range(threads):
-        try:
-            found = ended.get(timeout=CLOSE_SECONDS if error else None)
-        except queue.Empty:  # a thread hangs in the network
-            break
-        error = error or found
-    if error:
+    threads = [threading.Thread(target=work, daemon=True) for _ in groups[:STARTING_THREADS]]
+    for thread in threads:
+        thread.start()
+    if error := next(filter(None, (results.get() for _ in threads)), None):
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         raise error
 
 
 def _batches(
-    cfg: Config, source: Source, tokenizer: Tokenizer, places: dict[int, Place], closed: threading.Event
+    cfg: Config, source: Source, tokenizer: Tokenizer, positions: dict[int, Position], closed: threading.Event
 ) -> Iterator[Batch]:
-    """The batches of the streams in ``places``, from these positions on."""
-    seq_len, readers, sharing = cfg.train.seq_len, {}, defaultdict(list)
-    packed = cfg.data.packing == "packed"
+    """The batches of the streams in ``positions``, from there on."""
+    seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
     longest = WHOLE if packed else seq_len + 1  # the extra token shows that a document must be cut
-    for v, place in places.items():
+    readers: dict[int, RowReader] = {}
+    sharing: dict[tuple[int, ...], list[RowReader]] = defaultdict(list)
+    for v, position in positions.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest)
-        chunks = stream.chunks(place)
+        chunks = stream.chunks(position)
         if packed:
-            runs = packed_runs(chunks, place, seq_len)
+            readers[v] = RowReader(packed_runs(chunks, position, seq_len))
         else:
-            runs = padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
-        readers[v] = RowReader(runs)
+            readers[v] = RowReader(padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id))
         sharing[stream.shards].append(readers[v])
-    _start(list(sharing.values()), closed)
+    _read_first_rows(list(sharing.values()), closed)
     each = cfg.train.global_batch // cfg.num_streams
-    dtype = token_dtype(tokenizer.vocab_size)
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
-        tokens = np.empty((len(readers) * each, seq_len + 1), dtype)
-        lengths = np.empty(len(tokens), np.int32)
-        state = {
-            str(v): reader.fill(tokens[i * each : (i + 1) * each], lengths[i * each : (i + 1) * each])
-            for i, (v, reader) in enumerate(readers.items())
-        }
+        tokens = np.empty((len(readers) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
+        lengths, state = np.empty(len(tokens), np.int32), {}
+        for i, (v, reader) in enumerate(readers.items()):
+            own = slice(i * each, (i + 1) * each)
+            state[str(v)] = reader.fill(tokens[own], lengths[own])
         real = real_tokens(lengths, seq_len)
         yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)

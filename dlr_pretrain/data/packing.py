@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dlr_pretrain.data.streams import Chunk, Place
+from dlr_pretrain.data.streams import Chunk, Position
 from dlr_pretrain.util.tensors import IGNORE
 
 
@@ -24,13 +24,13 @@ class Rows(NamedTuple):
     lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
 
 
-class PlacedRows(NamedTuple):
+class Run(NamedTuple):
     """Consecutive rows of a stream, and the stream's position after each of them."""
 
     rows: Rows
-    place: Place  # its epoch, shard and block are those in which the rows end
-    document: np.ndarray  # [n], ``Place.document`` after each row
-    token: np.ndarray  # [n], ``Place.token`` after each row
+    position: Position  # its epoch, shard and block are those in which the rows end
+    document: np.ndarray  # [n], ``Position.document`` after each row
+    token: np.ndarray  # [n], ``Position.token`` after each row
 
 
 def inputs_and_targets(
@@ -79,20 +79,20 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
     return Rows(rows, lengths.astype(np.int32))
 
 
-def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[PlacedRows]:
+def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
     """A run for each chunk: its documents, one per row."""
-    for place, tokens, starts in chunks:
+    for position, tokens, starts in chunks:
         rows = padded(tokens, starts, seq_len, pad_id, eos_id)
-        yield PlacedRows(rows, place, place.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
+        yield Run(rows, position, position.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
 
 
-def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator[PlacedRows]:
+def packed_runs(chunks: Iterator[Chunk], position: Position, seq_len: int) -> Iterator[Run]:
     """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
     A window's last token is the first of the next. A run holds the windows that the chunks so far complete; the
     tokens that are left are carried over to the next chunk.
     """
-    carried, skip = np.empty(0, np.uint16), place.token
+    carried, skip = np.empty(0, np.uint16), position.token
     for chunk in chunks:
         flat = np.concatenate((carried, chunk.tokens[skip:])) if len(carried) else chunk.tokens[skip:]
         count = (len(flat) - 1) // seq_len
@@ -102,34 +102,33 @@ def packed_runs(chunks: Iterator[Chunk], place: Place, seq_len: int) -> Iterator
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
             rows = Rows(sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32))
-            yield PlacedRows(rows, chunk.place, chunk.place.document + document, after - chunk.starts[document])
+            yield Run(rows, chunk.position, chunk.position.document + document, after - chunk.starts[document])
         carried, skip = flat[used:], 0
 
 
 class RowReader:
     """Reads rows from runs, any number at a time."""
 
-    def __init__(self, runs: Iterator[PlacedRows]):
+    def __init__(self, runs: Iterator[Run]):
         self._runs = runs
-        self._run: PlacedRows | None = None
-        self._taken = self._size = 0  # rows of the run: taken, and in total
+        self._run: Run | None = None
+        self._taken = 0  # rows of the run
 
-    def ready(self) -> None:
-        """Get the next run if no rows are left. The first takes long if the documents before it must be skipped."""
-        if self._taken == self._size:
-            self._run = next(self._runs)
-            self._taken, self._size = 0, len(self._run.rows.tokens)
+    def ready(self) -> Run:
+        """The run that the next row is of. The first takes long if the documents before it must be skipped."""
+        if self._run is None or self._taken == len(self._run.document):
+            self._run, self._taken = next(self._runs), 0
+        return self._run
 
     def fill(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Write the next rows to ``tokens`` [n, seq_len + 1] and ``lengths`` [n]; returns the place after them."""
-        done = 0
+        """Write the next rows to ``tokens`` [n, seq_len + 1] and ``lengths`` [n]; returns the position after them."""
+        done, after = 0, Position()
         while done < len(tokens):
-            self.ready()
-            count = min(len(tokens) - done, self._size - self._taken)
-            rows, end = slice(done, done + count), self._taken + count
-            tokens[rows] = self._run.rows.tokens[self._taken : end]
-            lengths[rows] = self._run.rows.lengths[self._taken : end]
-            done, self._taken = done + count, end
-        _, place, document, token = self._run
-        last = self._taken - 1
-        return [place.epoch, place.shard, place.block, int(document[last]), int(token[last])]
+            run = self.ready()
+            count = min(len(tokens) - done, len(run.document) - self._taken)
+            own, found = slice(done, done + count), slice(self._taken, self._taken + count)
+            tokens[own], lengths[own] = run.rows.tokens[found], run.rows.lengths[found]
+            done, self._taken = done + count, self._taken + count
+            last = self._taken - 1
+            after = run.position._replace(document=int(run.document[last]), token=int(run.token[last]))
+        return list(after)

@@ -1,76 +1,43 @@
 """Pre-tokenises a source: writes one token shard for each of its shards, in the folder that ``tokens.py`` describes.
 
-A shard is written to a temporary file and renamed, the main process notes it in a journal, and the manifest is written
-last. So a kill at any point leaves finished shards, which the same command keeps if their checksums match, and perhaps
-temporary files, which it removes.
+The ids of a shard are written and renamed first, its rows after them, and the manifest last. So a kill at any point
+leaves finished shards, which the same command keeps, and perhaps temporary files, which its end removes.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
-from dlr_pretrain.data.documents import text_chunks, tokenise
+from dlr_pretrain.data.documents import CHUNK_CHARACTERS, CHUNK_DOCUMENTS, chunks, token_dtype, tokenise
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from dlr_pretrain.data.tokens import (
-    FORMAT,
-    MANIFEST,
-    READ_BYTES,
-    SPLITS,
-    TOKENIZER,
-    Entry,
-    TokenSource,
-    file_name,
-    layout,
-)
+from dlr_pretrain.data.tokens import FORMAT, MANIFEST, SPLITS, TOKENIZER, Entry, TokenSource, file_name, rows_of
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.files import sync, write_durably
 
-JOURNAL = "unfinished.json"
+UNFINISHED = "unfinished.json"  # the manifest's beginning, until the manifest is written
 AGAIN = "Fix this and start again: finished shards are kept"
-
-
-class Job(NamedTuple):
-    """A shard to make, or to keep if its file is as ``noted``."""
-
-    path: Path  # of the token shard
-    shard: str  # of the source
-    noted: Entry | None
-
-
-@dataclass
-class Progress:
-    """How much of the preparation is done."""
-
-    shards: int
-    finished: int = 0
-    kept: int = 0  # finished shards that were there before
-    documents: int = 0  # tokenised by this command
-    tokens: int = 0
+Job = tuple[Path, str]  # the token shard to make, and the name of the source's shard
 
 
 def prepare(
-    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[Progress], None]
+    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[Entry, bool], None]
 ) -> TokenSource:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    Raises UserError if the folder holds something else, the input is unreadable or the output cannot be written.
+    ``report`` receives each finished shard, and whether it was there before. Raises UserError if the folder holds
+    something else, the input is unreadable or the output cannot be written.
     """
     head = {
         "format": FORMAT,
@@ -83,202 +50,109 @@ def prepare(
         },
     }
     shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
-    progress = Progress(sum(map(len, shards.values())))
+    jobs = [(output / file_name(split, i, len(own)), own[i]) for split, own in shards.items() for i in range(len(own))]
+    entries: list[dict] = []
     try:
-        with _alone(output):
-            noted = _noted(output, head)
-            write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
-            tokenizer.save(output / TOKENIZER)
-            jobs = {split: list(_jobs(output, split, names, noted)) for split, names in shards.items()}
-            everything = [job for own in jobs.values() for job in own]
-            report(progress)
-            for job, entry, kept in _completed(source, output / TOKENIZER, everything, workers):
-                progress.finished += 1
-                progress.kept += kept
-                if not kept:
-                    progress.documents += entry.documents
-                    progress.tokens += entry.tokens
-                    noted[job.path.name] = asdict(entry)
-                    write_durably(output / JOURNAL, json.dumps(head | {"noted": noted}))
-                report(progress)
-            totals = {name: sum(noted[job.path.name][name] for job in everything) for name in ("documents", "tokens")}
-            entries = {split: [noted[job.path.name] for job in own] for split, own in jobs.items()}
-            write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": entries}, indent=1))
-            (output / JOURNAL).unlink()
-            result = TokenSource(output)
-            result.remember()
+        _claim(output, head)
+        tokenizer.save(output / TOKENIZER)
+        for entry, was_there in _entries(source, output / TOKENIZER, jobs, workers):
+            entries.append(asdict(entry))
+            report(entry, was_there)
+        count = len(source.train_shards)
+        made = dict(zip(SPLITS, (entries[:count], entries[count:]), strict=True))
+        totals = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
+        write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": made}, indent=1))
+        for path in (output / UNFINISHED, *output.glob(".*.tokens*")):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}. {AGAIN}") from error
-    return result
+    return TokenSource(output)
 
 
-def _jobs(output: Path, split: str, shards: tuple[str, ...], noted: dict[str, dict]) -> Iterator[Job]:
-    for i, shard in enumerate(shards):
-        name = file_name(split, i, len(shards))
-        entry = Entry(**noted[name]) if name in noted else None
-        yield Job(output / name, shard, entry if entry and entry.source == shard else None)
-
-
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Create the folder if needed and hold it for this process alone; removes temporary files before and after."""
+def _claim(output: Path, head: dict) -> None:
+    """Note in the folder what it will hold. Raises UserError if it holds anything else."""
     output.mkdir(parents=True, exist_ok=True)
-    with (output / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{output}: another command is preparing it. Wait for it, or name another folder") from None
-        except OSError:  # a file system without locks, such as some Lustre and NFS mounts
-            pass
-        try:
-            _sweep(output)
-            yield
-        finally:
-            _sweep(output)
+    found = next((path for path in (output / MANIFEST, output / UNFINISHED) if path.exists()), None)
+    if found is None:
+        strangers = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
+        if strangers:
+            rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
+            raise UserError(f"{output}: {rule}. Name a new folder")
+        write_durably(output / UNFINISHED, json.dumps(head))
+        return
+    try:
+        there = json.loads(found.read_bytes())
+        same = all(there[name] == head[name] for name in ("format", "tokenizer"))
+        same = same and there["source"]["fingerprint"] == head["source"]["fingerprint"]
+        description = there["source"]["description"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{found}: damaged ({error!r}). Delete the folder, or name another") from error
+    if not same:
+        rule = f"holds the tokens of another source, tokenizer or format ({description})"
+        raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 
-def _sweep(output: Path) -> None:
-    for draft in output.glob(".*.tokens.*"):
-        draft.unlink()
-
-
-def _noted(output: Path, head: dict) -> dict[str, dict]:
-    """The entries of the shards that are already there; raises UserError if the folder holds anything else."""
-    for path in (output / JOURNAL, output / MANIFEST):
-        if not path.exists():
-            continue
-        try:
-            found = json.loads(path.read_bytes())
-            about = [(one["format"], one["tokenizer"], one["source"]["fingerprint"]) for one in (found, head)]
-            description = found["source"]["description"]
-            if path.name == JOURNAL:
-                noted = found["noted"]
-            else:
-                noted = {file_name(split, i, len(own)): entry
-                         for split, own in found["shards"].items() for i, entry in enumerate(own)}  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path}: damaged ({error!r}). Delete it, and all shards are made again") from error
-        if about[0] != about[1]:
-            rule = f"holds the tokens of another source, tokenizer or format ({description})"
-            raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
-        return noted
-    strangers = sorted(path.name for path in output.iterdir() if not path.name.startswith("."))
-    if strangers:
-        rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
-        raise UserError(f"{output}: {rule}. Name a new folder")
-    return {}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Worker processes, and what they do
-
-
-def _completed(source: TextSource, tokenizer: Path, jobs: list[Job], workers: int) -> Iterator[tuple[Job, Entry, bool]]:
-    """Each job with its entry as it is done, and whether the shard was there.
-
-    Workers end when this process does, however it ends.
-    """
+def _entries(source: TextSource, tokenizer: Path, jobs: list[Job], workers: int) -> Iterator[tuple[Entry, bool]]:
+    """The entry of each job, in order, and whether the shard was there."""
     if workers == 1:
-        opened = load_tokenizer(tokenizer)
-        yield from ((job, *_complete(source, opened, job)) for job in jobs)
+        _start_worker(source, tokenizer)
+        yield from map(_complete, jobs)
         return
     # The fork server has none of this process's threads; where there is none, processes start anew.
     has_server = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if has_server else "spawn")
-    others = multiprocessing.active_children()
     with ProcessPoolExecutor(min(workers, len(jobs)), context, _start_worker, (source, tokenizer)) as pool:
         try:
-            waiting = {pool.submit(_work, job): job for job in jobs}
-            for done in as_completed(waiting):
-                yield waiting[done], *done.result()
-        except BaseException as error:
-            for process in set(multiprocessing.active_children()).difference(others):
-                process.kill()  # nobody waits for shards that are half made
-            if isinstance(error, BrokenProcessPool):
-                fix = "Use fewer --workers if memory ran out"
-                raise UserError(f"a worker process ended unexpectedly. {fix}; finished shards are kept") from None
-            raise
+            yield from pool.map(_complete, jobs)
+        except BrokenProcessPool:
+            fix = "Use fewer --workers if memory ran out"
+            raise UserError(f"a worker process ended unexpectedly. {fix}; finished shards are kept") from None
 
 
-_worker: list = []  # the source and the tokenizer of a worker process
+_worker: list = []  # the source and the tokenizer of this process
 
 
 def _start_worker(source: TextSource, tokenizer: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    _worker[:] = source, load_tokenizer(tokenizer)
+    if (parent := multiprocessing.parent_process()) is not None:  # a worker ends when its parent does, however it ends
 
-    def end_with_parent() -> None:
-        wait([multiprocessing.parent_process().sentinel])
-        os._exit(1)
+        def end() -> None:
+            wait([parent.sentinel])
+            os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    _worker.extend((source, load_tokenizer(tokenizer)))
-
-
-def _work(job: Job) -> tuple[Entry, bool]:
-    return _complete(*_worker, job)
+        threading.Thread(target=end, daemon=True).start()
 
 
-def _complete(source: TextSource, tokenizer: Tokenizer, job: Job) -> tuple[Entry, bool]:
+def _complete(job: Job) -> tuple[Entry, bool]:
     """Make a shard, or keep it; whether it was kept."""
-    if job.noted is not None and _is_sound(job.path, job.noted):
-        return job.noted, True
-    return _write(source, tokenizer, job), False
-
-
-def _is_sound(path: Path, entry: Entry) -> bool:
+    path, shard = job
+    source, tokenizer = _worker
     try:
-        with path.open("rb") as file:
-            sized = path.stat().st_size == entry.bytes
-            return sized and hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
-    except OSError:
-        return False
+        rows = np.load(rows_of(path))
+        kept = path.stat().st_size == rows[-1, 0] * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
+    except (OSError, ValueError, EOFError):
+        kept = False
+    if not kept:
+        rows = _write(source, shard, tokenizer, path)
+    return Entry(shard, len(rows) - 1, int(np.count_nonzero(np.diff(rows[:, 0]))), int(rows[-1, 0])), kept
 
 
-def _write(source: TextSource, tokenizer: Tokenizer, job: Job) -> Entry:
-    """Write a token shard to a temporary file, and rename that once it is on the disk."""
-    draft = job.path.with_name(f".{job.path.name}.{os.getpid()}")
-    lengths, characters, documents = [np.empty(0, np.int64)], [np.empty(0, np.uint32)], 0
-    try:
-        with _Hashed(draft) as file:
-            for texts in text_chunks(source.read(job.shard)):
-                there = np.array([text is not None for text in texts])
-                counted = np.zeros(len(texts), np.int64)
-                if there.any():
-                    tokens, starts = tokenise([text for text in texts if text is not None], tokenizer)
-                    file.write(tokens)
-                    counted[there] = np.diff(starts, append=len(tokens))
-                lengths.append(counted)
-                characters.append(np.array([len(text or "") for text in texts], np.uint32))
-                documents += int(there.sum())
-            offsets = np.append(0, np.cumsum(np.concatenate(lengths)))
-            rows, total = len(offsets) - 1, int(offsets[-1])
-            file.write(np.zeros(layout(rows, total, tokenizer.vocab_size)[0] - file.size, np.uint8))
-            file.write(offsets)
-            file.write(np.concatenate(characters))
-        os.replace(draft, job.path)
-    except OSError as error:
-        raise UserError(f"{job.path}: cannot be written ({error.strerror}). {AGAIN}") from error
-    return Entry(job.shard, rows, documents, total, file.size, file.digest.hexdigest())
-
-
-class _Hashed:
-    """A file of little-endian arrays, with a checksum of what is written; closing it flushes it to the disk."""
-
-    def __init__(self, path: Path):
-        self.digest, self.size = hashlib.sha256(), 0
-        self._file = path.open("wb", buffering=READ_BYTES)
-
-    def write(self, array: np.ndarray) -> None:
-        content = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-        self._file.write(content)
-        self.digest.update(content)
-        self.size += len(content)
-
-    def __enter__(self) -> _Hashed:
-        return self
-
-    def __exit__(self, failed: type | None, *_) -> None:
-        with self._file:
-            if failed is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> np.ndarray:
+    """Write a token shard, and return its rows."""
+    rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
+    ids, index = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("ids", "npy"))
+    with ids.open("wb") as file:
+        for texts in chunks(source.read(shard), CHUNK_DOCUMENTS, CHUNK_CHARACTERS):
+            counted = np.array([(0, len(text or "")) for text in texts], np.int64)
+            if found := [text for text in texts if text is not None]:
+                tokens, starts = tokenise(found, tokenizer)
+                counted[[text is not None for text in texts], 0] = np.diff(starts, append=len(tokens))
+                file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
+            rows.append(counted)
+    written = np.concatenate(rows)
+    written[:, 0] = written[:, 0].cumsum()
+    np.save(index, written)
+    for draft, final in ((ids, path), (index, rows_of(path))):
+        sync(draft)
+        os.replace(draft, final)
+    return written

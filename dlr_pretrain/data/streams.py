@@ -23,7 +23,7 @@ from dlr_pretrain.util.text import plural
 ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A position in a stream: five integers, which are stored as a plain list."""
 
     epoch: int = 0
@@ -36,7 +36,7 @@ class Place(NamedTuple):
 class Chunk(NamedTuple):
     """Some consecutive documents of a stream, tokenised, each followed by its end of sequence."""
 
-    place: Place  # of the first document
+    position: Position  # of the first document
     tokens: np.ndarray  # [total], all documents joined
     starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least that
 
@@ -49,14 +49,6 @@ def permutation(n: int, *key: int) -> np.ndarray:
     """
     words = np.random.PCG64(np.random.SeedSequence(key)).random_raw(n)
     return np.argsort(words, kind="stable")
-
-
-def uneven(source: Source, num_streams: int) -> str:
-    """A note for the console if streams differ in their number of shards; a batch takes equally many rows from each."""
-    few, more = divmod(len(source.train_shards), num_streams)
-    if not few or not more:
-        return ""
-    return f", {few} to {few + 1} for each of {num_streams} streams: those with {few} repeat theirs first"
 
 
 def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
@@ -77,7 +69,7 @@ class DocumentStream:
     def __init__(
         self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int, longest: int = WHOLE
     ):
-        self._names, self._documents = source.train_shards, source.documents(tokenizer)
+        self._names, self._source, self._tokenizer = source.train_shards, source, tokenizer
         self._key, self._longest = (seed, stream), longest
         self._stream, self._count = stream, num_streams
         self._shards, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
@@ -87,38 +79,36 @@ class DocumentStream:
         """The indices of the shards that it reads; two streams have the same tuple, or no shard in common."""
         return tuple(self._shards)
 
-    def chunks(self, place: Place) -> Iterator[Chunk]:
-        """The documents from ``place`` on, for ever. The caller must skip the first ``place.token`` tokens."""
-        epoch, position, block, document, _ = place
+    def chunks(self, position: Position) -> Iterator[Chunk]:
+        """The documents from ``position`` on, for ever. The caller must skip the first ``position.token`` tokens."""
+        epoch, begin, block, document, _ = position
         while True:
-            whole = (position, block, document) == (0, 0, 0)
+            whole = (begin, block, document) == (0, 0, 0)
             order = permutation(len(self._shards), *self._key, epoch)
             has_text = False
-            for at in range(position, len(order)):
-                for chunk in self._shard_chunks(Place(epoch, at, block, document), self._shards[order[at]]):
+            for at in range(begin, len(order)):
+                for chunk in self._shard_chunks(Position(epoch, at, block, document), self._shards[order[at]]):
                     has_text = has_text or len(chunk.tokens) > len(chunk.starts)
                     yield chunk
                 block = document = 0
             if whole and not has_text:
                 raise UserError(self._no_text())
-            epoch, position = epoch + 1, 0
+            epoch, begin = epoch + 1, 0
 
-    def _shard_chunks(self, place: Place, shard: int) -> Iterator[Chunk]:
-        epoch, at, start, document, _ = place
+    def _shard_chunks(self, position: Position, shard: int) -> Iterator[Chunk]:
+        epoch, at, start, document, _ = position
         name, first = self._names[shard], self._residue + start * self._step
-        for block in self._documents.blocks(name, first, self._step):
+        for block in self._source.blocks(self._tokenizer, name, first, self._step):
             order = permutation(len(block), *self._key, epoch, shard, start)
             for done, some in in_order(block, order, self._longest, document):
-                yield Chunk(Place(epoch, at, start, done), *some)
+                yield Chunk(Position(epoch, at, start, done), *some)
             start, document = start + block.rows, 0
 
     def _no_text(self) -> str:
-        blocks = (block for name in self._names for block in self._documents.blocks(name))
-        there = sum(map(len, blocks))
-        rule = (
-            f"{plural(there, 'document')} for {plural(self._count, 'data stream')}: stream {self._stream} has no text"
-        )
+        there = sum(len(block) for name in self._names for block in self._source.blocks(self._tokenizer, name))
+        counts = f"{plural(there, 'document')} for {plural(self._count, 'data stream')}"
+        rule = f"{', '.join(self._names[:3])}: {counts}: stream {self._stream} has no text"
         if there == 0:
-            return f"{', '.join(self._names[:3])}: {rule}. Give other files, or see data.text_key"
+            return f"{rule}. Give other files, or see data.text_key"
         divisors = (n for n in range(1, self._count) if self._count % n == 0 and n <= there)
-        return f"{', '.join(self._names[:3])}: {rule}. Set data.streams={max(divisors, default=1)}, or give more text"
+        return f"{rule}. Set data.streams={max(divisors, default=1)}, or give more text"

@@ -12,11 +12,10 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Iterable
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, within
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.process import cores
 
-PAD, EOS, UNK = 0, 1, 2  # T5's layout
+EOS = 1  # in T5's layout: <pad> 0, </s> 1, <unk> 2
 WHOLE = 1 << 62  # a value of ``longest``: all of each text
 SPACE = "\u2581"  # as sentencepiece writes it
 CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
@@ -37,26 +36,20 @@ PADDED_FROM, MULTIPLE = 1024, 64  # a vocabulary of at least so many is padded: 
 
 
 class Tokenizer(ABC):
-    """Texts as ids. ``vocab_size`` is one more than the largest id."""
+    """Texts as ids."""
 
     path: Path  # of the model's file
-    vocab_size: int
+    saved_as: str  # the name of that file in a folder
+    vocab_size: int  # one more than the largest id
     eos_id: int
     pad_id: int  # of no meaning to the model: the end of sequence's where the tokenizer has none
     unk_id: int | None  # of text that the tokenizer cannot express; None if there is no such text
-    saved_as: str  # the name of the file in a folder
+    fingerprint: str  # SHA-256 of what decides the ids: a model file, or the parts of a tokenizer.json; and of the end
+    _model: Any  # of the library: sentencepiece and tokenizers have no types
 
     @abstractmethod
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without an end of sequence. Uses one thread: a rank has one producer."""
-
-    @abstractmethod
-    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        """Ids of each text and the end of sequence, int32. Those after the first ``longest`` may be missing."""
-
-    @abstractmethod
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, without padding and end of sequence."""
 
     @abstractmethod
     def token(self, id: int) -> str:
@@ -66,10 +59,13 @@ class Tokenizer(ABC):
     def unknown_characters(self, text: str) -> int:
         """How many characters of a text have no token."""
 
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of what decides the ids: sentencepiece's file, or the parts of a tokenizer.json; and of the end."""
+    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
+        """Ids of each text and the end of sequence, int32. Those after the first ``longest`` may be missing."""
+        return [np.array([*ids, self.eos_id], np.int32) for ids in self.encode(texts)]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without padding and end of sequence."""
+        return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
 
     @property
     def specials(self) -> dict[str, str]:
@@ -85,95 +81,79 @@ class Tokenizer(ABC):
         (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
 
     def unknown_share(self, texts: Iterable[str]) -> float:
-        """The share of texts that the tokenizer cannot express: of their tokens or characters, whichever is more."""
-        if self.unk_id is None:
-            return 0.0
-        tokens = characters = unknown = lost = 0
-        for text in texts:
-            ids = self.encode([text])[0]
-            tokens, unknown = tokens + len(ids), unknown + ids.count(self.unk_id)
-            characters += len(text)
-            lost += self.unknown_characters(text) if self.unk_id in ids else 0
-        return max(unknown / max(1, tokens), lost / max(1, characters))
+        """The share of the characters of some texts that the tokenizer cannot express."""
+        counts = [(self.unknown_characters(text), len(text)) for text in texts]
+        return sum(unknown for unknown, _ in counts) / max(1, sum(all_ for _, all_ in counts))
 
 
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model of any kind."""
 
+    saved_as = MODELS[0]
+
     def __init__(self, path: Path, end: str | None = None):
         import sentencepiece
 
-        self.path, self.saved_as = Path(path), MODELS[0]
+        self.path = path
         try:
+            content = path.read_bytes()
             self._model = model = sentencepiece.SentencePieceProcessor()
-            model.LoadFromSerializedProto(self.path.read_bytes())
+            model.LoadFromSerializedProto(content)
         except (OSError, RuntimeError) as error:
             fix = "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one"
-            raise UserError(f"{self.path}: not a readable sentencepiece model ({error}). {fix}") from error
-        self.vocab_size = model.vocab_size()
-        self.unk_id, own = model.unk_id(), model.eos_id() if model.eos_id() >= 0 else None
-        pieces = {model.id_to_piece(i): i for i in range(self.vocab_size)}
-        self.eos_id = _end_of_sequence(self.path, end, pieces, own)
+            raise UserError(f"{path}: not a readable sentencepiece model ({error}). {fix}") from error
+        self.vocab_size, self.unk_id = model.vocab_size(), model.unk_id()
+        tokens = model.id_to_piece(list(range(self.vocab_size)))
+        own = model.eos_id() if model.eos_id() >= 0 else None
+        self.eos_id = _end_of_sequence(path, end, {token: i for i, token in enumerate(tokens)}, own)
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
         self._adds_end = self.eos_id == own
-        self._gives_arrays = _gives_arrays(model)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        end = b"" if self._adds_end else self.token(self.eos_id).encode()
-        return hashlib.sha256(self.path.read_bytes() + end).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            content + (b"" if self._adds_end else tokens[self.eos_id].encode())
+        ).hexdigest()
+        # Where spaces only begin tokens, the ids of a text up to a space do not depend on what follows.
+        self._words_are_apart = SPACE in tokens and not any(SPACE in token[1:] for token in tokens)
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         return self._model.encode([_valid(text) for text in texts], num_threads=1)
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
 
     def token(self, id: int) -> str:
         return self._model.id_to_piece(id)
 
     def unknown_characters(self, text: str) -> int:
-        pieces = self._model.encode(_valid(text), out_type=str)
-        return sum(len(piece) for piece in pieces if self._model.piece_to_id(piece) == self.unk_id)
+        tokens = self._model.encode(_valid(text), out_type=str)
+        return sum(len(token) for token in tokens if self._model.piece_to_id(token) == self.unk_id)
 
     def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
         valid = [_valid(text) for text in texts]
         heads = [_head(text, CHARACTERS * longest) for text in valid] if self._words_are_apart else valid
-        found = self._encode(heads)
+        found = self._ended(heads)
         short = [i for i, head in enumerate(heads) if len(head) < len(valid[i]) and len(found[i]) <= longest]
-        for i, ids in zip(short, self._encode([valid[i] for i in short]), strict=True):
+        for i, ids in zip(short, self._ended([valid[i] for i in short]), strict=True):
             found[i] = ids
         return found
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        if not self._adds_end:
-            return [_ended(ids, self.eos_id) for ids in self._model.encode(texts, num_threads=1)]
-        if self._gives_arrays:
-            return self._model.encode(texts, out_type="numpy", add_eos=True, num_threads=1)
-        lists = self._model.encode(texts, add_eos=True, num_threads=1)
-        return [np.frombuffer(array("i", one), np.intc) for one in lists]
-
-    @cached_property
-    def _words_are_apart(self) -> bool:
-        """Whether spaces only begin pieces, so that the ids of a text up to a space do not depend on what follows."""
-        pieces = self._model.id_to_piece(list(range(self._model.vocab_size())))
-        return SPACE in pieces and not any(SPACE in piece[1:] for piece in pieces)
+    def _ended(self, texts: list[str]) -> list[np.ndarray]:
+        found = self._model.encode(texts, out_type="numpy", add_eos=self._adds_end, num_threads=1)
+        return found if self._adds_end else [np.append(ids, np.int32(self.eos_id)) for ids in found]
 
 
 class FastTokenizer(Tokenizer):
     """A ``tokenizer.json`` of the ``tokenizers`` library."""
 
+    saved_as = MODELS[1]
+
     def __init__(self, path: Path, end: str | None = None):
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks share the cores, and may be forked
         import tokenizers
 
-        self.path, self.saved_as = Path(path), MODELS[1]
+        self.path = path
         try:
-            content = self.path.read_text(encoding="utf-8")
+            content = path.read_text(encoding="utf-8")
             self._model = tokenizers.Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exceptions
             fix = "Set tokenizer.path to a tokenizer.json as the tokenizers library saves it"
-            raise UserError(f"{self.path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
+            raise UserError(f"{path}: not a readable tokenizer.json ({first_line(error)}). {fix}") from error
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as ordinary characters
@@ -182,36 +162,17 @@ class FastTokenizer(Tokenizer):
         self.vocab_size = max(vocabulary.values()) + 1
         unknown = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token"))
         self.unk_id = None if model.get("byte_fallback") else unknown
-        self.eos_id = _end_of_sequence(self.path, end, vocabulary, None)
-        self.pad_id = vocabulary.get(_configured(self.path, "pad_token"), self.eos_id)
+        self.eos_id = _end_of_sequence(path, end, vocabulary, None)
+        self.pad_id = vocabulary.get(_configured(path, "pad_token") or "", self.eos_id)
         parts = {name: spec.get(name) for name in ("model", "normalizer", "pre_tokenizer", "decoder")}
         parts["added_tokens"] = [token for token in spec.get("added_tokens", []) if not token["special"]]
         parts["end"] = self.token(self.eos_id)
-        self._fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         found = self._model.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
-        return [self._without_end(text, one.ids) for text, one in zip(texts, found, strict=True)]
-
-    def _without_end(self, text: str, ids: list[int]) -> list[int]:
-        """The ids of a text; one that holds the end of sequence as words is encoded in parts that do not."""
-        if self.eos_id not in ids:
-            return ids
-        before, end, after = _valid(text).partition(self.token(self.eos_id))
-        if not end or len(end) < 2:
-            return [id for id in ids if id != self.eos_id]
-        first, second = self.encode([before + end[0], end[1:] + after])
-        return first + second
-
-    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        return [_ended(ids, self.eos_id) for ids in self.encode(texts)]
-
-    def decode(self, ids: list[int]) -> str:
-        return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
+        # A vocabulary may have the end as a word as well, which no text may reach.
+        return [[id for id in one.ids if id != self.eos_id] if self.eos_id in one.ids else one.ids for one in found]
 
     def token(self, id: int) -> str:
         return self._model.id_to_token(id)
@@ -247,18 +208,6 @@ def _configured(path: Path, name: str) -> str | None:
         if token := token.get("content") if isinstance(token, dict) else token:
             return token
     return None
-
-
-def _ended(ids: list[int], end: int) -> np.ndarray:
-    return np.array([*ids, end], np.int32)
-
-
-def _gives_arrays(model) -> bool:
-    """Whether this version of sentencepiece returns arrays, which saves a tenth of the time that lists take."""
-    try:
-        return isinstance(model.encode("a", out_type="numpy"), np.ndarray)
-    except (RuntimeError, ValueError):
-        return False
 
 
 def _head(text: str, characters: int) -> str:
@@ -327,7 +276,7 @@ def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
     """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
     from sentencepiece import SentencePieceTrainer
 
-    sentences = [text for document in documents for text in document.split("\n")]
+    sentences = [text for document in documents for text in _valid(document).split("\n")]
     sizes = accumulate(len(text) for text in sentences)
     with path.open("wb") as model:
         SentencePieceTrainer.train(

@@ -51,9 +51,8 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
 
 
 def _documents(source: Source, tokenizer: Tokenizer, longest: int) -> Iterator[Tokens]:
-    documents = source.documents(tokenizer)
     for shard in source.validation_shards:
-        for block in documents.blocks(shard):
+        for block in source.blocks(tokenizer, shard):
             for _, some in in_order(block, np.arange(len(block)), longest):
                 yield some
 

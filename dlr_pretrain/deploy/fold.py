@@ -25,7 +25,6 @@ from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import (
     ValidationSet,
     inputs_and_targets,
-    list_files,
     load_tokenizer,
     open_source,
     validation_set,
@@ -100,7 +99,7 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
     try:
-        source = open_source(few, listing=list_files(few, version=record.get("data.version")))
+        source = open_source(few, version=record.get("data.version"))
         trained = record.get("identity", {}).get("data.shards", source.fingerprint)
         if source.fingerprint != trained:  # its perplexity would not be the run's
             rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"

@@ -104,7 +104,7 @@ class Run:
             self.lease.require_held()  # of two starts at the same time, both have written their lease by now
             note_saved(self.dir)
             open_record(self.dir, self.cfg, text.fingerprints)
-            update_record(self.dir, {"data.version": text.version, "tokenizer.unknown_share": text.unknown})
+            update_record(self.dir, {"data.version": text.source.version, "tokenizer.unknown_share": text.unknown})
             text.tokenizer.save(self.dir / "tokenizer")
 
         self.ranks.on_main(write)

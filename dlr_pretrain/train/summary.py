@@ -8,7 +8,6 @@ import torch
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.data import uneven
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.optim.schedule import restarts
@@ -41,7 +40,7 @@ def summary(
         f"{f' on {layers} projections' if layers else ''}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
         f"vocabulary {vocabulary:,}",
-        "data": f"{text.source.describe()}{uneven(text.source, cfg.num_streams)}; "
+        "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
         "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "

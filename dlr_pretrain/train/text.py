@@ -13,7 +13,6 @@ from dlr_pretrain.data import (
     Tokenizer,
     ValidationSet,
     embedding_rows,
-    list_files,
     open_source,
     open_tokenizer,
     validation_set,
@@ -34,7 +33,6 @@ class Text:
     tokenizer: Tokenizer
     validation: ValidationSet
     vocab_size: int  # embedding rows
-    version: str | None  # the commit on the hub, or the name of the sample
     unknown: float  # share of the text's first tokens that are unknown
 
     @property
@@ -51,8 +49,7 @@ def open_text(cfg: Config, ranks: Ranks, console: Console) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
     record = ranks.on_main(lambda: read_record(Path(cfg.run.dir)))
     version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
-    listing = ranks.on_main(lambda: list_files(cfg, console.say, version, patient=resumes))
-    source = ranks.main_first(lambda: open_source(cfg, console.say, listing))
+    source = ranks.on_main(lambda: open_source(cfg, console.say, version, patient=resumes))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
@@ -61,4 +58,4 @@ def open_text(cfg: Config, ranks: Ranks, console: Console) -> Text:
         rule = f"cannot express {unknown:.0%} of the text: it would be learnt as one unknown token"
         raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
-    return Text(source, tokenizer, validation, vocab_size, listing.version if listing else None, unknown)
+    return Text(source, tokenizer, validation, vocab_size, unknown)

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import PurePosixPath
@@ -38,13 +37,8 @@ class Hub:
         self.commits = {"a" * 40, "b" * 40}
         self.trouble: Callable[[str, int], str | None] = lambda path, first: None
         self.token: str | None = None  # that files ask for
-        self.redirects = True  # files are in a store at another address
-        self.info_trouble: list[str] = []  # of the next questions for the dataset's commit
-        self.listing_trouble: list[str] = []  # and for a list of files
         self.retry_after = "0"
-        self.asked = Counter()  # requests by kind
-        self.ranges: list[tuple[str, int, int]] = []  # what was sent: path, first byte, bytes
-        self.times: list[float] = []  # of requests for files
+        self.ranges = 0  # that were asked for
         self.told: list[str] = []  # trouble that was made
 
     def random_trouble(self, seed: int, share: float) -> None:
@@ -73,17 +67,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if "/resolve/" in path:
                 self.resolve(path)
             elif "/tree/" in path:
-                hub.asked["list"] += 1
                 folder = path.split("/tree/")[1].partition("/")[2]
-                self.describe(self.tree(folder, "recursive=true" in self.path.lower()), hub.listing_trouble)
+                self.describe(self.tree(folder, "recursive=true" in self.path.lower()))
             elif "/paths-info/" in path:
-                self.describe([self.entry(name) for name in hub.files], [])
+                self.describe([self.entry(name) for name in hub.files])
             elif path.startswith(("/api/datasets/", "/api/models/")):
-                hub.asked["info" if "/revision/" not in path else path.split("/revision/")[1]] += 1
                 asked = path.rpartition("/revision/")[2]
                 commit = asked if asked in hub.commits else hub.commit
                 siblings = [{"rfilename": name} for name in hub.files]
-                self.describe({"id": "x/y", "sha": commit, "tags": [], "siblings": siblings}, hub.info_trouble)
+                self.describe({"id": "x/y", "sha": commit, "tags": [], "siblings": siblings})
             else:
                 self.reply(b"{}", 404)
         except (BrokenPipeError, ConnectionResetError):
@@ -91,14 +83,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_POST = do_GET
 
-    def describe(self, what: object, trouble: list[str]) -> None:
-        told = trouble.pop(0) if trouble else None
-        if told == "stall":
-            time.sleep(1)
-        elif told:
-            self.reply(b"", int(told))
-        else:
-            self.reply(json.dumps(what).encode())
+    def describe(self, what: object) -> None:
+        self.reply(json.dumps(what).encode())
 
     def tree(self, folder: str, recursive: bool) -> list[dict]:
         """What lies in a folder: files, and folders as the hub tells them."""
@@ -124,12 +110,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(b"", 400)
         if commit not in ({*hub.commits, hub.commit, "main"}) or name not in hub.files:
             return self.reply(b"", 404)
-        if not in_store and hub.redirects:
+        if not in_store:
             return self.reply(b"", 302, about | {"Location": self.store + self.path})
         if self.command == "HEAD":
             return self.reply(hub.files[name], 200, about)
-        hub.asked["range"] += 1
-        hub.times.append(time.monotonic())
+        hub.ranges += 1
         spans = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-"))
         first, last = int(spans[1]), int(spans[2] or len(hub.files[name]) - 1)
         trouble = hub.trouble(name, first)
@@ -145,7 +130,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if "Range" in self.headers:
             about, code = about | {"Content-Range": f"bytes {first}-{first + len(body) - 1}/{len(whole)}"}, 206
         sent = {None: len(body), "no bytes": 0}.get(trouble, len(body) // 2)
-        self.hub.ranges.append((name, first, sent))
         self.reply(body, code, about, sent)
         if trouble == "stall":
             self.wfile.flush()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source
 from dlr_pretrain.data import loader as loading
-from dlr_pretrain.data.streams import DocumentStream, Place, uneven
+from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 TOKENIZER = LetterTokenizer()
@@ -58,7 +58,7 @@ def test_resume_at_every_step_twice_and_on_other_ranks_is_exact(packing, monkeyp
 def flat(source, stream, num_streams, documents, seed=42):
     """The tokens of the first documents of a stream, document by document."""
     out = []
-    for chunk in DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Place()):
+    for chunk in DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Position()):
         out += [tokens.tolist() for tokens in np.split(chunk.tokens, chunk.starts[1:])]
         if len(out) >= documents:
             return out[:documents]
@@ -155,12 +155,6 @@ def test_a_position_of_another_global_batch_is_refused():
     state = global_batches(config(global_batch=8), source, TOKENIZER, 1, 1)[0][3]
     with pytest.raises(UserError, match=r"8 streams, and this run has 4\. .*data\.streams"):
         TrainLoader(cfg, source, TOKENIZER, 0, 1, state)
-
-
-def test_streams_with_more_shards_than_others_are_told():
-    source = MemorySource(corpus(5, 1))
-    assert uneven(source, 2) == ", 2 to 3 for each of 2 streams: those with 2 repeat theirs first"
-    assert uneven(source, 5) == uneven(source, 1) == uneven(source, 8) == ""
 
 
 def cut_off(tmp_path):

@@ -1,12 +1,11 @@
-"""The sample: what counts as prose, that nothing installed changes it, and its cache."""
+"""The sample: what counts as prose, that it is of the standard library alone, and its cache."""
 
-import sys
 import textwrap
 
 import pytest
-from data_corpus import make_config, run_python
+from data_corpus import make_config
 
-from dlr_pretrain.data import list_files, open_source, open_tokenizer, sample
+from dlr_pretrain.data import open_source, open_tokenizer, sample
 from dlr_pretrain.util.errors import UserError
 
 SOURCE = '''
@@ -32,13 +31,6 @@ def f():
 '''
 
 
-@pytest.fixture
-def short(monkeypatch):
-    """A harvest of moments."""
-    texts = [f"The document of number {i} holds some words of a text, and it is one of many." for i in range(400)]
-    monkeypatch.setattr(sample, "harvest", lambda: iter(texts))
-
-
 def test_prose_is_sentences_without_code_fields_and_markup():
     found = [sample.paragraphs(block) for block in sample.blocks(textwrap.dedent(SOURCE))]
     assert [text for block in found for text in block] == [
@@ -50,37 +42,27 @@ def test_prose_is_sentences_without_code_fields_and_markup():
     ]
 
 
+@pytest.mark.full
 def test_the_harvest_is_of_the_standard_library_alone_and_the_same_every_time():
     first = list(sample.harvest())
     assert first == list(sample.harvest())
     assert sum(map(len, first)) > 500_000 and len({*first}) == len(first)
 
 
-def test_it_is_made_once_and_remembered_by_its_name(tmp_path, short, monkeypatch):
+def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
+    texts = [f"The document of number {i} holds some words of a text, and it is one of many." for i in range(400)]
+    monkeypatch.setattr(sample, "harvest", lambda: iter(texts))
     cfg, said = make_config("sample", data__root=tmp_path, tokenizer__path=None), []
-    listing = list_files(cfg, said.append)
-    assert "harvesting" in said[0] and listing.version == next(tmp_path.iterdir()).name
     source = open_source(cfg, said.append)
-    assert len(said) == 2 and source.fingerprint == open_source(cfg, None, listing).fingerprint
+    assert "harvesting" in said[0] and source.version == next(tmp_path.iterdir()).name
+    assert len(said) == 2 and source.fingerprint == open_source(cfg, said.append).fingerprint and len(said) == 2
     assert len([t for shard in source.train_shards for t in source.read(shard)]) == 388
     assert open_tokenizer(cfg, source).vocab_size > 50
     monkeypatch.setattr(sample.platform, "python_version", lambda: "9.9.9")
-    assert list_files(cfg, said.append, listing.version) == listing  # the run's own is still there
-    assert list_files(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
+    assert open_source(cfg, said.append, source.version).version == source.version  # the run's own is still there
+    assert open_source(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
     with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-3, which is not in .* makes python-9\.9\.9"):
-        list_files(cfg, said.append, "python-1.2.3-3")
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path, short):
+        open_source(cfg, said.append, "python-1.2.3-3")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file: the sample cannot be kept there .*Set data\.root"):
         open_source(make_config("sample", data__root=tmp_path / "file"))
-
-
-def test_what_is_installed_does_not_name_it(tmp_path):
-    (tmp_path / "more" / "new-1.dist-info").mkdir(parents=True)
-    (tmp_path / "more" / "new-1.dist-info" / "METADATA").write_text("Name: new\nVersion: 1\n")
-    program = "from dlr_pretrain.data import sample; print(len(list(sample.harvest())))"
-    plain, _ = run_python(program, tmp_path)
-    path = f"{tmp_path / 'more'}:" + ":".join(sys.path)
-    assert run_python(program, tmp_path, PYTHONPATH=path)[0] == plain

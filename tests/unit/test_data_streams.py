@@ -8,7 +8,7 @@ import sentencepiece
 from data_corpus import REAL, LetterTokenizer, MemorySource, corpus, make_config, needs_real_data
 
 from dlr_pretrain.data import documents, open_source, open_tokenizer
-from dlr_pretrain.data.streams import DocumentStream, Place, permutation
+from dlr_pretrain.data.streams import DocumentStream, Position, permutation
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
@@ -17,9 +17,9 @@ TOKENIZER = LetterTokenizer()
 def epochs(source, stream, num_streams, count, seed=42):
     """The documents of the first epochs of a stream, each as a list of its token lists."""
     out = [[] for _ in range(count)]
-    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Place())
-    for chunk in takewhile(lambda chunk: chunk.place.epoch < count, chunks):
-        out[chunk.place.epoch] += [tuple(tokens) for tokens in np.split(chunk.tokens, chunk.starts[1:])]
+    chunks = DocumentStream(source, TOKENIZER, seed, stream, num_streams).chunks(Position())
+    for chunk in takewhile(lambda chunk: chunk.position.epoch < count, chunks):
+        out[chunk.position.epoch] += [tuple(tokens) for tokens in np.split(chunk.tokens, chunk.starts[1:])]
     return out
 
 
@@ -70,7 +70,7 @@ def test_a_block_of_long_documents_is_cut_by_its_characters(monkeypatch):
     monkeypatch.setattr(documents, "BLOCK_CHARACTERS", 1000)
     texts = [[chr(0x4E00 + i) + "x" * 300 for i in range(20)]]
     stream = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1)
-    blocks = {c.place.block for c in takewhile(lambda c: c.place.epoch == 0, stream.chunks(Place()))}
+    blocks = {c.position.block for c in takewhile(lambda c: c.position.epoch == 0, stream.chunks(Position()))}
     assert blocks == {0, 4, 8, 12, 16}
     (epoch,) = epochs(MemorySource(texts), 0, 1, 1)
     assert sorted(epoch) == expected(texts[0])
@@ -79,11 +79,11 @@ def test_a_block_of_long_documents_is_cut_by_its_characters(monkeypatch):
 def test_a_stream_continues_from_any_document():
     texts = corpus(3, 40)
     stream = DocumentStream(MemorySource(texts), TOKENIZER, 42, 0, 1)
-    whole = [c for c, _ in zip(stream.chunks(Place()), range(8), strict=False)]
+    whole = [c for c, _ in zip(stream.chunks(Position()), range(8), strict=False)]
     flat = np.concatenate([c.tokens for c in whole])
     for i, chunk in enumerate(whole[:4]):
         for document in (0, 1, len(chunk.starts) - 1):
-            place = chunk.place._replace(document=chunk.place.document + document)
+            place = chunk.position._replace(document=chunk.position.document + document)
             after = next(stream.chunks(place)).tokens
             start = sum(len(c.tokens) for c in whole[:i]) + int(chunk.starts[document])
             assert np.array_equal(after, flat[start : start + len(after)])
@@ -104,7 +104,7 @@ def test_the_order_does_not_depend_on_the_version_of_numpy():
 )
 def test_a_stream_without_text_ends_with_its_reason(shards, stream, streams, rule):
     with pytest.raises(UserError, match=rule):
-        for _ in DocumentStream(MemorySource(shards), TOKENIZER, 42, stream, streams).chunks(Place()):
+        for _ in DocumentStream(MemorySource(shards), TOKENIZER, 42, stream, streams).chunks(Position()):
             pass
 
 
@@ -117,7 +117,7 @@ def test_an_epoch_of_real_c4_has_the_tokens_that_sentencepiece_counts():
         len(chunk.tokens)
         for v in range(8)
         for chunk in takewhile(
-            lambda chunk: chunk.place.epoch == 0, DocumentStream(source, tokenizer, 42, v, 8).chunks(Place())
+            lambda chunk: chunk.position.epoch == 0, DocumentStream(source, tokenizer, 42, v, 8).chunks(Position())
         )
     )
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tokenizer.path))

@@ -1,38 +1,37 @@
-"""Pre-tokenised shards give the very batches of the text that they were made from."""
+"""Pre-tokenised shards: the very batches of their text; preparing them goes on after a kill, and damage is named."""
 
-import gzip
 import json
-import math
-import tempfile
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sentencepiece
+import tokenizers.models
+import tokenizers.pre_tokenizers
 import torch
-from data_corpus import NASTY, REAL, global_batches, make_config, needs_real_data, same, write_shards
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
-from loopback_hub import Hub, serving_here
+from data_corpus import NASTY, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import ORDER_VERSION, documents, inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.prepare import prepare
-from dlr_pretrain.data.streams import DocumentStream, Place
-from dlr_pretrain.data.tokenizer import WHOLE
-from dlr_pretrain.data.tokens import MANIFEST
-from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.data.sources import TextSource
+from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER
+from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
+from tests import conftest
 
-T5 = REAL / "tokenizer" / "spiece.model"
+WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
+SHARDS = [[*NASTY, *WORDS[:90]], WORDS[90:150], ["word " * 5000, *WORDS[150:]]]
+script = conftest.script("prepare_data")
 
 
-def both(root: Path, model: Path, **keys):
-    """The configurations of the shards in ``root`` and of the tokens made from them, which lie beside them."""
-    text = make_config(data__root=root, tokenizer__path=model, **keys)
-    tokens = make_config("tokens", data__root=root / "tokens", **keys)
-    if not (root / "tokens").exists():
-        source = open_source(text)
-        prepare(source, open_tokenizer(text, source), root / "tokens", 1, lambda _: None)
-    return text, tokens
+@pytest.fixture
+def root(tmp_path):
+    write_shards(tmp_path / "text", SHARDS)
+    write_shards(tmp_path / "text", [WORDS[1:40]], split="validation")
+    return tmp_path / "text"
 
 
 def opened(cfg):
@@ -40,214 +39,280 @@ def opened(cfg):
     return cfg, source, open_tokenizer(cfg, source)
 
 
-def unpacked(found):
-    return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
+def make(root: Path, model: Path, output: Path, workers: int = 1) -> list[bool]:
+    """Prepare, and return of each shard whether it was there."""
+    kept: list[bool] = []
+    _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
+    prepare(source, tokenizer, output, workers, lambda _, was_there: kept.append(was_there))
+    return kept
 
 
-# ----------------------------------------------------------------------------------------------------
-# The same batches
-
-ODD = [*NASTY, "", "a", "a\x00b", "one\r\ntwo\r\n", "<extra_id_3>", "👩‍🚀", "word " * 20_000, "x" * 100_000]
-TEXT = st.one_of(st.text(st.characters(codec=None), max_size=30), st.sampled_from(ODD), st.just("a word and more"))
-RAW = st.sampled_from([b'{"text": "caf\xe9 \xff"}\r\n', b'{"text": "\xc3\xa9\xed\xa0\x80"}\n', b"\r\n", b"\n"])
-LINE = st.one_of(TEXT.map(lambda text: json.dumps({"text": text}).encode() + b"\n"), RAW)
-SHARD = st.lists(LINE, min_size=1, max_size=20)
-SOME = b'{"text": "some text"}\n'
-LONG = json.dumps({"text": "word " * 2_000_000}).encode() + b"\n"
+@pytest.fixture
+def made(root, model, tmp_path):
+    make(root, model, tmp_path / "tokens")
+    return tmp_path / "tokens"
 
 
-def shards_of(folder: Path, lines: list[list[bytes]], streams: int) -> None:
-    """C4-layout shards, in which every stream has some text."""
-    write_shards(folder, [["validation text", "", "more"]], split="validation")
-    for i, own in enumerate(lines):
-        path = folder / f"c4-train.{i:05d}-of-{len(lines):05d}.json.gz"
-        path.write_bytes(gzip.compress(b"".join([*own, *[SOME] * streams]), 1))
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example([[LONG, SOME], [SOME]], 2, 64, "packed", (3, 5000), 3, [1, 2], [2, 1]).via("a line of ten megabytes")
-@example([[b'{"text": ""}\n'] * 50], 4, 8, "pad", (8, 9), 2, [4, 1], [1, 2]).via("almost nothing but empty documents")
-@given(
-    lines=st.lists(SHARD, min_size=1, max_size=5),
-    global_batch=st.sampled_from([1, 2, 4, 6, 12, 32]),
-    seq_len=st.integers(2, 40),
-    packing=st.sampled_from(["packed", "pad"]),
-    block=st.tuples(st.integers(1, 8), st.sampled_from([1, 9, 30, 5000])),
-    kill=st.integers(1, 7),
-    worlds=st.lists(st.sampled_from([1, 2, 4, 8, 32]), min_size=2, max_size=2),
-    others=st.lists(st.sampled_from([1, 2, 4, 8, 32]), min_size=2, max_size=2),
-)
-def test_text_and_tokens_any_ranks_any_kills(model, lines, global_batch, seq_len, packing, block, kill, worlds, others):
-    """One undisturbed run of the text; the tokens, and the text, killed and resumed twice, each time as the other."""
-    streams = math.gcd(global_batch, 64)
-    worlds, others = ([math.gcd(w, streams) for w in some] for some in (worlds, others))
-    keys = {"train__global_batch": global_batch, "train__seq_len": seq_len, "data__packing": packing}
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_DOCUMENTS", block[0])
-        patch.setattr(documents, "BLOCK_CHARACTERS", block[1])
-        shards_of(Path(folder), lines, streams)
-        text, tokens = map(opened, both(Path(folder), model, **keys))
-        undisturbed = global_batches(*text, 1, 10)
-        assert same(global_batches(*tokens, worlds[0], 10), undisturbed)
-        for first, second, third in ((tokens, text, tokens), (text, tokens, text)):
-            head = global_batches(*first, worlds[0], kill)
-            middle = global_batches(*second, worlds[1], 2, head[-1][3])
-            tail = global_batches(*third, others[0], 2, middle[0][3])
-            assert same(head + middle, undisturbed[: kill + 2]) and same(tail, undisturbed[kill + 1 : kill + 3])
+@pytest.mark.parametrize("packing", ["packed", "pad"])
+def test_the_batches_and_the_validation_set_are_those_of_the_text(root, made, model, packing, monkeypatch):
+    keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
+    text = opened(make_config(data__root=root, tokenizer__path=model, **keys))
+    tokens = opened(make_config("tokens", data__root=made, **keys))
+    assert text[1].fingerprint == tokens[1].fingerprint
+    for block in ((documents.BLOCK_DOCUMENTS, documents.BLOCK_CHARACTERS), (7, 400)):
+        monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", block[0])
+        monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block[1])
+        whole = global_batches(*text, 1, 40)  # several epochs
+        head = global_batches(*tokens, 2, 17)
+        assert same(head + global_batches(*text, 4, 3, head[-1][3]), whole[:20])
+        assert same(global_batches(*tokens, 4, 20, whole[19][3]), whole[20:])
+    for budget in (1, 500, 10**6):
+        both = []
+        for cfg, source, tokenizer in (text, tokens):
+            cfg.eval.tokens = budget
+            found = validation_set(cfg, source, tokenizer)
+            both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
+        assert all(map(torch.equal, *both))
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lines=st.lists(SHARD, min_size=1, max_size=4), streams=st.sampled_from([1, 2, 4]), block=st.integers(1, 9))
-def test_an_epoch_loses_and_repeats_no_document_and_epochs_reshuffle(model, lines, streams, block):
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "BLOCK_DOCUMENTS", block)
-        shards_of(Path(folder), lines, streams)
-        text, tokens = map(opened, both(Path(folder), model))
-        wanted = []
-        for shard in text[1].train_shards:
-            texts = [t.encode("utf-8", "replace").decode() for t in text[1].read(shard)]
-            wanted += [(*ids, 1) for ids in reference.encode(texts)]
-        orders = []
-        for _, source, tokenizer in (text, tokens):
-            epochs = [[], [], []]
-            for v in range(streams):
-                for chunk in DocumentStream(source, tokenizer, 42, v, streams).chunks(Place()):
-                    if chunk.place.epoch == 3:
-                        break
-                    cut = np.split(chunk.tokens, chunk.starts[1:])
-                    epochs[chunk.place.epoch] += [tuple(one.tolist()) for one in cut]
-            assert all(sorted(epoch) == sorted(wanted) for epoch in epochs)
-            orders.append(epochs)
-        assert orders[0] == orders[1]
-        if block >= 4 and len({*wanted}) > 20:
-            assert orders[0][0] != orders[0][1] != orders[0][2]
-
-
-def test_a_block_is_gathered_document_by_document(tmp_path, model, monkeypatch):
-    """Long documents, short ones and more than fit at once, against the tokens of each text."""
+def test_a_block_gives_its_documents_in_any_order_cut_or_whole(made, root, monkeypatch):
     monkeypatch.setattr("dlr_pretrain.data.tokens.TAKEN_TOKENS", 50)
-    texts = [f"{'more words ' * (i * i % 23)}{i}" for i in range(200)]
-    write_shards(tmp_path, [texts])
-    write_shards(tmp_path, [["validation"]], split="validation")
-    _, tokens = both(tmp_path, model)
-    _, source, tokenizer = opened(tokens)
-    ids = [[*one, 1] for one in tokenizer.encode(texts)]
-    for first, step, longest in ((0, 1, WHOLE), (3, 7, WHOLE), (0, 1, 9), (199, 1, 1)):
-        (block,) = source.documents(tokenizer).blocks(source.train_shards[0], first, step)
+    _, source, tokenizer = opened(make_config("tokens", data__root=made))
+    ids = [[*one, 1] for one in tokenizer.encode(SHARDS[1])]
+    for first, step, longest in ((0, 1, 10**9), (3, 7, 10**9), (0, 1, 9), (59, 1, 1)):
+        (block,) = source.blocks(tokenizer, source.train_shards[1], first, step)
         order = np.random.default_rng(0).permutation(len(block))
         found = []
-        for done, some in documents.in_order(block, order, longest, done=0):
+        for done, some in documents.in_order(block, order, longest):
             assert done == len(found) and (len(some.tokens) <= 50 or len(some.starts) == 1)
             found += [one.tolist() for one in np.split(some.tokens, some.starts[1:])]
         assert found == [ids[first::step][i][:longest] for i in order]
 
 
-@pytest.mark.slow
-@needs_real_data
-@pytest.mark.parametrize(
-    ("folder", "train", "validation"),
-    [("c4/en", "c4-train.*", "c4-validation.*")],
-)
-def test_every_path_counts_the_tokens_of_sentencepiece(folder, train, validation, tmp_path, monkeypatch):
-    """Streamed, local and tokens: one epoch's counts, those of validation, and the batches, packed and padded."""
-    keys = {"train__global_batch": 64, "train__seq_len": 256, "eval__tokens": 10**9}
-    names = (("data__train_files", train), ("data__validation_files", validation))
-    local = opened(make_config(data__root=REAL / folder, tokenizer__path=T5, **keys, **dict(names)))
-    counts = counts_of_sentencepiece(local[1])
-    prepare(*local[1:], tmp_path / "tokens", 2, lambda _: None)
+def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(70_000)} | {"END": 70_000}))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "words.json"))
+    lines = [json.dumps({"text": f"w{i} w{i % 7}"}) if i % 9 else "{bad" for i in range(900)]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(lines))
+    keys = {"train__seq_len": 16, "eval__packing": "packed", "train__global_batch": 4}
+    own = {"tokenizer__path": tmp_path / "words.json", "tokenizer__eos": "END", "data__bad_rows": "skip"}
+    text = opened(make_config("local", data__root=tmp_path / "text", data__held_out=0.1, **keys, **own))
+    made = prepare(*text[1:], tmp_path / "tokens", 1, lambda *_: None)
+    assert sum(entry.documents for entry in made.entries.values()) == 800 and made.vocab_size == 70_001
     tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
-    entries = [json.loads((tmp_path / "tokens" / MANIFEST).read_text())["shards"][split] for split in counts]
-    found = [(sum(e["documents"] for e in own), sum(e["tokens"] for e in own)) for own in entries]
-    assert found == [count[:2] for count in counts.values()]
-    hub = Hub({f"en/{path.name}": path.read_bytes() for path in (REAL / folder).iterdir()})
-    with serving_here(hub, monkeypatch):
-        globs = {key: f"en/{glob}" for key, glob in names}
-        streamed = opened(make_config("c4", tokenizer__path=T5, **keys, **globs))
-        assert streamed[1].fingerprint == local[1].fingerprint == tokens[1].fingerprint
-        wanted = {}
-        for arm in (local, streamed, tokens):
-            assert counts_of_an_epoch(*arm[1:]) == counts["train"]
-            for at, packing in ((1, "packed"), (2, "pad")):
-                arm[0].eval.packing = arm[0].data.packing = packing
-                assert validation_set(*arm).real_tokens == counts["validation"][at]
-                batches = global_batches(*arm, 2, 30)
-                assert same(wanted.setdefault(packing, batches), batches)
-
-
-def counts_of_sentencepiece(source) -> dict[str, tuple[int, int, int]]:
-    """Documents, tokens, and tokens where each document is cut to 256, of both splits; each with its </s>."""
-    reference, counts = sentencepiece.SentencePieceProcessor(model_file=str(T5)), {}
-    for split in ("train", "validation"):
-        texts = (text for shard in getattr(source, f"{split}_shards") for text in source.read(shard))
-        lengths = [len(ids) + 1 for some in documents.text_chunks(texts) for ids in reference.encode(some)]
-        counts[split] = (len(lengths), sum(lengths), sum(min(length, 256) for length in lengths))
-    return counts
-
-
-def counts_of_an_epoch(source, tokenizer) -> tuple[int, int, int]:
-    """The same of what 64 streams yield before their second epoch."""
-    counts = np.zeros(3, int)
-    for v in range(64):
-        for chunk in DocumentStream(source, tokenizer, 42, v, 64).chunks(Place()):
-            if chunk.place.epoch:
-                break
-            lengths = np.diff(chunk.starts, append=len(chunk.tokens))
-            counts += [len(lengths), lengths.sum(), np.minimum(lengths, 256).sum()]
-    return tuple(counts.tolist())
-
-
-@pytest.mark.parametrize("packing", ["pad", "packed"])
-def test_the_validation_set_is_that_of_the_text(tmp_path, model, packing):
-    write_shards(tmp_path, [["train"]])
-    write_shards(tmp_path, [["a word", "", "more of the text " * 9] * 90, ["one", "two"]], split="validation")
-    for budget in (1, 500, 10**6):
-        cfgs = both(tmp_path, model, eval__packing=packing, eval__tokens=budget, train__seq_len=16)
-        one, other = (validation_set(*opened(cfg)) for cfg in cfgs)
-        assert one.real_tokens == other.real_tokens
-        assert all(map(torch.equal, unpacked(one), unpacked(other)))
+    assert same(*(global_batches(*each, 2, 200) for each in (text, tokens)))  # several epochs
+    one, two = (validation_set(*each) for each in (text, tokens))
+    assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
 
 # ----------------------------------------------------------------------------------------------------
-# A run on them
+# Preparing
 
 
-def test_a_run_on_text_goes_on_with_tokens_made_from_it(words, made, tmp_path, no_export):
+def test_killed_after_any_shard_it_ends_as_if_undisturbed(root, model, made, tmp_path, monkeypatch):
+    """A process dies at every replacement of a file in turn, and the next one goes on."""
+    whole, output, deaths, replace = content(made), tmp_path / "again", 0, os.replace
+    count = iter([])
+
+    def die(*given):
+        if next(count, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*given)
+
+    monkeypatch.setattr(os, "replace", die)
+    while True:
+        count = iter([True] * 3)
+        if (child := os.fork()) == 0:
+            try:
+                make(root, model, output)
+            finally:
+                os._exit(0)
+        if not os.waitpid(child, 0)[1]:
+            break
+        deaths += 1
+        found = content(output)
+        assert MANIFEST not in found or found[MANIFEST] == whole[MANIFEST]
+    monkeypatch.undo()
+    assert content(output) == whole and deaths > 2
+    assert make(root, model, output) == [True] * 4
+
+
+def test_any_number_of_workers_writes_the_same_and_sound_shards_are_kept(root, model, made, tmp_path):
+    assert make(root, model, tmp_path / "several", workers=3) == [False] * 4
+    whole = content(made)
+    assert content(tmp_path / "several") == whole
+    names = sorted(path.name for path in made.glob("train*.tokens"))
+    (made / names[0]).write_bytes(whole[names[0]][:-1])
+    (made / f"{names[1]}.npy").unlink()
+    assert make(root, model, made, workers=2) == [False, False, True, True] and content(made) == whole
+
+
+class Deadly(TextSource):
+    """Its readers are killed, as where memory runs out."""
+
+    def read(self, shard, start=0, step=1):
+        os.kill(os.getpid(), signal.SIGKILL)
+        yield ""
+
+
+class Full(TextSource):
+    def read(self, shard, start=0, step=1):
+        raise OSError(28, "No space left on device")
+        yield ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"), [(Deadly, "a worker process ended unexpectedly.*--workers"), (Full, "No space left.*are kept")]
+)
+def test_what_ends_a_preparation_is_named(root, model, tmp_path, kind, rule):
+    _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
+    tokenizer.unknown_share = lambda texts: 0.0
+    source.__class__ = kind
+    with pytest.raises(UserError, match=rule):
+        prepare(source, tokenizer, tmp_path / "tokens", 2, lambda *_: None)
+
+
+class Waiting(TextSource):
+    """Its readers say that they are there, and wait until they are killed."""
+
+    def read(self, shard, start=0, step=1):
+        with open(f"{self.where}/fifo", "wb", buffering=0) as fifo:
+            fifo.write(b"x")
+            signal.pause()
+        yield ""
+
+
+def test_workers_end_with_a_parent_that_is_killed(root, model, tmp_path):
+    program = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(conftest.ROOT)]!r}
+if __name__ == "__main__":
+    from test_data_tokens import *
+    _, source, tokenizer = opened(make_config(data__root={str(root)!r}, tokenizer__path={str(model)!r}))
+    tokenizer.unknown_share, source.__class__ = lambda texts: 0.0, Waiting
+    prepare(source, tokenizer, Path({str(tmp_path / "tokens")!r}), 2, lambda *_: None)
+"""
+    (tmp_path / "program.py").write_text(program)
+    os.mkfifo(root / "fifo")
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"]) as parent, open(root / "fifo", "rb") as fifo:
+        assert fifo.read(2) == b"xx"
+        parent.kill()
+        assert fifo.read() == b""  # the end: nobody has it open any more
+
+
+def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
+    before = content(made)
+    write_shards(root, [["a changed source"]])
+    with pytest.raises(UserError, match=r"holds the tokens of another source, tokenizer or format .*text: 3 train"):
+        make(root, model, made)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "spiece.model").write_bytes(b"precious")
+    with pytest.raises(UserError, match=r"is not empty \(it has spiece.model\)"):
+        make(root, model, tmp_path / "mine")
+    assert content(made) == before and content(tmp_path / "mine") == {"spiece.model": b"precious"}
+
+
+def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, monkeypatch, capsys):
+    words = ["prepare_data.py", "data=c4_local", f"data.root={root}", "--output", str(tmp_path / "tokens")]
+    monkeypatch.setattr(sys, "argv", [*words, "--train-tokenizer", "300", "--workers", "1"])
+    assert script.main() == 0 and script.main() == 0
+    said = capsys.readouterr().out
+    assert said.count("training a tokenizer of 300") == said.count("taking the tokenizer that was trained") == 1
+    assert "(4 shards were there)" in said and f"python train.py data=tokens data.root={tmp_path / 'tokens'}" in said
+    assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == (
+        tmp_path / "tokens.300.model"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["data=c4_local", "data.seed=1"], "data.seed=1: says nothing about texts or tokens"),
+        (["data=sample", "experiment=paper"], "experiment=paper: says nothing about texts or tokens"),
+        (["data=c4_locl"], "c4_local"),
+        (["data=sample", "--workers", "0"], "--workers=0: must be at least 1"),
+        (["data=tokens", "data.root=."], "data"),
+    ],
+)
+def test_what_the_command_would_ignore_is_refused(words, rule, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words, "--output", str(tmp_path / "tokens")])
+    assert script.main() == EXIT_CONFIG and rule in capsys.readouterr().err
+    assert not (tmp_path / "tokens").exists()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Damage, and a run
+
+
+def rewrite(folder: Path, change) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+ONE = "train-00001-of-00003.tokens"
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule"),
+    [
+        (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign: .*\d bytes, and .* were written"),
+        (lambda f: cut(f / f"{ONE}.npy"), rf"{ONE}: damaged or foreign"),
+        (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
+        (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no finished folder of tokens. Make it with scripts"),
+        (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
+        (lambda f: rewrite(f, lambda m: m["shards"]["train"].clear()), "manifest.json: damaged"),
+        (lambda f: rewrite(f, lambda m: m["shards"]["train"][0].update(tokens=7)), "train-00000.*damaged or foreign"),
+        (lambda f: rewrite(f, lambda m: m.update(format=9)), "format 9, and this version reads format"),
+        (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: no such file"),
+    ],
+)
+def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
+    damage(made)
+    with pytest.raises(UserError, match=rule):
+        open_source(make_config("tokens", data__root=made))
+
+
+def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
+    cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
+    other = tmp_path / "other.model"
+    other.write_bytes(conftest.ROOT.joinpath("tests/frozen/spiece.model").read_bytes())
+    with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
+        open_source(make_config("tokens", data__root=made, tokenizer__path=other))
+    (made / ONE).write_bytes(b"short")
+    with pytest.raises(UserError, match=rf"{ONE}: damaged or foreign: 5 bytes"):
+        global_batches(cfg, source, tokenizer, 1, 300)
+
+
+def test_a_run_on_text_goes_on_with_tokens_made_from_it(train, words, corpus, tmp_path, no_export):
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
     from dlr_pretrain.util.history import read_metrics
 
-    def train(folder, *overrides):
-        given = words(f"run.dir={tmp_path / folder}", "train.steps=6", *overrides)
-        if "data=tokens" in overrides:
-            given = [word for word in given if not word.startswith("tokenizer.path")]
-        run(load(given))
-
-    def losses(folder):
-        return [r["train/loss"] for r in read_metrics(tmp_path / folder / "metrics.jsonl")]
-
-    train("whole")
+    _, source, tokenizer = opened(make_config(data__root=corpus, tokenizer__path=corpus / "spiece.model"))
+    prepare(source, tokenizer, tmp_path / "tokens", 1, lambda *_: None)
+    given = ("train.steps=6", "train.lr=1e-3")
+    train(tmp_path / "whole", *given)
     with pytest.raises(Stopped):
-        train("parts", "train.stop_after=2")
+        train(tmp_path / "parts", *given, "train.stop_after=2")
+    on_tokens = ("data=tokens", f"data.root={tmp_path / 'tokens'}", "train.stop_after=4")
+    on_tokens = words(f"run.dir={tmp_path / 'parts'}", *given, *on_tokens)
     with pytest.raises(Stopped):
-        train("parts", "data=tokens", f"data.root={made}", "train.stop_after=4")
-    train("parts")
-    assert losses("parts") == losses("whole")
+        run(load([word for word in on_tokens if not word.startswith("tokenizer.path")]))
+    train(tmp_path / "parts", *given)
+    losses = [[r["train/loss"] for r in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("whole", "parts")]
+    assert losses[0] == losses[1]
     write_shards(tmp_path / "other", [["another text"] * 40] * 2)
     write_shards(tmp_path / "other", [["another"]], split="validation")
     with pytest.raises(UserError, match=r"holds another run:\n  data\.shards: \w+ there, \w+ here"):
-        train("parts", f"data.root={tmp_path / 'other'}")
-
-
-def test_a_run_goes_on_under_its_own_order_alone(train, tmp_path, no_export, monkeypatch):
-    given, record = ("train.steps=3", "train.lr=1e-3"), tmp_path / "run" / "manifest.json"
-    with pytest.raises(Stopped):
-        train(tmp_path / "run", *given, "train.stop_after=1")
-    monkeypatch.setattr("dlr_pretrain.train.text.ORDER_VERSION", ORDER_VERSION + 1)
-    with pytest.raises(UserError, match=rf"data\.order: {ORDER_VERSION} there, {ORDER_VERSION + 1} here"):
-        train(tmp_path / "run", *given)
-    written = json.loads(record.read_text())
-    written["identity"].pop("data.order")
-    record.write_text(json.dumps(written))
-    with pytest.raises(UserError, match=r"step_00000001: it is of another run \(1 keys differ: data\.order was"):
-        train(tmp_path / "run", *given)  # the checkpoint knows it, too
+        train(tmp_path / "parts", *given, f"data.root={tmp_path / 'other'}")
