@@ -17,7 +17,7 @@ from dlr_pretrain.util.tensors import IGNORE
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
 FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from the published tables', which had 101
-BETWEEN_LOOKS = 16  # batches between two checks whether to stop
+STOP_CHECKED_EVERY = 16  # batches
 STRIPES = 16  # of the validation set; they belong to its two halves in turn
 
 
@@ -59,10 +59,10 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # the same on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
-            if interruptible and start // n % BETWEEN_LOOKS == BETWEEN_LOOKS - 1 and self._stopping():
+            if interruptible and start // n % STOP_CHECKED_EVERY == STOP_CHECKED_EVERY - 1 and self._stopping():
                 return None
-            some = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
-            inputs = inputs_and_targets(*some, self.validation.separator)
+            sequences, ends = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
+            inputs = inputs_and_targets(sequences, ends, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
 

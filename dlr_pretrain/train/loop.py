@@ -71,7 +71,7 @@ class Loop:
         self.weights, self.optimizer = update.weights, update.optimizer
         self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
         self.view = view
-        self.probe, self.profiler = Probe(cfg, ranks, self.weights), Profiler(cfg, ranks, console)
+        self.probe, self.profiler = Probe(cfg, ranks, self.weights), Profiler(cfg, saver.run_dir, ranks, console)
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
         self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived

@@ -12,6 +12,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.probing import probed
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
+from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
@@ -26,7 +27,7 @@ class Probe:
         self.cfg, self.ranks, self.weights = cfg, ranks, weights
         self.layers = {f"model.layers.{name}.b": name for name in probed(cfg)} if cfg.probe.enabled else {}
         if self.layers:
-            self.path = PlainPath(cfg, weights.model.lm_head.out_features)
+            self.path = PlainPath(cfg, weights.state["lm_head.weight"].shape[0])
 
     def is_due(self, updates: int) -> bool:
         """Whether to probe the weights after this number of ``updates``."""
@@ -41,8 +42,8 @@ class Probe:
         The loss is the mean over the scored targets of the first micro-batches of all ranks.
         """
         ranks, first = self.ranks, self.cfg.micro_batch(self.ranks.world_size)
-        rows = (ranks.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
-        inputs = inputs_and_targets(*rows, batch.separator)
+        tokens, lengths = (ranks.to_device(part[:first]) for part in (batch.tokens, batch.lengths))
+        inputs = inputs_and_targets(tokens, lengths, batch.separator)
         count = ranks.sum((inputs[1] != IGNORE).sum()).clamp(min=1)
 
         state = dict(self.weights.state)
@@ -58,7 +59,7 @@ class Probe:
                 for total, name in zip(totals, self.layers, strict=True):
                     total += sums(gradients[name][counted(name, scored, *piece[2:])], *matrices[name])
         ideal = torch.stack([isotropic(*matrices[name]) for name in self.layers]).tolist()
-        found = {}
+        found: dict[str, float | None] = {}
         for name, values, expected in zip(self.layers.values(), ranks.sum(totals).tolist(), ideal, strict=True):
             numbers = means(values) | {"isotropic": expected}
             found |= {f"probe/{name}/{key}": value for key, value in numbers.items()}
@@ -68,4 +69,5 @@ class Probe:
         """B as the state holds it, without the residual, and beta R^T; both in new memory."""
         b = state[f"{name}.weight"].detach().clone()
         residual = self.weights.model.get_submodule(name).residual
+        assert isinstance(residual, Residual)
         return b, residual_matrix(residual, b, state.get(f"{name}.dlr_alpha"))

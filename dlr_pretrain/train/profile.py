@@ -17,9 +17,9 @@ ROWS = 60  # of the table
 class Profiler:
     """Traces those steps of this start that ``cfg.profile`` names. A full disk causes a warning only."""
 
-    def __init__(self, cfg: Config, ranks: Ranks, console: Console):
+    def __init__(self, cfg: Config, run_dir: Path, ranks: Ranks, console: Console):
         self.cfg, self.ranks, self.console = cfg, ranks, console
-        self.folder = Path(cfg.run.dir) / "profile"
+        self.folder = run_dir / "profile"
         self.profile: profile | None = None
         self.written = False
 

@@ -43,7 +43,7 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
     with Lease(run_dir) as lease, recorded_end(run_dir, lease), Ranks(cfg) as ranks:
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
-        text = open_text(cfg, ranks, console)
+        text = open_text(cfg, run_dir, ranks, console)
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
         ranks.start_watchdog(run_dir, ranks.on_main(lease.acquire))
@@ -143,7 +143,7 @@ class Run:
         flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
         update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-        rows = summary(self.cfg, self.ranks, self.text, weights, self.planned_memory)
+        rows = summary(self.cfg, self.dir, self.ranks, self.text, weights, self.planned_memory)
         if start.folder is not None:
             rows["start"] = f"the model in {start.folder.folder}"
         if start.checkpoint is not None:

@@ -20,7 +20,7 @@ from dlr_pretrain.util.text import amount, plural
 
 
 def summary(
-    cfg: Config, ranks: Ranks, text: Text, weights: Weights, planned_memory: PlannedMemory | None
+    cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weights, planned_memory: PlannedMemory | None
 ) -> dict[str, str]:
     """Label and text of each row."""
     t, world, micro = cfg.train, ranks.world_size, cfg.micro_batch(ranks.world_size)
@@ -35,7 +35,7 @@ def summary(
     anew = f", anew every {plural(period[0], 'step')}" if (period := restarts(cfg)) else ""
     vocabulary, validation = len(weights.state["model.embed_tokens.weight"]), text.validation
     table = {
-        "run": str(cfg.run.dir),
+        "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}"
         f"{f' on {layers} projections' if layers else ''}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
@@ -48,7 +48,7 @@ def summary(
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
-        "code": describe_code(read_record(Path(str(cfg.run.dir)))["starts"][-1]),
+        "code": describe_code(read_record(run_dir)["starts"][-1]),
     }
     if text.unknown > MUCH_UNKNOWN:
         rule = f"the tokenizer cannot express {text.unknown:.1%} of the text, which is learnt as one unknown token"

@@ -45,9 +45,9 @@ class Text:
         }
 
 
-def open_text(cfg: Config, ranks: Ranks, console: Console) -> Text:
+def open_text(cfg: Config, run_dir: Path, ranks: Ranks, console: Console) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
-    record = ranks.on_main(lambda: read_record(Path(cfg.run.dir)))
+    record = ranks.on_main(lambda: read_record(run_dir))
     version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
     source = ranks.on_main(lambda: open_source(cfg, console.say, version, patient=resumes))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))

@@ -66,7 +66,7 @@ def test_a_request_to_stop_ends_an_evaluation_and_the_next_start_makes_it(train,
         self.ranks.stop_requested = self.ranks.stop_requested or len(looks) == 2
         return stopping(self)
 
-    monkeypatch.setattr(evaluate, "BETWEEN_LOOKS", 2)
+    monkeypatch.setattr(evaluate, "STOP_CHECKED_EVERY", 2)
     stopping = Evaluator._stopping
     for _ in range(2):  # then, too, it is at the evaluation alone
         looks.clear()
