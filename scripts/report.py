@@ -18,7 +18,7 @@ def main() -> int:
         "places",
         nargs="+",
         metavar="place",
-        help="run directory, folder of them, JSON of evaluate.py --output, folder of tune.py, glob of any",
+        help="run directory, folder of them, glob of either, JSON of evaluate.py --output",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, tables, figures"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,33 +209,31 @@ def draw_paths(found: Runs, folder: Path) -> Iterator[Picture]:
         yield save(figure, folder, f"gradient_paths_{i}" if i else "gradient_paths", PATHS)
 
 
-def draw_rates(founds: Sequence[dict], folder: Path, name: str = "tune_rates") -> Iterator[Picture]:
-    """Held-out perplexity against the learning rate, a panel for each comparison of ``tune.py`` with several rates."""
-    several = [found for found in founds if len(found["design"]["rates"]) > 1]
-    if not several:
+def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
+    """Held-out perplexity against the learning rate, as ``curve``; nothing for a comparison with one rate."""
+    design = found["design"]
+    if len(design["rates"]) == 1:
         return
-    figure, axes = subplots(len(several))
-    for found, ax in zip(several, axes, strict=True):
-        grid = pd.DataFrame(found["trials"], columns=["method", "lr", "seed", "state", "loss_b"])
-        grid = grid[grid.seed.isin(found["design"]["seeds"])]
-        grid["ppl"] = grid.loss_b.map(perplexity, na_action="ignore")
-        for method in found["design"]["methods"]:
-            of, style = grid[grid.method == method], look(method)
-            means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
-            ax.plot(of.lr, of.ppl, "o", color=style["color"], alpha=0.4, markersize=4)
-            ax.plot(means.index, means, **style, marker="o", markersize=5, label=method)
-            if (best := found["chosen"][method]["lr"]) in means:
-                ax.plot(best, means[best], "o", color=style["color"], markersize=13, markerfacecolor="none")
-            lost = of.lr[of.state == "diverged"]
-            ax.plot(lost, np.full(len(lost), 0.98), "x", color=style["color"], transform=ax.get_xaxis_transform())
-        log_scale(ax.yaxis)
-        ax.set(xscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
-        ax.set_xticks(found["design"]["rates"], [f"{lr:g}" for lr in found["design"]["rates"]])
-        ax.set_xticks([], minor=True)
-        ax.set_title(textwrap.fill(found["shared"], 60) if len(several) > 1 else "", fontsize=8)
-        legend(ax)
+    figure, (ax,) = subplots(1)
+    grid = pd.DataFrame(found["trials"], columns=["method", "lr", "seed", "state", "loss_b"])
+    grid = grid[grid.seed.isin(design["seeds"])]
+    grid["ppl"] = grid.loss_b.map(perplexity, na_action="ignore")
+    for method in design["methods"]:
+        of, style = grid[grid.method == method], look(method)
+        means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
+        ax.plot(of.lr, of.ppl, "o", color=style["color"], alpha=0.4, markersize=4)
+        ax.plot(means.index, means, **style, marker="o", markersize=5, label=method)
+        if (best := found["chosen"][method]["lr"]) in means:
+            ax.plot(best, means[best], "o", color=style["color"], markersize=13, markerfacecolor="none")
+        lost = of.lr[of.state == "diverged"]
+        ax.plot(lost, np.full(len(lost), 0.98), "x", color=style["color"], transform=ax.get_xaxis_transform())
+    log_scale(ax.yaxis)
+    ax.set(xscale="log", xlabel="peak learning rate", ylabel="perplexity on held-out text")
+    ax.set_xticks(design["rates"], [f"{lr:g}" for lr in design["rates"]])
+    ax.set_xticks([], minor=True)
+    legend(ax)
     caption = (
         "Perplexity on held-out text against the learning rate. Faint points are seeds, lines join means, a ring marks "
         "the rate that the other half chose, a cross a diverged run."
     )
-    yield save(figure, folder, name, caption)
+    yield save(figure, folder, "curve", caption)

@@ -1,102 +1,52 @@
-"""The report of many runs, and that of one run: tables, figures, and one page with all of it."""
+"""Reports as Markdown and as one page of HTML that needs neither server nor network: of many runs, and of one."""
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from glob import glob, has_magic
 from pathlib import Path
+from string import Template
 
 import pandas as pd
 
-from dlr_pretrain.analysis import tune
-from dlr_pretrain.analysis.figures import IMAGES, LOSS, curves, draw, draw_paths, draw_rates
-from dlr_pretrain.analysis.page import Code, Page
+from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw, draw_paths
 from dlr_pretrain.analysis.paper import TASKS, facts
 from dlr_pretrain.analysis.runs import Spread, read_runs
 from dlr_pretrain.analysis.tables import Table, run_tables
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import loading
 
 FORMATS = {"md": Table.markdown, "csv": Table.csv, "tex": Table.latex}
+Part = Table | Picture | tuple[str, str]  # a table, a figure, or a title and code
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of everything in ``places`` into ``output``, and return the remarks.
 
     ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX;
-    ``figures/`` has each figure in the formats of ``IMAGES``. Files that an earlier report has left are removed.
-    ``places`` are run directories, folders of them, JSON of ``evaluate.py --output``, folders of ``tune.py``, or globs.
+    ``figures/`` has each figure in the formats of ``figures.IMAGES``. ``places`` are run directories, folders of them,
+    globs of either, and JSON of ``evaluate.py --output``.
     """
-    places, accuracies, compared = _take(places)
+    files = [Path(place) for place in places if Path(place).suffix == ".json"]
+    of_runs = [place for place in places if Path(place) not in files]
     (output / "tables").mkdir(parents=True, exist_ok=True)
-    written = output / ".report_files"
-    for name in written.read_text(encoding="utf-8").splitlines() if written.exists() else []:
-        (output / "/".join(Path(name).parts[-2:])).unlink(missing_ok=True)
-    tables, pictures = [*tune.tables(compared)], [*draw_rates(compared, output / "figures")]
-    remarks = []
-    if places:
-        found = read_runs(places)
-        remarks = found.remarks
-        tables += run_tables(found)
-        pictures += draw(found, output / "figures")
-    tables += accuracy_table(accuracies)
+    tables, pictures, remarks = [*accuracy_table(files)], [], []
+    if of_runs:
+        found = read_runs(of_runs)
+        tables, remarks = [*run_tables(found), *tables], found.remarks
+        pictures = [*draw(found, output / "figures")]
     for table in tables:
         for kind, render in FORMATS.items():
             (output / "tables" / f"{table.name}.{kind}").write_text(render(table), encoding="utf-8")
-    names = [f"tables/{table.name}.{kind}" for table in tables for kind in FORMATS]
-    names += [f"figures/{picture.name}.{kind}" for picture in pictures for kind in IMAGES]
-    written.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
-    parts = [*tables, *pictures, Code("Made by", command)]
-    Page("Pre-training runs", remarks, parts).write(output, output / "figures", "index")
+    write_page(
+        "Pre-training runs", remarks, [*tables, *pictures, ("Made by", command)], output, output / "figures", "index"
+    )
     return remarks
-
-
-def _take(places: Sequence[str]) -> tuple[list[str], dict[str, dict], list[dict]]:
-    """The places of runs, the results of evaluate.py by their files, and the comparisons of tune.py."""
-    runs, files = [], {}
-    for place in places:
-        paths = sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]
-        found = [[path] if path.suffix == ".json" else sorted(path.glob("tune.json")) for path in paths]
-        found = [own or (sorted(path.glob("*/tune.json")) if path.name == "tune" else [])
-                 for own, path in zip(found, paths, strict=True)]  # fmt: skip
-        if not found or not all(found):
-            runs.append(place)
-        files |= {path.resolve(): path for own in found for path in own}
-    accuracies, compared = {}, []
-    for path in files.values():
-        try:
-            read = json.loads(path.read_text(encoding="utf-8"))
-            if path.name == "tune.json":
-                design, trials = tune.Design(**read["design"]), [tune.Trial(**trial) for trial in read["trials"]]
-                compared.append(read | tune.compare(design, trials))
-            else:
-                accuracies[str(path)] = read | {"n": len(read["checkpoints"])}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            what = "tune.py" if path.name == "tune.json" else "evaluate.py --output"
-            raise UserError(f"{path} cannot be read as JSON of scripts/{what}: {error}") from None
-    return runs, accuracies, compared
-
-
-def accuracy_table(files: dict[str, dict]) -> Iterator[Table]:
-    """Accuracies in percent that evaluate.py has measured, beside the paper's."""
-    rows = facts("downstream_1b").to_dict("records")
-    notes = ["The paper's convention is as_in_paper."]
-    for path, found in files.items():
-        told = found["tasks"] | ({"average": found["average"]} if set(TASKS) <= set(found["tasks"]) else {})
-        cells = {
-            task: Spread(100 * of["acc"], 100 * (of.get("std") or math.nan), found["n"]) for task, of in told.items()
-        }
-        rows.append({"stage": path, "method": found["checkpoints"][0]["folder"]} | cells)
-        limit = f", the first {found['limit']:,} documents" if found["limit"] else ""
-        setting = f"contexts of {found['context_length']:,} tokens, {found['dtype']}, data: {found['data']}{limit}"
-        same = ", ".join(task for task, of in told.items() if of.get("distinct_choices") == 1)
-        setting += f"; always the same choice in {same}" if same else ""
-        notes.append(f"{path}: convention {found['convention']}, {setting}")
-    if files:
-        yield Table("zero_shot", "Zero-shot accuracy, % (the paper's at 1B)", pd.DataFrame(rows), notes)
 
 
 def write_report(run_dir: Path) -> None:
@@ -104,8 +54,73 @@ def write_report(run_dir: Path) -> None:
     found = read_runs([run_dir])
     plots, folded = run_dir / "plots", run_dir / "folded"
     loss = curves(found, plots, "loss", "train/loss", "train/tokens", LOSS)
-    parts = [*run_tables(found), loss, *draw_paths(found, plots)]
+    parts: list[Part] = [*run_tables(found), loss, *draw_paths(found, plots)]
     if (folded / "config.json").exists():
-        parts.append(Code("The folded checkpoint", loading(str(folded), trust=any(folded.glob("modeling_*.py")))))
-    parts.append(Code("Made by", shlex.join(found.runs.start.iloc[0].get("command", []))))
-    Page(found.runs["name"].iloc[0], found.remarks, parts).write(run_dir, plots)
+        parts.append(("The folded checkpoint", loading(str(folded), trust=any(folded.glob("modeling_*.py")))))
+    parts.append(("Made by", shlex.join(found.runs.start.iloc[0].get("command", []))))
+    write_page(found.runs["name"].iloc[0], found.remarks, parts, run_dir, plots)
+
+
+def accuracy_table(files: Sequence[Path]) -> Iterator[Table]:
+    """Accuracies in percent that evaluate.py has measured, beside the paper's; nothing without files."""
+    rows = facts("downstream_1b").to_dict("records")
+    notes = ["The paper's convention is as_in_paper."]
+    for path in files:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            told = found["tasks"] | ({"average": found["average"]} if set(TASKS) <= set(found["tasks"]) else {})
+            n, limit = len(found["checkpoints"]), found["limit"]
+            cells = {task: Spread(100 * of["acc"], 100 * (of.get("std") or math.nan), n) for task, of in told.items()}
+            rows.append({"stage": str(path), "method": found["checkpoints"][0]["folder"]} | cells)
+            same = ", ".join(task for task, of in told.items() if of.get("distinct_choices") == 1)
+            notes.append(
+                f"{path}: convention {found['convention']}, contexts of {found['context_length']:,} tokens, "
+                f"{found['dtype']}, data: {found['data']}{f', the first {limit:,} documents' if limit else ''}"
+                f"{f'; always the same choice in {same}' if same else ''}"
+            )
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path} cannot be read as JSON of scripts/evaluate.py --output: {error}") from None
+    if files:
+        yield Table("zero_shot", "Zero-shot accuracy, % (the paper's at 1B)", pd.DataFrame(rows), notes)
+
+
+# ----------------------------------------------------------------------------------------------------
+# One page
+
+
+def write_page(
+    title: str, remarks: Sequence[str], parts: Sequence[Part], folder: Path, figures: Path, name: str = "report"
+) -> None:
+    """Write ``report.md`` and ``<name>.html`` into ``folder``; pictures are in ``figures``, in or below it.
+
+    ``remarks`` are what a reader must know first.
+    """
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    body = "\n".join(_html(part, figures) for part in parts)
+    items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)
+    write_durably(folder / f"{name}.html", template.substitute(title=html.escape(title), remarks=items, body=body))
+    listed = "\n".join(f"* {remark}" for remark in remarks)
+    sections = [f"# {title}", listed, *(_markdown(part, figures.relative_to(folder)) for part in parts)]
+    write_durably(folder / "report.md", "\n\n".join(section.strip() for section in sections if section) + "\n")
+
+
+def _markdown(part: Part, figures: Path) -> str:
+    if isinstance(part, Table):
+        return part.markdown()
+    if isinstance(part, Picture):
+        return f"![{part.name}]({figures / part.name}.png)\n\n{part.caption}"
+    title, code = part
+    return f"## {title}\n\n```\n{code}\n```"
+
+
+def _html(part: Part, figures: Path) -> str:
+    if isinstance(part, Table):
+        notes = "".join(f"<li>{html.escape(note)}</li>" for note in part.notes)
+        title = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
+        return f"{title}<div class=scroll>{part.html()}</div><ul>{notes}</ul>"
+    if isinstance(part, Picture):
+        image = base64.b64encode((figures / f"{part.name}.svg").read_bytes()).decode()
+        caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
+        return f'<figure id="{part.name}"><img alt="" src="data:image/svg+xml;base64,{image}">{caption}</figure>'
+    title, code = part
+    return f"<h2>{html.escape(title)}</h2><pre>{html.escape(code)}</pre>"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from dlr_pretrain.analysis.paper import facts, marks
-from dlr_pretrain.analysis.runs import Runs, Spread, differences, ended, spread
+from dlr_pretrain.analysis.runs import Runs, Spread, differences, differing, ended, spread
 from dlr_pretrain.util.text import table as markdown_table
 
 FORMATS = {"lr": "g", "Loss": ".4f", "Δ loss": "+.4f", "Δ PPL": "+.2f", "Δ convention": "+.2f", "Δ paper": "+.2f",
@@ -89,8 +89,8 @@ def final(of: pd.DataFrame, name: str) -> Spread | None:
 
 def run_tables(found: Runs) -> list[Table]:
     """All tables of runs, those that matter most first."""
-    own = [*pairs_table(found), groups_table(found), *paper_tables(found)]
-    return [*own, *paths_table(found), speed_table(found), runs_table(found)]
+    own = [*pairs_table(found), groups_table(found), *paper_tables(found), *paths_table(found)]
+    return [*own, speed_table(found), *settings_table(found), runs_table(found)]
 
 
 def groups_table(found: Runs) -> Table:
@@ -108,6 +108,16 @@ def groups_table(found: Runs) -> Table:
     ]  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
     return Table("groups", "What was trained", pd.DataFrame(rows), notes)
+
+
+def settings_table(found: Runs) -> Iterator[Table]:
+    """The keys in which groups differ, with the values of each; nothing of a single group."""
+    groups = found.groups()
+    settings = [of.shared.iloc[0] for of in groups]
+    if keys := differing(settings):
+        rows = [[key, *(str(setting.get(key, "absent")) for setting in settings)] for key in keys]
+        names = [f"{of.scale.iloc[0]} {of.label.iloc[0]}" for of in groups]
+        yield Table("settings", "What differs", pd.DataFrame(rows, columns=["Key", *names]))
 
 
 def pairs(found: Runs) -> list[tuple[pd.DataFrame, pd.DataFrame]]:

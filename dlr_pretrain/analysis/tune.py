@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from dlr_pretrain.analysis.figures import draw_rates
-from dlr_pretrain.analysis.page import Code, Page
+from dlr_pretrain.analysis.report import write_page
 from dlr_pretrain.analysis.runs import Spread, spread
 from dlr_pretrain.analysis.tables import Table
 from dlr_pretrain.util.history import perplexity
@@ -142,40 +142,29 @@ def estimate(values: Sequence[float], level: float) -> dict:
 # Words
 
 
-def tables(founds: Sequence[dict]) -> Iterator[Table]:
-    """Each method at its own rate, and all methods by rate; nothing without comparisons."""
-    own, by_rate = [], []
-    for found in founds:
-        setting = {"Setting": found["shared"]} if len({other["shared"] for other in founds}) > 1 else {}
-        verdicts, trials = {c["method"]: c for c in found["comparisons"]}, [Trial(**t) for t in found["trials"]]
-        for method, choice in found["chosen"].items():
-            rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
-            edge = " (edge of the grid)" if choice["edge"] in ("lowest", "highest") else ""
-            row = setting | {
-                "Method": method,
-                "Learning rate": rate + edge,
-                "PPL (held out)": _spread(choice["held_out"]),
-            }
-            if c := verdicts.get(method):
-                d = c["difference"]
-                row |= {"Δ loss": d and Spread(d["mean"], n=d["n"]), "Interval": d and _interval(d)}
-                row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
-            own.append(row)
-            at = {f"{lr:g}": held_out(trials, method, lr, found["design"]["seeds"]) for lr in found["design"]["rates"]}
-            by_rate.append(setting | {"Method": method} | {lr: _spread(out) for lr, out in at.items()})
-    notes = [
+def tables(found: dict) -> list[Table]:
+    """Each method at its own rate, and all methods by rate."""
+    own, by_rate, design = [], [], found["design"]
+    verdicts, trials = {c["method"]: c for c in found["comparisons"]}, [Trial(**t) for t in found["trials"]]
+    for method, choice in found["chosen"].items():
+        rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
+        edge = " (edge of the grid)" if choice["edge"] in ("lowest", "highest") else ""
+        row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": _spread(choice["held_out"])}
+        if c := verdicts.get(method):
+            d = c["difference"]
+            row |= {"Δ loss": d and Spread(d["mean"], n=d["n"]), "Interval": d and _interval(d)}
+            row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
+        own.append(row)
+        at = {f"{lr:g}": _spread(held_out(trials, method, lr, design["seeds"])) for lr in design["rates"]}
+        by_rate.append({"Method": method} | at)
+    note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
         "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
         "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
-        "excludes zero.",
-        *dict.fromkeys(remark for found in founds for remark in remarks(found)),
-    ]
-    if len(founds) > 1:
-        said = "of n at 95 %, the chance that one or more excludes zero although nothing differs is 1 - 0.95^n."
-        notes.append(f"Intervals of one comparison hold together, those of several do not: {said}")
-    if founds:
-        yield Table("tune", "Each method at its own learning rate", pd.DataFrame(own), notes)
-        yield Table("tune_rates", "Perplexity by learning rate", pd.DataFrame(by_rate), notes[:1])
+        "excludes zero."
+    )
+    chosen = Table("tune", "Each method at its own learning rate", pd.DataFrame(own), [note, *remarks(found)])
+    return [chosen, Table("tune_rates", "Perplexity by learning rate", pd.DataFrame(by_rate), [note])]
 
 
 def _spread(out: dict) -> Spread | None:
@@ -225,7 +214,7 @@ def verdicts(found: dict) -> Iterator[str]:
 
 def console(found: dict) -> str:
     """The table of the methods, the verdicts and the remarks."""
-    own = next(tables([found])).shown().drop(columns="Better", errors="ignore").to_string(index=False)
+    own = tables(found)[0].shown().drop(columns="Better", errors="ignore").to_string(index=False)
     return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
 
 
@@ -236,6 +225,6 @@ def write(found: dict, folder: Path) -> None:
     chosen = [trial["lr"] == found["chosen"][trial["method"]]["lr"] for trial in found["trials"]]
     pd.DataFrame(found["trials"]).assign(chosen=chosen).to_csv(folder / "curve.csv", index=False)
     words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
-    made = Code("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
-    parts = [*tables([found]), *draw_rates([found], folder, "curve"), made]
-    Page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts).write(folder, folder)
+    made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
+    parts = [*tables(found), *draw_rates(found, folder), made]
+    write_page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts, folder, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from dlr_pretrain.analysis import compare, runs
+from dlr_pretrain.analysis import runs
 from dlr_pretrain.config import CONFIG_DIR
 from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.parse import KNOWN
@@ -28,7 +28,6 @@ LISTS = {
     "start.RATES": start.RATES,
     "start.RECIPE": start.RECIPE,
     "identity.ORIGIN": ORIGIN,
-    "compare.PLACES": compare.PLACES,
     "runs.TEXT": runs.TEXT,
 }
 

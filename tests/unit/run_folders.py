@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ from time import gmtime, strftime
 import torch
 
 from dlr_pretrain.analysis.paper import C4_SHARDS, T5
-from dlr_pretrain.analysis.tune import Design, Trial, compare
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.train.evaluate import galore_perplexity
@@ -93,22 +91,3 @@ def pairs_of_runs(root: Path, *backbones: str, seeds: tuple[int, ...] = (41, 42)
             for seed in seeds:
                 words = (*SHORT, f"backbone={backbone}", f"dlr={dlr}")
                 a_run(root / f"{backbone}-{dlr}-s{seed}", *words, seed=seed, level=4.0 + i / 10 - gain)
-
-
-def a_comparison(folder: Path, runs: Path) -> Path:
-    """CoLA without and with DLR at one rate with two seeds, trained in ``runs``: ``folder`` as tune.py leaves it."""
-    trials = []
-    for method, dlr in (("cola", "off"), ("cola+dlr", "on")):
-        for seed in (41, 42):
-            run = a_run(runs / f"{method}-{seed}", *SHORT, "backbone=cola", f"dlr={dlr}", seed=seed)
-            last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-            losses = (last[f"eval/loss{half}"] for half in ("_a", "_b", ""))
-            trials.append(Trial(method, 0.005, seed, "finished", str(run), *losses))
-    found = compare(Design(("cola", "cola+dlr"), (0.005,), (41, 42)), trials) | {
-        "words": {"cola": "backbone=cola dlr=off", "cola+dlr": "backbone=cola dlr=on"},
-        "shared": "scale=tiny", "command": "scripts/tune.py pair=cola,cola+dlr lr=0.005 seeds=41,42 scale=tiny",
-        "budgets": {"cola": {"steps": 60, "tokens": 15_360}}, "ordered_by_seed": False,
-    }  # fmt: skip
-    folder.mkdir(parents=True)
-    (folder / "tune.json").write_text(json.dumps(found))
-    return folder

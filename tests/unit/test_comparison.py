@@ -10,9 +10,7 @@ import statistics
 
 import pytest
 
-from dlr_pretrain.analysis.report import write_reports
 from dlr_pretrain.analysis.tune import Design, Trial, compare, console, estimate, tables, write
-from dlr_pretrain.util.errors import UserError
 
 RATES = (0.001, 0.003, 0.01)
 
@@ -114,7 +112,7 @@ def test_a_diverged_run_rules_its_rate_out_and_is_left_out_of_no_mean():
     found = dressed(compare(design, trials(design, lost)))
     assert [(c["lr"], c["edge"]) for c in found["chosen"].values()] == [(0.01, "highest"), (0.003, None)]
     assert found["comparisons"][0]["better"] == "none shown"
-    own, by_rate = tables([found])
+    own, by_rate = tables(found)
     values = [math.exp(3.0 + seed / 10) for seed in (1, 2, 3)]
     mean = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} (3)"
     assert [cell.text(".2f") for cell in by_rate.frame["0.01"]] == [mean, "1 of 3 diverged"]
@@ -150,7 +148,7 @@ def test_a_fresh_seed_that_diverges_decides_nothing():
     found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0)) + fresh))
     (comparison,) = found["comparisons"]
     assert comparison["better"] is None and comparison["reason"] == "two diverges at its chosen rate with seed 8"
-    table = next(tables([found]))
+    table = tables(found)[0]
     assert [cell.text(".2f") for cell in table.frame["PPL (held out)"]] == ["2.72 ± 0.00 (2)", "1 of 2 diverged"]
     assert "1.65" not in console(found)
 
@@ -219,24 +217,3 @@ def test_the_files_hold_the_numbers(written):
     assert "the reported losses are slightly optimistic" in text and "in one order" in text
     assert "in one order" not in console(found | {"ordered_by_seed": True})
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG") and (folder / "report.html").exists()
-
-
-def test_a_report_joins_comparisons_and_reads_them_by_the_rules_of_today(written, tmp_path):
-    found, _ = written
-    for name, shared in (("a", "scale=tiny optimizer=adamw"), ("b", "scale=tiny optimizer.weight_decay=0.1")):
-        write(found | {"shared": shared, "comparisons": []}, tmp_path / "tune" / name)
-    write_reports([str(tmp_path / "tune"), str(tmp_path / "tune/a")], tmp_path / "report", "python scripts/report.py")
-    table = (tmp_path / "report/tables/tune.md").read_text()
-    assert table.count("| scale=tiny optimizer=adamw | cola+dlr | 0.003 |") == 1
-    d = found["comparisons"][0]["difference"]
-    assert table.count(f"| {d['mean']:+.4f} (3) | {d['low']:+.4f} to {d['high']:+.4f} (95 %) | cola+dlr |") == 2
-    assert "1 - 0.95^n" in table and (tmp_path / "report/figures/tune_rates.svg").exists()
-
-
-def test_files_that_cannot_be_read_are_named(tmp_path):
-    for name in ("tune.json", "x.json"):
-        with pytest.raises(UserError, match=rf"{name} cannot be read as JSON of scripts/"):
-            write_reports([str(tmp_path / name)], tmp_path / "out", "")
-    (tmp_path / "tune.json").write_text('{"trials": [{}], "design": {}}')
-    with pytest.raises(UserError, match=r"tune\.json cannot be read as JSON of scripts/tune\.py"):
-        write_reports([str(tmp_path)], tmp_path / "out", "")

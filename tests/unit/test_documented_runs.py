@@ -11,21 +11,20 @@ from glob import glob
 import pytest
 
 from tests.conftest import ROOT, commands
-from tests.unit.run_folders import SHORT, a_comparison, a_run
+from tests.unit.run_folders import SHORT, a_run
 
-QUICK = re.compile(r"python scripts/(fold|generate|compare|report|plan)\.py")
+QUICK = re.compile(r"python scripts/(fold|generate|report|plan)\.py")
 SLOW = re.compile(r"--table1|--instruction|zero_shot\.json")  # minutes, or need a fine-tuned folder
 
 
 @pytest.mark.full
 def test_commands_run_as_they_stand(tmp_path, monkeypatch, train):
     found = [c for c in commands("README.md", "docs/*.md") if QUICK.match(c) and not SLOW.search(c)]
-    assert {QUICK.match(command)[1] for command in found} == {"fold", "generate", "compare", "report", "plan"}
+    assert {QUICK.match(command)[1] for command in found} == {"fold", "generate", "report", "plan"}
     for name in ("a", "b", *(f"60m-cola-dlr_{dlr}-s4{seed}" for dlr in ("off", "on") for seed in (1, 2))):
         dlr = "on" if "dlr_on" in name or name == "b" else "off"
         seed = int(name[-1]) if name[-1].isdigit() else 1
         a_run(tmp_path / "runs" / name, *SHORT, "backbone=cola", f"dlr={dlr}", seed=seed)
-    a_comparison(tmp_path / "runs" / "tune" / "cola", tmp_path / "tuned")
     for run, backbone in dict.fromkeys(re.findall(r"runs/(1b-(\w+)-[\w-]+)/", " ".join(found))):
         train(tmp_path / "runs" / run, f"backbone={backbone}", "dlr=on", "train.steps=4", "checkpoint.every=4")
     monkeypatch.chdir(tmp_path)
