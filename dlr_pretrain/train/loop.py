@@ -17,7 +17,7 @@ from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard, Outcome
-from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending, SpikeScore
+from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import UNTIMED, Profiler
 from dlr_pretrain.train.ranks import Ranks
@@ -208,7 +208,6 @@ class Loop:
                 "tokens": self.tokens,
                 "real_tokens": self.real_tokens,
                 "skipped": self.guard.state(),
-                "losses": list(self.meter.spikes.losses),
                 "best": self.best if math.isfinite(self.best) else None,
                 "unevaluated": self.unevaluated,
                 "streams": streams,
@@ -228,5 +227,4 @@ class Loop:
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
         self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
         self.best = math.inf if state["best"] is None else state["best"]
-        self.meter.spikes = SpikeScore(state["losses"])
         self.guard.resume(self.step, state["skipped"])

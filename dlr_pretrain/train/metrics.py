@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged
-SPIKE_WINDOW = 128  # losses that a loss is compared with
-SCORED_AFTER = 32  # losses before the first one that is scored
 
 
 class MetricsFile:
@@ -115,11 +112,11 @@ class Pending:
 
 
 class Meter:
-    """The metrics of an update beside its loss: rate, speed, memory, and how unusual the loss is."""
+    """The metrics of an update beside its loss: rate, speed and memory."""
 
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
         self.cfg, self.ranks = cfg, ranks
-        self.throughput, self.spikes = Throughput(), SpikeScore()
+        self.throughput = Throughput()
         self.paused, self.seconds_per_step = self.throughput.paused, self.throughput.seconds_per_step
         self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
         self.peak: float | None = None  # tokens per second that all GPUs could train at their peak FLOP/s, if known
@@ -132,7 +129,6 @@ class Meter:
         speed = self.throughput.step(self.cfg.train.global_batch * self.cfg.train.seq_len)
         return {
             "train/loss": finite_or_none(outcome.loss),
-            "train/spike": self.spikes.score(outcome.loss),
             "train/lr": rate(self.cfg, step - 1),
             "train/grad_norm": finite_or_none(outcome.norm),
             "perf/tokens_per_second": speed,
@@ -170,26 +166,6 @@ class Throughput:
             yield
         finally:
             self.clock += time.perf_counter() - start
-
-
-class SpikeScore:
-    """How many standard deviations a loss lies above the mean of the ``SPIKE_WINDOW`` losses before it.
-
-    Checkpoints hold these losses, so that a resumed run logs the same scores.
-    """
-
-    def __init__(self, losses: Iterable[float] = ()):
-        self.losses = deque(losses, SPIKE_WINDOW)
-
-    def score(self, loss: float) -> float | None:
-        """The score of the next loss; None if it is not finite, or if the losses before it are too few or all equal."""
-        if not math.isfinite(loss):
-            return None
-        found = None
-        if len(self.losses) >= SCORED_AFTER and (deviation := statistics.pstdev(self.losses)) > 0:
-            found = (loss - statistics.fmean(self.losses)) / deviation
-        self.losses.append(loss)
-        return found
 
 
 def finite_or_none(value: float) -> float | None:

@@ -1,41 +1,17 @@
-"""What a run remembers of itself: unusual losses, the best evaluation, the evaluation that had to wait."""
+"""What a run remembers of itself: the best evaluation, and the evaluation that had to wait."""
 
 from __future__ import annotations
-
-import statistics
 
 import pytest
 
 from dlr_pretrain.train import evaluate
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.metrics import SCORED_AFTER, SPIKE_WINDOW, SpikeScore
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.history import read_metrics
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
-
-
-def test_a_score_is_in_standard_deviations_of_the_losses_before():
-    losses = [4 + 0.01 * (i % 7) for i in range(200)] + [4.5]
-    scores = SpikeScore()
-    found = [scores.score(loss) for loss in losses]
-    assert found[:SCORED_AFTER] == [None] * SCORED_AFTER and None not in found[SCORED_AFTER:]
-    before = losses[-1 - SPIKE_WINDOW : -1]
-    assert found[-1] == pytest.approx((4.5 - statistics.fmean(before)) / statistics.pstdev(before)) and found[-1] > 20
-    assert scores.score(float("nan")) is None and len(scores.losses) == SPIKE_WINDOW
-    flat = SpikeScore([1.0] * 50)
-    assert flat.score(1.0) is None
-
-
-def test_a_resumed_run_logs_the_same_scores(train, tmp_path):
-    long = ("train.steps=40", "eval.every=100")
-    whole = final(train(tmp_path / "whole", *long))
-    with pytest.raises(Stopped):
-        train(tmp_path / "parts", *long, "train.stop_after=33")
-    assert_same(final(train(tmp_path / "parts", *long)), whole)
-    assert [r["train/spike"] is None for r in whole[1]] == [True] * SCORED_AFTER + [False] * (40 - SCORED_AFTER)
 
 
 @pytest.mark.parametrize("step", [10, 15])

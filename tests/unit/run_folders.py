@@ -69,7 +69,7 @@ def a_record(cfg: Config, step: int, level: float, final: float | None, judged: 
     positions = cfg.train.global_batch * cfg.train.seq_len
     loss = level + 5 * math.exp(-12 * step / cfg.train.steps) + noise(0, 0.03)
     record = {
-        "step": step, "train/loss": loss, "train/spike": None, "train/lr": cfg.train.lr,
+        "step": step, "train/loss": loss, "train/lr": cfg.train.lr,
         "train/grad_norm": abs(noise(0.6, 0.1)), "train/skipped": 0, "train/tokens": step * positions,
         "train/real_tokens": step * positions, "perf/tokens_per_second": noise(1000, 5) if step > 10 else None,
         "perf/mfu": None, "perf/max_memory_gb": 1.25, "time": BEGAN + step / 2,
