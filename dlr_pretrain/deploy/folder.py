@@ -50,7 +50,8 @@ def check_folder(folder: Path) -> None:
             expected = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{folder}/config.json: is not that of an export: {first_line(error)}") from error
-    whole, found = folder / "model.safetensors", {}
+    whole = folder / "model.safetensors"
+    found: dict[str, list[int]] = {}
     for file in [whole] if whole.exists() else sorted(folder.glob("model-*-of-*.safetensors")):
         try:
             with safe_open(file, framework="pt") as stored:

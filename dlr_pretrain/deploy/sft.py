@@ -20,7 +20,7 @@ import torch
 
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.files import sync_all, write_durably
+from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import table
 
 DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
@@ -92,9 +92,8 @@ def fine_tune(folder: Path, output: Path, rows, held_out, recipe: Recipe, seed: 
             raise UserError(f"{output} was tuned in another way: {record['setting']}. Name another --output")
         return record
     model, tokenizer = open_folder(folder, torch.float32)
-    partial = output.with_name(f".{output.name}.partial")
     arguments = SFTConfig(
-        str(partial),
+        str(output),
         num_train_epochs=recipe.epochs,
         per_device_train_batch_size=recipe.micro_batch,
         per_device_eval_batch_size=recipe.micro_batch,
@@ -127,16 +126,12 @@ def fine_tune(folder: Path, output: Path, rows, held_out, recipe: Recipe, seed: 
     record = {"seed": seed, "setting": setting, "updates": trainer.state.global_step}
     record |= {"response_loss_before": before, "response_loss": after, "training_loss": losses}
     if trainer.is_world_process_zero():
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(folder, partial, ignore=shutil.ignore_patterns("*.safetensors*", "fold.json"))
-        model.save_pretrained(partial)
-        (partial / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-        with (partial / "README.md").open("a", encoding="utf-8") as card:
-            card.write(
-                f"\n## Fine-tuned\n\nOn the responses of instructions, all parameters: {setting}, seed {seed}.\n"
-            )
-        sync_all(partial)
-        partial.rename(output)
+        left_out = shutil.ignore_patterns("*.safetensors*", "fold.json")
+        shutil.copytree(folder, output, ignore=left_out, dirs_exist_ok=True)
+        model.save_pretrained(output)
+        with (output / "README.md").open("a", encoding="utf-8") as card:
+            card.write(f"\n## Fine-tuned\n\nOn responses to instructions, all parameters: {setting}, seed {seed}.\n")
+        write_durably(output / RECORD, json.dumps(record, indent=1) + "\n")  # last: the folder is whole
     trainer.accelerator.wait_for_everyone()
     return record
 
@@ -146,13 +141,14 @@ def write_table(output: Path, models: dict[str, list[dict]], zero_shot: str) -> 
 
     ``models`` has the records of each, with ``tasks`` where they were evaluated; ``zero_shot`` says how.
     """
-    shown, whole = [], {}
+    shown: list[dict[str, str]] = []
+    whole: dict[str, dict] = {}
     for name, records in models.items():
         seeds = pd.DataFrame([_measured(record) for record in records], dtype=float).dropna(axis="columns")
         spread = {column: each.std() if len(each) > 1 else None for column, each in seeds.items()}
         found = {column: {"mean": mean, "std": spread[column]} for column, mean in seeds.mean().items()}
         whole[name] = {"seeds": [record["seed"] for record in records], "columns": found}
-        cells = {c: f"{of['mean']:.4g}" + (f" ± {of['std']:.2g}" if of["std"] else "") for c, of in found.items()}
+        cells = {str(c): f"{of['mean']:.4g}" + (f" ± {of['std']:.2g}" if of["std"] else "") for c, of in found.items()}
         shown.append({"model": name, "seeds": str(whole[name]["seeds"]), **cells})
     columns = list(dict.fromkeys(column for row in shown for column in row))
     text = table(columns, ([row.get(column, "") for column in columns] for row in shown))

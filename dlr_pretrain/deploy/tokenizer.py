@@ -110,7 +110,9 @@ def _bpe(pieces, unknown: str, has_bytes: bool) -> models.BPE:
 
 def _normalisers(spec) -> list[normalizers.Normalizer]:
     """Sentencepiece's steps in its order: character map, squeeze spaces, one space in front, spaces made visible."""
-    steps = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    steps: list[normalizers.Normalizer] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if spec.add_dummy_prefix:

@@ -67,9 +67,9 @@ def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
     tasks = {}
     for name in names:
         parts = [part for part in manager.all_subtasks if part.startswith("mmlu_")] if name == "mmlu" else [name]
-        group = [{"task": part, "training_split": None, "fewshot_split": None} for part in parts]
+        group: list[dict] = [{"task": part, "training_split": None, "fewshot_split": None} for part in parts]
         try:
-            for part in group if data else []:
+            for part in [] if data is None else group:
                 splits = _splits(data / part["task"].replace("mmlu_", "mmlu/", 1))
                 part["custom_dataset"] = lambda splits=splits, **_: splits
             tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
@@ -124,7 +124,7 @@ def evaluate(
     return {"context_length": model.max_length, "dtype": kind_of_number, "tasks": scored}
 
 
-def measures(parts: list[list[dict]]) -> dict[str, float]:
+def measures(parts: list[list[dict]]) -> dict[str, float | None]:
     """The measures of a task from the harness's samples of its parts; accuracies are between 0 and 1.
 
     acc, acc_norm       over all documents; acc_norm, with scores divided by the choices' characters, if the task has it
