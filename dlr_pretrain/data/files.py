@@ -97,48 +97,43 @@ def _file_system(address: str) -> tuple[Any, str]:
         raise UserError(f"{address}: {rule}: {first_line(error)}") from error
 
 
-def pinned(address: str, revision: str | None, patient: bool = False) -> tuple[str, str | None]:
+def pinned(address: str, revision: str | None, commit: str | None = None) -> tuple[str, str | None]:
     """An address on the hub at a fixed commit, and that commit; any other address as it is, and None.
 
-    The commit is that of ``revision``, or the newest. A hub that does not answer is told within seconds, or, if
-    ``patient``, within minutes.
+    Without ``commit`` the hub is asked for that of ``revision``, or for the newest.
     """
     if (match := HUB_FILE.fullmatch(address)) is None:
         return address, None
-    from huggingface_hub import HfApi, constants
-
     repository, revision, rest = match[1], match[2] or revision, match[3]
-    name = repository.removeprefix("hf://datasets/")
+    if commit is None:
+        from huggingface_hub import HfApi
 
-    def ask() -> str:
-        info = HfApi().dataset_info(name, revision=revision, expand=["sha"], timeout=FIRST_CONTACT_SECONDS)
-        return info.sha or "main"
-
-    waits = PATIENCE_SECONDS if patient and not constants.HF_HUB_OFFLINE else 0.0
-    try:
-        commit = insist(lambda: within(FIRST_CONTACT_SECONDS, ask), name, waits)
-    except Exception as error:  # the types differ between versions of the client
-        rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
+        name, seconds = repository.removeprefix("hf://datasets/"), FIRST_CONTACT_SECONDS
         fix = "Offline, use data=sample, or data=local data.root=<folder of the shards>"
-        raise UserError(f"{name}: {rule}. {fix}") from error
+        commit = first_contact(name, lambda: HfApi().dataset_info(name, revision=revision, timeout=seconds), fix).sha
     return f"{repository}@{commit}{rest}", commit
 
 
-def within(seconds: float, ask: Callable[[], T]) -> T:
-    """The answer of ``ask``, which runs in a thread: a look-up of a name has no time-out. Raises TimeoutError."""
-    answer: Future[T] = Future()
+def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
+    """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
 
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
+    def in_time() -> T:  # in a thread, as a look-up of a name has no time-out
+        answer: Future[T] = Future()
 
-    threading.Thread(target=run, name="first contact", daemon=True).start()
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return answer.result(FIRST_CONTACT_SECONDS)
+
     try:
-        return answer.result(seconds)
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {seconds:g} s") from None
+        return insist(in_time, name, patience=0.0)
+    except Exception as error:  # the types differ between versions of the client
+        rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
+        raise UserError(f"{name}: {rule}. {fix}") from error
 
 
 def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:

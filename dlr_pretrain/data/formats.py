@@ -14,7 +14,7 @@ import lzma
 import zlib
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any, BinaryIO, NamedTuple
 
 from dlr_pretrain.data.files import File, open_file
@@ -147,49 +147,24 @@ def rows(
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
 
 
-def _rows(kind: str, stream, text_key: str, start: int, by_paragraph: bool) -> Generator[Row, None, None]:
-    blocks = iter(lambda: stream.read(READ_BYTES), b"")
-    if kind == "lines":
-        yield from lines(blocks, start)
-    elif kind == "text" and by_paragraph:
-        yield from islice(_paragraphs(lines(blocks)), start, None)
-    elif kind == "text" and start == 0:
-        yield b"".join(blocks).decode("utf-8-sig", "replace")
-    elif kind in ("parquet", "arrow"):
+def _rows(kind: str, stream: Any, text_key: str, start: int, by_paragraph: bool) -> Generator[Row, None, None]:
+    if kind in ("parquet", "arrow"):
         for batch in _batches(kind, stream, text_key, start):
             yield from _texts(batch, text_key)
+    elif kind == "text" and not by_paragraph:
+        yield from [stream.read().decode("utf-8-sig", "replace")][start:]
+    elif kind != "empty":
+        lines = io.BufferedReader(stream, READ_BYTES)
+        if lines.peek(len(BOM)).startswith(BOM):
+            lines.read(len(BOM))
+        yield from islice(lines if kind == "lines" else _paragraphs(lines), start, None)
 
 
-def lines(blocks: Iterable[bytes], start: int = 0) -> Iterator[bytes]:
-    """The lines of blocks of bytes from line ``start`` on, without their line feeds. Lines before are only counted."""
-    number, rest, first = 0, b"", True  # lines passed so far; the unfinished last line of the last block
-    for block in blocks:
-        if first:
-            block, first = block.removeprefix(BOM), False
-        if number < start:
-            skipped = min(block.count(b"\n"), start - number)
-            number += skipped
-            if number < start:
-                continue
-            block = block.split(b"\n", skipped)[-1]
-        whole = (rest + block).split(b"\n")
-        rest = whole.pop()
-        yield from whole
-    if rest:
-        yield rest
-
-
-def _paragraphs(found: Iterable[bytes]) -> Iterator[str]:
+def _paragraphs(lines: Iterable[bytes]) -> Iterator[str]:
     """Runs of lines that are not blank."""
-    run: list[bytes] = []
-    for line in found:
-        if line.strip():
-            run.append(line.rstrip(b"\r"))
-        elif run:
-            yield b"\n".join(run).decode("utf-8", "replace")
-            run = []
-    if run:
-        yield b"\n".join(run).decode("utf-8", "replace")
+    for has_text, run in groupby(lines, lambda line: bool(line.strip())):
+        if has_text:
+            yield b"\n".join(line.rstrip(b"\r\n") for line in run).decode("utf-8", "replace")
 
 
 def _batches(kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[Any]:

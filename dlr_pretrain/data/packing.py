@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from dlr_pretrain.data.streams import Chunk, Position
+from dlr_pretrain.data.documents import Tokens
+from dlr_pretrain.data.streams import Position
 from dlr_pretrain.util.tensors import IGNORE
 
 
@@ -79,21 +80,21 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
     return Rows(rows, lengths.astype(np.int32))
 
 
-def padded_runs(chunks: Iterator[Chunk], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
+def padded_runs(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
     """A run for each chunk: its documents, one per row."""
-    for position, tokens, starts in chunks:
-        rows = padded(tokens, starts, seq_len, pad_id, eos_id)
-        yield Run(rows, position, position.document + 1 + np.arange(len(starts)), np.zeros_like(starts))
+    for position, chunk in chunks:
+        after = position.document + 1 + np.arange(len(chunk.starts))
+        yield Run(padded(*chunk, seq_len, pad_id, eos_id), position, after, np.zeros_like(after))
 
 
-def packed_runs(chunks: Iterator[Chunk], position: Position, seq_len: int) -> Iterator[Run]:
+def packed_runs(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Run]:
     """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
     A window's last token is the first of the next. A run holds the windows that the chunks so far complete; the
     tokens that are left are carried over to the next chunk.
     """
     carried, skip = np.empty(0, np.uint16), position.token
-    for chunk in chunks:
+    for where, chunk in chunks:
         flat = np.concatenate((carried, chunk.tokens[skip:])) if len(carried) else chunk.tokens[skip:]
         count = (len(flat) - 1) // seq_len
         used = count * seq_len
@@ -102,7 +103,7 @@ def packed_runs(chunks: Iterator[Chunk], position: Position, seq_len: int) -> It
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
             rows = Rows(sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32))
-            yield Run(rows, chunk.position, chunk.position.document + document, after - chunk.starts[document])
+            yield Run(rows, where, where.document + document, after - chunk.starts[document])
         carried, skip = flat[used:], 0
 
 

@@ -15,7 +15,6 @@ import os
 import platform
 import random
 import re
-import shutil
 import sysconfig
 import tempfile
 import warnings
@@ -62,23 +61,19 @@ def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=cache))
+        with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as drafts:
+            build(draft := Path(drafts, own), progress)
+            if not folder.is_dir():  # otherwise another process was faster
+                draft.rename(folder)
     except OSError as error:
-        raise UserError(f"{cache}: the sample cannot be kept there ({error}). Set data.root=<folder>") from error
-    try:
-        build(draft, progress)
-        draft.chmod(0o755)  # mkdtemp denies access to other users
-        draft.rename(folder)
-    except OSError:
-        if not folder.is_dir():  # otherwise another process was faster
-            raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if not folder.is_dir():
+            raise UserError(f"{cache}: the sample cannot be kept there ({error}). Set data.root=<folder>") from error
     return folder
 
 
 def build(folder: Path, progress: Callable[[str], None]) -> None:
     """Harvest the sample into ``folder``: its shards, their tokenizer and the hash of the text."""
+    folder.mkdir()
     documents = list(harvest())
     progress(f"{sum(map(len, documents)) / 1e6:.1f} MB of text in {len(documents):,} documents; training a tokenizer")
     random.Random(SEED).shuffle(documents)

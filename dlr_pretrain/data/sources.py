@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
-from typing import Protocol
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
@@ -39,36 +38,12 @@ SPLIT = re.compile(r"(?:^|[/._-])(train|validation|valid|val|dev|test)(?=[/._-]|
 log = logging.getLogger(__name__)
 
 
-class Source(Protocol):
-    """Documents in named shards. One rank opens it for all, and sends it to them."""
-
-    train_shards: tuple[str, ...]
-    validation_shards: tuple[str, ...]
-    tokenizer_path: Path | None  # of the source's own tokenizer, if it has one
-    fingerprint: str  # of the texts, independent of their location: a run resumes only on the same texts
-    version: str | None  # the commit on the hub, or the name of the sample, by which a run finds the same text later
-
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
-        """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
-        ...
-
-    def unknown_share(self, tokenizer: Tokenizer) -> float:
-        """The share of the first documents that the tokenizer cannot express."""
-        ...
-
-    def describe(self) -> str:
-        """One line for the console."""
-        ...
-
-
-def open_source(
-    cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None, patient: bool = False
-) -> Source:
+def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None) -> Source:
     """The source that ``data`` names.
 
     ``progress`` receives messages about work that takes a while (default: the module's log). ``version`` is the
-    source's at an earlier start. Without an answer of the hub this gives up within seconds or, if ``patient``, within
-    minutes. Every local file is looked at, and the first of remote ones.
+    source's at an earlier start: with it a hub that does not answer is waited for, and otherwise told within seconds.
+    Every local file is looked at, and the first of remote ones.
     """
     data, progress = cfg.data, progress or log.info
     if data.source == "tokens":
@@ -78,7 +53,7 @@ def open_source(
         root, version = str(folder), folder.name
     else:
         root = f"hf://datasets/{data.dataset}" if data.source == "c4" else data.root or ""
-        root, version = pinned(root, version or data.revision, patient)
+        root, version = pinned(root, data.revision, version)
     train, validation = (_not_empty(files, data.cache, progress) for files in _splits(root, data))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
@@ -140,13 +115,17 @@ def _not_empty(files: list[File], cache: str | None, progress: Callable[[str], N
 
 
 class TextSource:
-    """Texts in files. Without validation files a share of the training documents is held out, by a hash of each."""
+    """Texts in files. Without validation files a share of the training documents is held out, by a hash of each.
+
+    ``fingerprint`` is of the texts, independent of their location: a run resumes only on the same. ``version`` is the
+    commit on the hub, or the name of the sample, by which a run finds them later.
+    """
 
     def __init__(
         self, data: Data, where: str, train: Sequence[File], validation: Sequence[File], version: str | None = None
     ):
         self.data, self.where, self.version = data, where, version  # ``where`` is for the console
-        self.tokenizer_path: Path | None = None
+        self.tokenizer_path: Path | None = None  # of the sample's own tokenizer
         self.files = {file.name: file for file in (*train, *validation)}
         self.train_shards = tuple(file.name for file in train)
         held = tuple(HELD_OUT + name for name in self.train_shards)
@@ -213,13 +192,16 @@ class TextSource:
                 yield None
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
+        """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
         return text_blocks(self.read(shard, first, step), tokenizer)
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
+        """The share of the first documents that the tokenizer cannot express."""
         texts = (text for shard in self.train_shards for text in self.read(shard) if text)
         return tokenizer.unknown_share(text[:10_000] for text in islice(texts, EXPRESSED_DOCUMENTS))
 
     def describe(self) -> str:
+        """One line for the console."""
         train = f"{len(self.train_shards)} train"
         if not self.holds_out:
             return f"{self.where}: {train} and {len(self.validation_shards)} validation shards"
@@ -235,3 +217,6 @@ def _hash(text: str) -> int:
 def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[Row]:
     """All rows of a small file: several streams read it, each every m-th row."""
     return list(rows(file, text_key, by_paragraph, cache))
+
+
+Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlr_pretrain.data.documents import in_order
+from dlr_pretrain.data.documents import Tokens, in_order
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
 from dlr_pretrain.util.errors import UserError
@@ -31,14 +31,6 @@ class Position(NamedTuple):
     block: int = 0  # first row of the block, counted over the stream's rows of this shard
     document: int = 0  # position in the block's order
     token: int = 0  # tokens of this document that are already used
-
-
-class Chunk(NamedTuple):
-    """Some consecutive documents of a stream, tokenised, each followed by its end of sequence."""
-
-    position: Position  # of the first document
-    tokens: np.ndarray  # [total], all documents joined
-    starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing, as each has at least that
 
 
 def permutation(n: int, *key: int) -> np.ndarray:
@@ -79,29 +71,32 @@ class DocumentStream:
         """The indices of the shards that it reads; two streams have the same tuple, or no shard in common."""
         return tuple(self._shards)
 
-    def chunks(self, position: Position) -> Iterator[Chunk]:
-        """The documents from ``position`` on, for ever. The caller must skip the first ``position.token`` tokens."""
+    def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:
+        """The documents from ``position`` on, for ever, some at a time, with the position of the first of them.
+
+        The caller must skip the first ``position.token`` tokens.
+        """
         epoch, begin, block, document, _ = position
         while True:
             whole = (begin, block, document) == (0, 0, 0)
             order = permutation(len(self._shards), *self._key, epoch)
             has_text = False
             for at in range(begin, len(order)):
-                for chunk in self._shard_chunks(Position(epoch, at, block, document), self._shards[order[at]]):
-                    has_text = has_text or len(chunk.tokens) > len(chunk.starts)
-                    yield chunk
+                for where, some in self._shard_chunks(Position(epoch, at, block, document), self._shards[order[at]]):
+                    has_text = has_text or len(some.tokens) > len(some.starts)
+                    yield where, some
                 block = document = 0
             if whole and not has_text:
                 raise UserError(self._no_text())
             epoch, begin = epoch + 1, 0
 
-    def _shard_chunks(self, position: Position, shard: int) -> Iterator[Chunk]:
+    def _shard_chunks(self, position: Position, shard: int) -> Iterator[tuple[Position, Tokens]]:
         epoch, at, start, document, _ = position
         name, first = self._names[shard], self._residue + start * self._step
         for block in self._source.blocks(self._tokenizer, name, first, self._step):
             order = permutation(len(block), *self._key, epoch, shard, start)
             for done, some in in_order(block, order, self._longest, document):
-                yield Chunk(Position(epoch, at, start, done), *some)
+                yield Position(epoch, at, start, done), some
             start, document = start + block.rows, 0
 
     def _no_text(self) -> str:

@@ -13,6 +13,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, within
+from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.process import cores
 
@@ -29,7 +30,7 @@ WHOLE = 1 << 62  # a value of ``longest``: all of each text
 SPACE = "\u2581"  # as sentencepiece writes it
 CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
 MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first of them that a folder has is taken
-SETTINGS = "tokenizer_config.json"
+SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # where no configuration says it
 TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
 PADDED_FROM, MULTIPLE = 1024, 64  # a vocabulary of at least so many is padded: matrices of odd widths are slower
@@ -200,7 +201,7 @@ def _end_of_sequence(path: Path, given: str | None, vocabulary: dict[str, int], 
 
 def _configured(path: Path, name: str) -> str | None:
     """A special token by the configuration beside a tokenizer's file."""
-    for file in (SETTINGS, "special_tokens_map.json"):
+    for file in (SETTINGS, SPECIALS):
         try:
             token = json.loads((path.parent / file).read_text(encoding="utf-8")).get(name)
         except (OSError, ValueError, AttributeError):
@@ -246,19 +247,14 @@ def _from_hub(name: str) -> Path:
     """The folder with the tokenizer of a repository, from the local cache if it is there."""
     from huggingface_hub import HfApi, snapshot_download
 
-    wanted = [*MODELS, SETTINGS, "special_tokens_map.json"]
-    fix = "Give a tokenizer with tokenizer.path=<file or folder>, or train offline with data=sample"
-    try:
+    wanted = [*MODELS, SETTINGS, SPECIALS]
+    with suppress(OSError, ValueError):  # not in the cache
         folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))
         if any((folder / model).is_file() for model in MODELS):
             return folder
-    except (OSError, ValueError):  # not in the cache
-        pass
-    try:
-        within(FIRST_CONTACT_SECONDS, lambda: HfApi().model_info(name, timeout=FIRST_CONTACT_SECONDS))
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except Exception as error:  # the types differ between versions of the client
-        raise UserError(f"tokenizer.hub={name}: cannot be fetched: {first_line(error)}. {fix}") from error
+    fix = "Give a tokenizer with tokenizer.path=<file or folder>, or train offline with data=sample"
+    first_contact(f"tokenizer.hub={name}", lambda: HfApi().model_info(name, timeout=FIRST_CONTACT_SECONDS), fix)
+    return Path(snapshot_download(name, allow_patterns=wanted))
 
 
 def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:

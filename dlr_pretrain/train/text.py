@@ -33,7 +33,7 @@ class Text:
     tokenizer: Tokenizer
     validation: ValidationSet
     vocab_size: int  # embedding rows
-    unknown: float  # share of the text's first tokens that are unknown
+    unknown: float  # share of the first text's characters without a token
 
     @property
     def fingerprints(self) -> dict[str, str | int]:
@@ -47,9 +47,8 @@ class Text:
 
 def open_text(cfg: Config, run_dir: Path, ranks: Ranks, console: Console) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
-    record = ranks.on_main(lambda: read_record(run_dir))
-    version, resumes = record.get("data.version"), "saved" in record  # perhaps unattended: it waits for the hub
-    source = ranks.on_main(lambda: open_source(cfg, console.say, version, patient=resumes))
+    version = ranks.on_main(lambda: read_record(run_dir)).get("data.version")
+    source = ranks.on_main(lambda: open_source(cfg, console.say, version))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write

@@ -17,7 +17,7 @@ import tokenizers.pre_tokenizers
 import tokenizers.trainers
 from data_corpus import NASTY, REAL, make_config, needs_real_data
 
-from dlr_pretrain.data import embedding_rows, load_tokenizer, open_source, open_tokenizer
+from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util.errors import UserError
 
@@ -229,12 +229,3 @@ def test_a_run_on_one_document_with_any_tokenizer_is_exported(kind, train, tmp_p
         (tmp_path / "text" / "all.txt").write_text("人工智能是计算机科学的一个分支\n" * 200)
         with pytest.raises(UserError, match="cannot express"):
             train(tmp_path / "other", *given, f"tokenizer.path={small_tokenizer.train(tmp_path)}")
-
-
-@needs_real_data
-def test_real_c4_has_the_tokens_of_its_readme():
-    cfg = make_config(data__root=REAL / "c4" / "en", tokenizer__path=T5)
-    source = open_source(cfg)
-    texts = [text for shard in source.validation_shards for text in source.read(shard)]
-    ids = open_tokenizer(cfg, source).encode(texts)
-    assert (len(texts), sum(map(len, ids)) + len(texts)) == (200, 85_866)

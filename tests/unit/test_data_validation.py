@@ -44,26 +44,20 @@ def test_packed_windows_leave_no_token_out(root):
     assert found.real_tokens == len(tokens) and len(tokens) % 8
     assert inputs[: len(tokens)].tolist() == tokens.tolist()
     assert targets[: len(tokens)].tolist() == [*tokens[1:], -100]
-    assert (inputs[len(tokens) :] == 0).all()
-    assert (targets[len(tokens) :] == -100).all()
+    assert (inputs[len(tokens) :] == 0).all() and (targets[len(tokens) :] == -100).all()
 
 
 @pytest.mark.parametrize("packing", ["pad", "packed"])
 def test_ends_with_the_document_that_fills_the_budget(root, packing):
     whole = build(root, packing, 10**6)
-    for budget in (1, 8, 9, 100, 333):
+    for budget in (1, 9, 333):
         found = build(root, packing, budget)
         assert budget <= found.real_tokens < budget + 14
         full = found.real_tokens // 8 if packing == "packed" else len(found.tokens)
         assert np.array_equal(found.tokens[:full, :8], whole.tokens[:full, :8])
         assert found.tokens.dtype == np.uint16 and found.lengths.dtype == np.int32
-
-
-@pytest.mark.parametrize("packing", ["pad", "packed"])
-def test_does_not_depend_on_seeds_or_batches(root, packing):
-    first = build(root, packing, 300)
-    second = build(root, packing, 300, seed=1, data__seed=1, train__global_batch=64, train__micro_batch=2)
-    assert np.array_equal(first.tokens, second.tokens) and np.array_equal(first.lengths, second.lengths)
+    other = build(root, packing, 333, seed=1, data__seed=1, train__global_batch=64, train__micro_batch=2)
+    assert np.array_equal(found.tokens, other.tokens) and np.array_equal(found.lengths, other.lengths)
 
 
 def test_no_text_is_an_error(tmp_path):
@@ -75,9 +69,7 @@ def test_no_text_is_an_error(tmp_path):
 
 @needs_real_data
 def test_real_c4_has_the_tokens_of_its_readme():
-    cfg = make_config(
-        data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model",
-        eval__tokens=10_000_000, eval__packing="packed", train__seq_len=256,
-    )  # fmt: skip
+    keys = {"eval__tokens": 10_000_000, "eval__packing": "packed", "train__seq_len": 256}
+    cfg = make_config(data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model", **keys)
     source = open_source(cfg)
     assert validation_set(cfg, source, open_tokenizer(cfg, source)).real_tokens == 85_866
