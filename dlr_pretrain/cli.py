@@ -16,8 +16,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.config.arguments import CommandLine, read
-from dlr_pretrain.config.composition import VERSION_BASE, answer_help, check, configure
+from dlr_pretrain.config.command_line import CommandLine, read
+from dlr_pretrain.config.compose import VERSION_BASE, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
 
@@ -26,10 +26,8 @@ def main(run: Callable[[Config], None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
     try:
         line = read(sys.argv[1:])
-        if line.answers:
-            answer_help()
-        else:
-            _refuse_sweep_of_ranks(line)
+        _refuse_sweep_of_ranks(line)
+        if line.multirun or line.shows:  # Hydra would run the first jobs of a sweep before it composes the last
             check(line, world_size())
         return _hand_to_hydra(line, run)
     except UserError as error:
@@ -81,30 +79,48 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
 
     A sweep goes on after a job that diverges, because that is a result too, for example of a high learning rate.
     """
-    typed, diverged = sys.argv, []
+    typed, reached = sys.argv, []
+    diverged: list[str] = []
 
     def task(composed: DictConfig) -> None:
+        reached.append(True)
         sys.argv = typed  # the run records the command line as typed
         # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
-            cfg, problems = configure(composed, HydraConfig.get())
-            if cfg is None:
-                raise ConfigError(problems)
+            cfg = _configure(composed, line)
             run(cfg)
-        except UserError as error:
+        except Diverged as error:
             code = _report(error)
-            if not (line.multirun and isinstance(error, Diverged)):
+            if not line.multirun:
                 sys.exit(code)
-            diverged.append(cfg.run.dir)
+            diverged.append(str(cfg.run.dir))
+        except UserError as error:
+            sys.exit(_report(error))
         except Exception as error:
             record(error)
             raise
 
     sys.argv = [typed[0], *line.argv]
-    hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+    try:
+        hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
+    finally:
+        if line.problems and not reached:  # Hydra has said why it could not compose
+            _report(ConfigError(line.problems))
     if diverged:
         _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0
+
+
+def _configure(composed: DictConfig, line: CommandLine) -> Config:
+    """``configure`` with the problems of the command line before those of the keys."""
+    problems = list(line.problems)
+    try:
+        cfg = configure(composed, HydraConfig.get(), line, world_size())
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return cfg
 
 
 def _report(error: UserError) -> int:

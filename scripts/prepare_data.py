@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
+from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import TRAINING_TEXT, open_tokenizer, train_tokenizer
@@ -101,10 +102,10 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
 
 def refuse_unused(overrides: list[str]) -> None:
     """Raise ConfigError for keys of a run that say nothing about its texts and tokens."""
-    pairs = [word.lstrip("+").partition("=") for word in overrides if "=" in word and not word.startswith("-")]
+    given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
     problems = [
         Problem(key, value, "says nothing about texts or tokens", "Leave it out, and give it to train.py")
-        for key, _, value in pairs
+        for key, value in given.items()
         if key in OF_RUNS or key.split(".")[0] not in ("data", "tokenizer")
     ]
     if problems:

@@ -1,23 +1,16 @@
-"""The configuration of a run: its tree of dataclasses, its rules, its identity, and the reading of a command line.
+"""The configuration of a run: its keys, its rules, its identity, and the reading of a command line.
 
-The YAML files under ``configs/`` hold every default; the dataclasses hold names, types, bounds and documentation.
-Nothing here imports torch, so that ``--help`` and mistyped options are answered at once. This module does not import
-Hydra either, because only ``arguments`` and ``composition`` need it.
+The dataclasses of ``tree`` and ``knobs`` state every key once: type, default, bounds and meaning. The YAML files under
+``configs/`` hold what an option sets. Nothing here imports torch, so that ``--help`` and mistyped options are answered
+at once. This module does not import Hydra either, because only ``command_line`` and ``compose`` need it.
 """
 
 from dlr_pretrain.config.compiler import compiler_problem
-from dlr_pretrain.config.identity import identity, run_name, to_dict
-from dlr_pretrain.config.parse import flatten, parse
+from dlr_pretrain.config.identity import identity, run_name
+from dlr_pretrain.config.parse import flatten, parse, to_dict
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import (
-    CONFIG_DIR,
-    GROUPS,
-    OPEN_GROUPS,
-    Choice,
-    Config,
-    Precision,
-)
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Choice, Config, Precision
 
 __all__ = [
     "CONFIG_DIR",

@@ -1,16 +1,15 @@
-"""A configuration as plain mappings, the keys that decide the mathematics of a run, and the run's name."""
+"""The keys that decide the mathematics of a run, and the run's name."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import PurePath
 
-from dlr_pretrain.config.parse import all_keys, flatten
+from dlr_pretrain.config.parse import all_keys, flatten, to_dict
 from dlr_pretrain.config.problems import shown
-from dlr_pretrain.config.tree import OPEN_GROUPS, Choice, Config
+from dlr_pretrain.config.tree import Config
 
 # The origin of text and tokenizer may change, even from shards of text to tokens made from them. Fingerprints, not
 # these keys, ensure that text and tokenizer stay the same.
@@ -19,23 +18,11 @@ ORIGIN = {*(f"data.{name}" for name in ("source", "dataset", "root", "train_file
           "tokenizer.path", "tokenizer.hub"}  # fmt: skip
 
 
-def to_dict(cfg: Config) -> dict:
-    """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
-    tree = {}
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if isinstance(value, Choice):
-            tree[f.name] = {"name": value.name, **value.knobs}
-        else:
-            tree[f.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
-    return tree
-
-
 def identity(cfg: Config) -> dict[str, object]:
     """The dotted keys that take part in the mathematics of a run, with their values as JSON returns them."""
     tree = to_dict(cfg)
     tree["data"]["streams"] = cfg.num_streams
-    keys = all_keys({group: tree[group] for group in OPEN_GROUPS})
+    keys = all_keys(tree)
     return json.loads(json.dumps({name: value for name, value in flatten(tree).items() if keys[name].identity}))
 
 
@@ -49,19 +36,18 @@ def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> s
     return between.join(f"{name}: {shown(there)} there, {shown(here)} here" for name, (there, here) in changed.items())
 
 
-def run_name(choices: Mapping[str, str], defaults: Mapping[str, str], seed: int, changed: Mapping[str, object]) -> str:
-    """A stable name made of the chosen options, the seed, and a short hash of all other changes.
+def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:
+    """A stable name: the chosen options, the seed, and a short hash of the other keys that were ``given``.
 
-    The name leaves out options that are in ``defaults``, except scale, backbone and dlr. ``changed`` holds the identity
-    keys, with their parsed values, that differ from the values of the chosen options. So the spelling and order of the
-    overrides do not matter, and a run that is given its own defaults explicitly keeps its name.
+    The name leaves out options that are in ``defaults``, except scale, backbone and dlr. Only keys that take part in
+    the mathematics count, by their values: spelling and order do not matter.
     """
     parts = [choices["scale"], choices["backbone"], f"dlr_{choices['dlr']}"]
     for group in ("optimizer", "data", "precision", "experiment"):
         if choices.get(group) and choices[group] != defaults.get(group):
             parts.append(PurePath(choices[group]).name)
-    parts.append(f"s{seed}")
-    matter = {name: value for name, value in changed.items() if name != "seed"}
+    parts.append(f"s{cfg.seed}")
+    matter = {name: value for name, value in identity(cfg).items() if name in given and name != "seed"}
     if matter:
         parts.append(hashlib.sha256(json.dumps(matter, sort_keys=True).encode()).hexdigest()[:8])
     return "-".join(parts)

@@ -1,95 +1,187 @@
-"""Bounds of the knobs that this project's own backbones and optimizers declare in their YAML files.
+"""The knobs of this project's backbones and optimizers, each a dataclass named like the option in ``OPTIONS``.
 
-They are looked up by the option's name, because a user's own option may have a knob of the same name but another
-meaning.
+An option of a user's own needs no class here: its YAML file declares its knobs and their defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from dlr_pretrain.config.tree import key
 
 
-def bounds(**of):
-    """The bounds of a knob's value; its YAML file says what the knob means."""
-    return key("", **of)
+@dataclass
+class Backbone:
+    factorized: bool = key("whether the layer is y = B z, to which DLR can be attached", False, fixed=True)
 
 
-RANK = {"rank": bounds(at_least=1)}
-FACTORS = RANK | {
-    "init": bounds(choices=("cola", "kaiming", "xavier")),
-    "latent_scale": bounds(above=0),
-}
-GAIN = {"b_gain": bounds(above=0)}
-RATES = {"b_lr": bounds(above=0)}
-ADAPTER = RANK | {"alpha": bounds(above=0)}
-LOST = {
-    "gamma": bounds(at_least=0, at_most=1),
-    "sparsity": bounds(above=0, at_most=1),
-    "activation": bounds(choices=("silu", "none")),
-    "init": bounds(choices=("svd", "cola")),
-    "channels": bounds(choices=("residual", "smallest", "random")),
-    "residual_rank": bounds(at_least=1),
-}
-LAX = {
-    "gate": bounds(choices=("identity", "linear", "tensor", "dense")),
-    "norm": bounds(choices=("latent", "output", "none")),
-    "crossing": bounds(choices=("pre_act", "post_act")),
-}
-SLTRAIN = ADAPTER | {"sparsity": bounds(above=0, at_most=1)}
-RELORA = ADAPTER | {
-    "merge_every": bounds(at_least=1),
-    "restart_warmup": bounds(at_least=0),
-    "prune": bounds(choices=("random", "magnitude")),
-    "prune_ratio": bounds(at_least=0, at_most=1),
-}
-ADAM = {
-    "beta1": bounds(at_least=0, below=1),
-    "beta2": bounds(at_least=0, below=1),
-    "eps": bounds(above=0),
-    "weight_decay": bounds(at_least=0),
-}
-GALORE = ADAM | {
-    "rank": bounds(at_least=1),
-    "update_scale": bounds(above=0),
-    "refresh_every": bounds(at_least=1),
-}
-LORO = ADAM | {
-    "schedule": bounds(choices=("loro", "cosine")),
-    "exact_every": bounds(at_least=1),
-    "restart_warmup": bounds(at_least=0),
-    "shift": bounds(at_least=0, kind=int),
-}
-MUON = {
-    "momentum": bounds(at_least=0, below=1),
-    "ns_steps": bounds(at_least=1, at_most=99),
-}
+@dataclass
+class Factors(Backbone):
+    factorized: bool = key("y = B z", True, fixed=True)
+    rank: int = key("rank r of the factors", "${scale.rank}", ge=1)
+    init: Literal["cola", "kaiming", "xavier"] = key("of the factors; cola: Var[(B A)_ij] = 1 / (d_in + d_out)", "cola")
 
-KNOBS: dict[str, dict[str, dict]] = {
+
+@dataclass
+class LowRank(Factors):
+    b_gain: float = key("factor of B's initial values; 1.2 to 1.4 gives it the energy that DLR adds", 1.0, gt=0)
+    latent_scale: float = key("s", 1.0, gt=0)
+    learn_latent_scale: bool = key("s = tanh(theta), theta = 1 at the start", False)
+
+
+@dataclass
+class Cola(LowRank):
+    swiglu_silu: bool = key("as in the DLR paper; the authors of CoLA drop it from 350M on", True)
+
+
+@dataclass
+class Lax(Factors):
+    gate: Literal["identity", "linear", "tensor", "dense"] = key(
+        "a factor a coordinate (linear), a two-sided product (tensor), or r x r with bias (dense)",
+        "${by_scale:{60m: dense, other: tensor}}",
+    )
+    norm: Literal["latent", "output", "none"] = key(
+        "over r (authors' code), over d_out (DLR paper's text), or none", "latent"
+    )
+    crossing: Literal["pre_act", "post_act"] = key(
+        "before the activation (authors' code), or after it (DLR paper's text)", "pre_act"
+    )
+    recursive: bool = key("what crosses holds all blocks before (authors' code), not only the last", True)
+
+
+@dataclass
+class ColaLax(Lax):
+    gate: Literal["identity", "linear", "tensor", "dense"] = key(
+        "see lax", "${by_scale:{60m: dense, 130m: dense, 350m: dense, other: tensor}}"
+    )
+    swiglu_silu: bool = key("as in the DLR paper; the authors of CoLA drop it from 350M on", True)
+
+
+@dataclass
+class Lost(Backbone):
+    factorized: bool = key("y = B z and a sparse branch beside it", True, fixed=True)
+    rank: int = key(
+        "rank r of the factors; by default within the parameters of plain factors of scale.rank",
+        "${lost_rank:${scale.rank},${scale.hidden_size},${scale.intermediate_size},${backbone.sparsity}}",
+        ge=1,
+    )
+    gamma: float = key("share of the low-rank branch", 0.7, ge=0, le=1)
+    sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", 0.01, gt=0, le=1)
+    activation: Literal["silu", "none"] = key("between the factors", "silu")
+    init: Literal["svd", "cola"] = key("of A and B: from the SVD of a dense start W, or drawn as CoLA's", "svd")
+    channels: Literal["residual", "smallest", "random"] = key(
+        "largest columns of W - B A, of W's smallest singular values, or random", "residual"
+    )
+    residual_rank: int = key("singular values beyond the rank (or the last ones) that choose the channels", 256, ge=1)
+
+
+@dataclass
+class Lora(Backbone):
+    rank: int = key("rank r of the factors", "${scale.rank}", ge=1)
+    alpha: float = key("strength of the factors times their rank", 32.0, gt=0)
+
+
+@dataclass
+class Sltrain(Lora):
+    alpha: float = key("s = alpha / rank", "${by_scale:{130m: 16.0, 350m: 16.0, 1b: 8.0, 7b: 8.0, other: 32.0}}", gt=0)
+    sparsity: float = key(
+        "share of trained entries of S; 0.1 comes near to the DLR paper's counts",
+        "${by_scale:{7b: 0.05, other: 0.03}}",
+        gt=0,
+        le=1,
+    )
+
+
+@dataclass
+class Relora(Lora):
+    merge_every: int = key("updates between merges", "${by_scale:{tiny: 100, other: 5000}}", ge=1)
+    restart_warmup: int = key("updates of linear warm-up after each merge", "${by_scale:{tiny: 10, other: 100}}", ge=0)
+    prune: Literal["random", "magnitude"] = key("entries of the optimizer state that a merge keeps", "random")
+    prune_ratio: float = key("share of the entries that is zeroed", 0.999, ge=0, le=1)
+
+
+@dataclass
+class Adam:
+    beta1: float = key("decay of first moments", 0.9, ge=0, lt=1)
+    beta2: float = key("decay of second moments", 0.999, ge=0, lt=1)
+    eps: float = key("added before the bias correction", 1e-6, gt=0)
+    weight_decay: float = key("share of a weight that an update at rate 1 takes off", 0.0, ge=0)
+
+
+@dataclass
+class Adamw(Adam):
+    eps: float = key("added to the root of second moments", "${by_scale:{tiny: 1e-8, 60m: 1e-8, other: 1e-6}}", gt=0)
+    weight_decay: float = key("on every parameter, as in the paper", 0.1, ge=0)
+
+
+@dataclass
+class AdamwFused(Adamw):
+    b_lr: float = key("rate of every up-projection B over that of all other parameters (LoRA+)", 1.0, gt=0)
+
+
+@dataclass
+class Adamw8bit(Adamw):
+    block_size: int = key("values that share a scale", 256, ge=1)
+
+
+@dataclass
+class Muon(Adamw):
+    weight_decay: float = key(
+        "under precision=bf16 it rounds away on the matrices (torch decays them in place)", 0.1, ge=0
+    )
+    momentum: float = key("decay of the momentum", 0.95, ge=0, lt=1)
+    nesterov: bool = key("Nesterov's momentum", True)
+    ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
+
+
+@dataclass
+class Galore(Adam):
+    rank: int = key("rank of the projection", "${scale.rank}", ge=1)
+    update_scale: float = key("factor of a projected update", 0.25, gt=0)
+    refresh_every: int = key("updates between renewals of the projectors", "${by_scale:{7b: 500, other: 200}}", ge=1)
+
+
+@dataclass
+class Fira(Galore):
+    rank: int = key("rank of the projection", "${by_scale:{7b: 64, other: ${scale.rank}}}", ge=1)
+    update_scale: float = key("factor of a projected update", "${by_scale:{1b: 0.0625, 7b: 0.0625, other: 0.25}}", gt=0)
+    limiter: float = key("largest growth, in an update, of the norm of what is not projected", 1.01, ge=1)
+
+
+@dataclass
+class Loro(Adam):
+    schedule: Literal["loro", "cosine"] = key("a cosine that restarts after each exact step, or as all others", "loro")
+    exact_every: int = key(
+        "updates from one exact step to the next", "${by_scale:{tiny: 50, 1b: 200, other: 500}}", ge=1
+    )
+    restart_warmup: int = key("updates of warm-up after an exact step", 5, ge=0)
+    shift: int | None = key(
+        "delay of the cosine, a multiple of exact_every; null: that in the warm-up",
+        "${by_scale:{350m: 6000, other: null}}",
+        ge=0,
+    )
+
+
+OPTIONS: dict[str, dict[str, type]] = {
     "backbone": {
-        "lowrank": FACTORS | GAIN,
-        "cola": FACTORS | GAIN,
-        "lost": LOST,
-        "lax": FACTORS | LAX,
-        "cola_lax": FACTORS | LAX,
-        "sltrain": SLTRAIN,
-        "lora": ADAPTER,
-        "relora": RELORA,
+        "full": Backbone,
+        "lowrank": LowRank,
+        "cola": Cola,
+        "lost": Lost,
+        "lax": Lax,
+        "cola_lax": ColaLax,
+        "sltrain": Sltrain,
+        "lora": Lora,
+        "relora": Relora,
     },
     "optimizer": {
-        "adamw": ADAM | RATES,
-        "adamw_foreach": ADAM | RATES,
-        "galore": GALORE,
-        "fira": GALORE | {"limiter": bounds(at_least=1)},
-        "loro": LORO,
-        "muon": ADAM | MUON,
-        "adamw_8bit": ADAM | {"block_size": bounds(at_least=1)},
+        "adamw": AdamwFused,
+        "adamw_foreach": AdamwFused,
+        "adamw_8bit": Adamw8bit,
+        "muon": Muon,
+        "galore": Galore,
+        "fira": Fira,
+        "loro": Loro,
     },
 }
-
-
-def rules(group: str, option: str, knob: str) -> Mapping:
-    """The metadata of a knob that is declared here; empty for any other knob."""
-    declared = KNOBS[group].get(option, {}).get(knob)
-    return declared.metadata if declared else {}

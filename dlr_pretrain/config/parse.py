@@ -1,20 +1,19 @@
-"""Turns a composed mapping into a ``Config``, and collects every problem instead of only the first."""
+"""A ``Config`` from a composed mapping and back, with every problem of a key instead of only the first."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import re
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from dlr_pretrain.config.knobs import rules
+from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
-from dlr_pretrain.config.tree import GROUPS, OPEN_GROUPS, SECTIONS, Choice, Config
+from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
-KINDS = {
+KINDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -22,84 +21,74 @@ KINDS = {
     list[str]: "a list such as [a,b]",
 }
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-# knobs that say what an option of an open group is, not how it is tuned
-FIXED_KNOBS = ("name", "factorized")
+NAME = Key(str, "", {"fixed": True})
 
 
-@dataclass(frozen=True)
-class Key:
-    """The type of a dotted key, and the metadata with which it was declared."""
-
-    hint: object
-    rules: Mapping = field(default_factory=dict)
-
-    @property
-    def identity(self) -> bool:
-        return self.rules.get("identity", True)
-
-    @property
-    def fixed(self) -> bool:
-        return self.rules.get("fixed", False)
-
-
-def flatten(tree: dict, prefix: str = "") -> dict[str, object]:
+def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     """The leaves of a nested mapping by their dotted keys."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
         nested = isinstance(value, dict) and value
         flat |= flatten(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return flat
 
 
-def is_fixed(name: str) -> bool:
-    """Whether a dotted key says what an option is, so that only the option's file may set it."""
-    section, _, leaf = name.partition(".")
-    return (section in OPEN_GROUPS and leaf in FIXED_KNOBS) or (name in KNOWN and KNOWN[name].fixed)
-
-
-def all_keys(declared: dict[str, dict]) -> dict[str, Key]:
-    """Every dotted key of the tree. ``declared`` has the keys and defaults of the chosen option of each open group."""
-    keys = {}
-    hints = typing.get_type_hints(Config)
-    for f in dataclasses.fields(Config):
-        if hints[f.name] is Choice:
-            option = declared.get(f.name, {})
-            for knob, default in {"name": "", **option}.items():
-                known = rules(f.name, option.get("name", ""), knob)
-                keys[f"{f.name}.{knob}"] = Key(_knob_hint(default, known.get("kind")), known)
-        elif f.name in SECTIONS:
-            inner = typing.get_type_hints(SECTIONS[f.name])
-            for g in dataclasses.fields(SECTIONS[f.name]):
-                keys[f"{f.name}.{g.name}"] = Key(inner[g.name], g.metadata)
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
+    tree: dict[str, Any] = {}
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        if isinstance(value, Choice):
+            tree[f.name] = {"name": value.name, **value.knobs}
         else:
-            keys[f.name] = Key(hints[f.name], f.metadata)
+            tree[f.name] = dataclasses.asdict(value) if f.name in SECTIONS else value
+    return tree
+
+
+def declared_by(values: Mapping[str, object]) -> dict[str, Key]:
+    """The knobs that the YAML file of a user's own option declares by their defaults, whose types they have."""
+    keys = {}
+    for knob, default in values.items():
+        untyped = default is None or (isinstance(default, str) and "${" in default)
+        keys[knob] = Key(object if untyped else type(default), default, {"fixed": knob == "factorized"})
     return keys
 
 
-def _knob_hint(default: object, kind: type | None) -> object:
-    if kind is not None:
-        return kind | None
-    return object if default is None else type(default)
+def all_keys(tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None) -> dict[str, Key]:
+    """Every dotted key that a tree may have.
 
-
-KNOWN = all_keys({})
-
-
-def parse(tree: dict, declared: dict[str, dict]) -> tuple[Config | None, list[Problem]]:
-    """Build a ``Config`` from a composed mapping.
-
-    ``declared`` gives, for each open group (backbone, optimizer), the keys of the chosen option's own YAML file with
-    their defaults. Returns the configuration (None if it cannot be built) and every problem found.
+    ``own`` gives the knobs of a user's own options by group. Without it, the knobs that the tree has are taken for
+    declared.
     """
-    keys, given = all_keys(declared), flatten(tree)
+    keys = dict(KEYS)
+    for group in OPEN_GROUPS:
+        chosen = tree.get(group)
+        chosen = chosen if isinstance(chosen, Mapping) else {}
+        if section := OPTIONS[group].get(str(chosen.get("name"))):
+            knobs: Mapping[str, Key] = dict(keys_of(section))
+        else:
+            knobs = declared_by(chosen) if own is None else own.get(group, {})
+        keys |= {f"{group}.{knob}": found for knob, found in {**knobs, "name": NAME}.items()}
+    return keys
+
+
+def parse(tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None) -> tuple[Config | None, list[Problem]]:
+    """The ``Config`` of a composed mapping (None if it cannot be built), and the problems of its keys.
+
+    ``own`` is as in ``all_keys``. A key that the mapping lacks gets its default, if that is a plain value.
+    """
+    keys, given = all_keys(tree, own), flatten(tree)
     unknown = [name for name in given if name not in keys]
     problems = [_unknown(name, given[name], keys, tree) for name in unknown]
-    values = {}
+    values: dict[str, Any] = {}
     for name, spec in keys.items():
-        if name in given:
+        if name in given and given[name] != MANDATORY:
             values[name] = _value(name, given[name], spec, problems)
+        elif name not in given and not isinstance(spec.default, str):
+            values[name] = spec.default
         elif not any(_above(name, other) or _above(other, name) for other in unknown):
-            problems.append(Problem(name, MISSING, "missing from the configuration"))
+            fix = f"Choose an option: {name.partition('.')[0]}=<option>" if spec.fixed else f"Set {name}=<value>"
+            problems.append(Problem(name, MISSING, "needs a value", fix))
     return (None if problems else _build(values)), problems
 
 
@@ -107,7 +96,7 @@ def _above(name: str, other: str) -> bool:
     return other.startswith(f"{name}.")
 
 
-def _unknown(name: str, value: object, keys: dict[str, Key], tree: dict) -> Problem:
+def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
     """The problem of a key that does not exist, with the nearest one that does."""
     inside = [known for known in keys if _above(name, known)]
     if name in GROUPS:
@@ -119,33 +108,36 @@ def _unknown(name: str, value: object, keys: dict[str, Key], tree: dict) -> Prob
     section, whose = name.split(".", 1)[0], ""
     if section in OPEN_GROUPS and "name" in tree[section]:
         whose = f" of {section}={tree[section]['name']}"
-    return Problem(name, value, f"no such key{whose}", did_you_mean(name, keys, "See docs/configuration.md"))
+    return Problem(
+        name,
+        value,
+        f"no such key{whose}",
+        did_you_mean(name, [k for k in keys if not keys[k].fixed], "See docs/configuration.md"),
+    )
 
 
-def _build(values: dict[str, object]) -> Config:
-    sections = {}
+def _build(values: Mapping[str, Any]) -> Config:
+    sections: dict[str, Any] = {}
     for name, section in SECTIONS.items():
         own = {key.split(".", 1)[1]: value for key, value in values.items() if _above(name, key)}
         sections[name] = Choice(own.pop("name"), own) if section is Choice else section(**own)
     return Config(**sections, **{key: value for key, value in values.items() if "." not in key})
 
 
-def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> object:
+def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
     """Convert ``value`` to the type of its key and check its bounds; appends to ``problems``."""
-    hint, optional = spec.hint, False
-    if isinstance(hint, types.UnionType):
-        hint, optional = typing.get_args(hint)[0], True
-    if (optional and value is None) or value in spec.rules.get("words", ()):
+    hint, words, optional = spec.kinds()
+    if (optional and value is None) or (isinstance(value, str) and value in words):
+        return value
+    if hint is None:
+        problems.append(Problem(name, value, "must be one of " + ", ".join(words), did_you_mean(str(value), words)))
         return value
     converted = _convert(value, hint)
     if converted is MISSING:
-        others = [*spec.rules.get("words", ()), *(["null"] if optional else [])]
-        problems.append(
-            Problem(name, value, " or ".join([f"must be {KINDS[hint]}", *others]), _quotes(name, value, hint))
-        )
-    elif rule := _broken_rule(converted, spec.rules):
-        fix = did_you_mean(str(converted), spec.rules["choices"]) if spec.rules.get("choices") else ""
-        problems.append(Problem(name, value, rule, fix))
+        kinds = " or ".join([f"must be {KINDS[hint]}", *words, *(["null"] if optional else [])])
+        problems.append(Problem(name, value, kinds, _quotes(name, value, hint)))
+    elif rule := _broken_bound(converted, spec.about):
+        problems.append(Problem(name, value, rule))
     return converted
 
 
@@ -157,7 +149,7 @@ def _quotes(name: str, value: object, hint: object) -> str:
     return "A quoted number is text: leave the quotes out" if number and hint in (int, float) else ""
 
 
-def _convert(value: object, hint: object) -> object:
+def _convert(value: Any, hint: object) -> Any:
     """``value`` as a ``hint``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is bool:
@@ -174,15 +166,16 @@ def _convert(value: object, hint: object) -> object:
     return value
 
 
-def _broken_rule(value: object, rules: Mapping) -> str:
-    if rules.get("choices") and value not in rules["choices"]:
-        return "must be one of " + ", ".join(rules["choices"])
-    if rules.get("above") is not None and not value > rules["above"]:
-        return f"must be greater than {rules['above']}"
-    if rules.get("at_least") is not None and value < rules["at_least"]:
-        return f"must be at least {rules['at_least']}"
-    if rules.get("at_most") is not None and value > rules["at_most"]:
-        return f"must be at most {rules['at_most']}"
-    if rules.get("below") is not None and not value < rules["below"]:
-        return f"must be below {rules['below']}"
+BOUNDS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
+    "gt": (operator.gt, "must be greater than"),
+    "ge": (operator.ge, "must be at least"),
+    "le": (operator.le, "must be at most"),
+    "lt": (operator.lt, "must be below"),
+}
+
+
+def _broken_bound(value: Any, about: Mapping[str, Any]) -> str:
+    for name, (holds, rule) in BOUNDS.items():
+        if about.get(name) is not None and not holds(value, about[name]):
+            return f"{rule} {about[name]}"
     return ""

@@ -67,21 +67,27 @@ SYNONYMS = {  # the names of other trainers, and ours
     "model": "backbone",
     "model_config": "scale",
     "wandb": "logger",
+    "data.path": "data.root",
+    "data.dir": "data.root",
+    "data.name": "data.dataset",
+    "data.tokenizer": "tokenizer.path",
+    "output_dir": "run.dir",
 }
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was most likely meant: a similar one in a similar section, or the same in another section."""
+    """The known name that was most likely meant: the same in another section, or a similar one in a similar section."""
     section, _, leaf = name.lower().rpartition(".")
-    if name not in known and SYNONYMS.get(leaf) in known:
-        return SYNONYMS[leaf]
+    for written in (name.lower(), leaf):
+        if name not in known and SYNONYMS.get(written) in known:
+            return SYNONYMS[written]
     best, best_likeness = None, 0.0
     for candidate in known:
         where, _, own = candidate.rpartition(".")
-        like_leaf, like_section = _likeness(leaf, own), _likeness(section, where)
-        same_elsewhere = own == leaf and where != "scale"  # lr alone means train.lr, not scale.lr or dlr
-        likeness = like_leaf + like_section + (1 if same_elsewhere and not section else 0)
-        if like_leaf >= 0.6 and (like_section >= 0.6 or same_elsewhere) and likeness > best_likeness:
+        like_leaf, like_section = _likeness(leaf, own), _likeness(section, where) if where else 0.6
+        same = own == leaf
+        likeness = like_leaf + like_section + same
+        if like_leaf >= 0.6 and (like_section >= 0.6 or same) and likeness > best_likeness:
             best, best_likeness = candidate, likeness
     return best
 

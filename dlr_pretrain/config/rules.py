@@ -5,12 +5,11 @@ from __future__ import annotations
 import glob
 import importlib.util
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 from dlr_pretrain.config.compiler import compiler_problem
-from dlr_pretrain.config.identity import to_dict
 from dlr_pretrain.config.optimizer_rules import idle_knobs, optimizer_problems
-from dlr_pretrain.config.parse import flatten
+from dlr_pretrain.config.parse import flatten, to_dict
 from dlr_pretrain.config.probing import probe_problems
 from dlr_pretrain.config.problems import Problem, no_home
 from dlr_pretrain.config.secrets import redact
@@ -27,7 +26,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, the rules about this machine's files, packages and compiler, and ``unnamed``, are left out.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
+    found: list[Problem] = [*_model(cfg), *_dlr(cfg), *_start(cfg)]
     found += [] if world_size is None else _batch(cfg, world_size)
     found += [*_schedule(cfg), *optimizer_problems(cfg)]
     found += [*_strings(cfg), *_packing(cfg), *probe_problems(cfg), *_profile(cfg)]
@@ -41,7 +40,15 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     """The problems of keys in ``given``, those of a command line, that this run would ignore."""
     values, source = flatten(to_dict(cfg)), cfg.data.source
-    idle = idle_knobs(cfg) | _idle_scale(cfg, values, given)
+    idle = idle_knobs(cfg)
+    if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
+        idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
+    elif "backbone.rank" in given:
+        idle["scale.rank"] = "backbone.rank is given"
+    if cfg.train.micro_batch is not None:
+        idle["scale.micro_batch"] = "train.micro_batch is given"
+    if cfg.train.warmup_steps is not None:
+        idle["train.warmup_ratio"] = "train.warmup_steps is given"
     if cfg.backbone.knobs.get("learn_latent_scale"):
         idle["backbone.latent_scale"] = "backbone.learn_latent_scale=true"
     if cfg.backbone.knobs.get("channels") == "random":
@@ -75,8 +82,8 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
     if source == "c4":
         idle["data.root"] = "data=c4 streams from the hub; data=local reads a folder"
     if source in ("sample", "tokens"):
-        own = ("train_files", "validation_files", "text_key", "held_out", "document", "bad_rows")
-        idle |= {f"data.{name}": f"data={source}" for name in own}
+        text_keys = ("train_files", "validation_files", "text_key", "held_out", "document", "bad_rows")
+        idle |= {f"data.{name}": f"data={source}" for name in text_keys}
         idle |= dict.fromkeys(["tokenizer.hub", "tokenizer.eos"], f"data={source} comes with its tokenizer")
     elif data.validation_files is not None:
         idle["data.held_out"] = "data.validation_files is given"
@@ -94,27 +101,6 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         for name, why in idle.items()
         if name in given
     ]
-
-
-def _idle_scale(cfg: Config, values: Mapping[str, object], given: Collection[str]) -> dict[str, str]:
-    """The keys of the scale that have no effect, mostly because other keys replace them, each with the reason."""
-    shadowed = {"lr": "train.lr", "global_batch": "train.global_batch",
-                "micro_batch": "train.micro_batch", "warmup_steps": "train.warmup_steps", "eval_every": "eval.every",
-                "eval_tokens": "eval.tokens", "checkpoint_every": "checkpoint.every",
-                "adam_eps": "optimizer.eps"}  # fmt: skip
-    idle = {}
-    for name, other in shadowed.items():
-        if other in given:
-            idle[f"scale.{name}"] = f"{other} is given"
-        elif values.get(other) not in (None, values[f"scale.{name}"]):
-            idle[f"scale.{name}"] = f"the recipe sets {other}"
-    if cfg.train.warmup_steps is not None and ("train.steps" in given or cfg.train.steps != cfg.scale.steps):
-        idle["scale.steps"] = "train.steps and train.warmup_steps are set without it"
-    if "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
-        idle["scale.rank"] = f"backbone={cfg.backbone.name} has no rank"
-    elif "backbone.rank" in given:
-        idle["scale.rank"] = "backbone.rank is given"
-    return idle
 
 
 def _model(cfg: Config) -> Iterator[Problem]:
@@ -169,7 +155,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
         most = max(1, USUAL_STREAMS // world_size)
         fix = f"Set data.streams={world_size * largest_divisor(batch // world_size, most)} before the first start"
         yield Problem("data.streams", streams, rule, f"{fix}, or start {largest_divisor(streams, world_size)} ranks")
-    elif micro_batch not in (None, "auto") and (share := batch // world_size) % micro_batch:
+    elif isinstance(micro_batch, int) and (share := batch // world_size) % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
 
@@ -182,8 +168,6 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("checkpoint.keep_every", kept, f"must be a multiple of checkpoint.every={every}", fix)
     if t.warmup_steps is not None and t.warmup_steps >= t.steps:
         yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
-    elif t.warmup_steps is None and cfg.scale.warmup_steps >= cfg.scale.steps:
-        yield Problem("scale.warmup_steps", cfg.scale.warmup_steps, f"must be below scale.steps={cfg.scale.steps}")
     elif falls is not None and falls > (after := t.steps - cfg.warmup_steps):
         rule = f"must not exceed {after}, the steps after the warm-up"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)

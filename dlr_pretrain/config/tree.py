@@ -1,50 +1,53 @@
-"""The tree of a configuration: a dataclass for each section, with the documentation and bounds of each key."""
+"""Every key of a run: its type, default, bounds and meaning. The files in ``configs/`` hold what an option sets."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import types
 import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
+MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
 
 
 def key(
     doc: str,
+    default: object = MANDATORY,
     *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    words: tuple[str, ...] = (),
+    gt: float | None = None,
+    ge: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
     identity: bool = True,
     fixed: bool = False,
-    kind: type | None = None,
-):
-    """A documented key with its bounds, and the ``words`` that are accepted in place of a number.
+) -> Any:
+    """A documented key with its default and bounds.
 
-    ``identity`` says whether the value takes part in the mathematics of the run: such a value names the run directory
-    and must not change on resume. A ``fixed`` key says what an option is: its YAML file sets it, the command line
-    cannot. ``kind`` is the type of a knob that may be null, because a default of null does not show the type.
+    ``default`` may be an interpolation such as ``${scale.rank}``. ``identity`` says whether the value takes part in the
+    mathematics of the run: such a value must not change on resume. A ``fixed`` key says what an option is: its YAML
+    file sets it, the command line cannot.
     """
-    return field(metadata=locals())
+    return field(default=default, metadata={n: v for n, v in locals().items() if n != "default"})
 
 
 @dataclass
 class Choice:
-    """A group whose options bring knobs of their own; the option's YAML file declares them and their defaults."""
+    """The chosen backbone or optimizer: its name, and the knobs that it has of its own."""
 
     name: str
-    knobs: dict[str, object]
+    knobs: dict[str, Any]
 
-    def __getattr__(self, knob: str):
+    def __getattr__(self, knob: str) -> Any:
         try:
             return self.__dict__["knobs"][knob]
         except KeyError:
@@ -54,188 +57,187 @@ class Choice:
 @dataclass
 class Scale:
     name: str = key("name of the scale", fixed=True)
-    hidden_size: int = key("width of the residual stream", at_least=1)
-    intermediate_size: int = key("width of the SwiGLU", at_least=1)
-    num_heads: int = key("attention heads", at_least=1)
-    num_layers: int = key("transformer blocks", at_least=1)
-    rank: int = key("rank of the low-rank factors", at_least=1)
-    vocab_size: int | None = key("embedding rows; null: the tokenizer's", at_least=4)
-    lr: float = key("the paper's peak learning rate at this scale", above=0)
-    steps: int = key("the paper's steps at this scale", at_least=1)
-    warmup_steps: int = key("the paper's warm-up steps at this scale", at_least=0)
-    adam_eps: float = key("the paper's epsilon of Adam at this scale", above=0)
-    global_batch: int = key("the paper's sequences per step", at_least=1)
-    micro_batch: int = key("the paper's sequences per GPU", at_least=1, identity=False)
-    eval_every: int = key("steps between evaluations", at_least=1, identity=False)
-    eval_tokens: int = key("tokens of validation text", at_least=1)
-    checkpoint_every: int = key("steps between checkpoints", at_least=1, identity=False)
+    hidden_size: int = key("width of the residual stream", ge=1)
+    intermediate_size: int = key("width of the SwiGLU", ge=1)
+    num_heads: int = key("attention heads", ge=1)
+    num_layers: int = key("transformer blocks", ge=1)
+    rank: int = key("rank of the low-rank factors", ge=1)
+    vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4)
+    micro_batch: int = key("the paper's sequences per GPU, for train.micro_batch=null", ge=1, identity=False)
 
 
 @dataclass
 class Dlr:
     name: str = key("name of the choice", fixed=True)
-    enabled: bool = key("whether the residual is there", fixed=True)
-    alpha: float = key("strength of the residual before the variance correction")
-    learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay")
-    variance_correction: bool = key("beta = alpha / sqrt(K) rather than alpha")
-    impl: str = key("weight space (free, exact fold) or the paper's branch", choices=("weight", "branch"))
-    scope: str = key("which projections carry it", choices=("all", "attention", "mlp"))
-    grouping: str = key("which output receives which latent", choices=("contiguous", "balanced", "random"))
-    grouping_seed: int = key("of random grouping", at_least=0)
-    train_b: bool = key("false: B is frozen at zero, the residual is all there is")
-    mode: str = key(
-        "a residual beside B, an offset added to B at the start, or one that weight decay pulls to",
-        choices=("residual", "offset", "decayed_offset"),
+    enabled: bool = key("whether the residual is there", True, fixed=True)
+    alpha: float = key("strength of the residual before the variance correction", 1.0)
+    learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
+    variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
+    impl: Literal["weight", "branch"] = key(
+        "inside B, free and folded exactly, or as the paper's own branch, the slow reference", "weight"
+    )
+    scope: Literal["all", "attention", "mlp"] = key("which projections carry it", "all")
+    grouping: Literal["contiguous", "balanced", "random"] = key(
+        "latent of output i: floor(i / K), floor(i r / d_out), or drawn once", "contiguous"
+    )
+    grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
+    train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)
+    mode: Literal["residual", "offset", "decayed_offset"] = key(
+        "beside B, an offset of B at the start, or one that weight decay pulls to", "residual"
     )
 
 
 @dataclass
 class Precision:
-    name: str = key(
-        "dtype of weights, gradients and moments, and how updates are rounded",
-        choices=("bf16", "bf16_sr", "bf16_mixed", "fp32"),
-        fixed=True,
+    name: Literal["bf16", "bf16_sr", "bf16_mixed", "fp32"] = key(
+        "dtype of weights, gradients and moments, and rounding", fixed=True
     )
 
 
 @dataclass
 class Parallel:
-    name: str = key("replicated or sharded state", choices=("ddp", "fsdp"), identity=False, fixed=True)
+    name: Literal["ddp", "fsdp"] = key("replicated or sharded state", identity=False, fixed=True)
 
 
 @dataclass
 class Data:
-    source: str = key("where the text comes from", choices=("c4", "c4_local", "local", "tokens", "sample"), fixed=True)
-    dataset: str | None = key("name of the dataset on the hub")
-    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", identity=False)
-    cache: str | None = key("folder in which remote shards are kept; null: none are", identity=False)
-    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
-    train_files: str | None = key("glob of the training shards, below data.root or absolute; null: all files there")
-    validation_files: str | None = key("the same for validation; null: a share of the documents is held out")
-    held_out: float = key("share of the documents that is held out where no files are", above=0, below=1)
-    text_key: str = key("field of a record that holds the text; meta.text is a field in a field")
-    document: str = key("what a document of a .txt file is", choices=("file", "paragraph"))
-    bad_rows: str = key("rows without a text: end the run, or are left out", choices=("stop", "skip"))
-    streams: int | None = key(
-        "document streams, which the ranks share; they divide global_batch; null: gcd(global_batch, 64)", at_least=1
+    source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
+    dataset: str | None = key("name of the dataset on the hub", None)
+    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None, identity=False)
+    cache: str | None = key("folder in which remote shards are kept; null: none are", None, identity=False)
+    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
+    train_files: str | None = key(
+        "glob of the training shards, below data.root or absolute; null: all files there", None
     )
-    seed: int = key("orders the documents, and nothing else", at_least=0, at_most=2**32 - 1)
-    packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
-    mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so")
+    validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
+    held_out: float = key(
+        "held-out share of the documents, by a hash of each, where there are no files", 0.01, gt=0, lt=1
+    )
+    text_key: str = key("field of a record that holds the text; meta.text is a field in a field", "text")
+    document: Literal["file", "paragraph"] = key(
+        "document of a .txt file; paragraphs stand between blank lines", "file"
+    )
+    bad_rows: Literal["stop", "skip"] = key("rows without a text: end the run, or are left out", "stop")
+    streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1)
+    seed: int = key("orders the documents, and nothing else", 42, ge=0, le=2**32 - 1)
+    packing: Literal["packed", "pad"] = key("joined documents, or one truncated document a sequence", "packed")
+    mask_documents: bool = key("documents in a packed sequence see only themselves, and are scored so", False)
 
 
 @dataclass
 class Tokenizer:
     path: str | None = key(
-        "a tokenizer.json, a sentencepiece model, or a folder with one; null: the source's, or hub's"
+        "tokenizer.json, sentencepiece model, or a folder with one; null: the source's, or hub's", None
     )
-    hub: str = key("repository on the hub whose tokenizer is used where path is null and the source has none")
-    eos: str | None = key("the token that ends a document; null: the tokenizer's own", identity=False)
+    hub: str = key("repository on the hub with the tokenizer where path is null", "google-t5/t5-base")
+    eos: str | None = key("the token that ends a document; null: the tokenizer's own", None, identity=False)
 
 
 @dataclass
 class Train:
-    steps: int = key("optimizer updates, and the span of the schedule", at_least=1)
-    lr: float = key("peak learning rate", above=0)
-    warmup_steps: int | None = key("linear warm-up; null: the paper's share of the steps", at_least=0)
-    min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", at_least=0, at_most=1)
-    lr_decay: str = key("shape of the learning rate's decay", choices=("cosine", "linear"))
+    steps: int = key("optimizer updates, and the span of the schedule", ge=1)
+    lr: float = key("peak learning rate", gt=0)
+    warmup_ratio: float = key("share of the steps in which the rate rises linearly", 0.1, ge=0, lt=1)
+    warmup_steps: int | None = key("these steps as a number; null: train.warmup_ratio of all", None, ge=0)
+    min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
+    lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key(
-        "number of last steps over which the rate falls; null: all after the warm-up; 0: none", at_least=0
+        "last steps over which the rate falls; null: all after the warm-up; 0: none", None, ge=0
     )
-    global_batch: int = key("sequences per update, over all ranks", at_least=1)
-    micro_batch: int | str | None = key(
-        "sequences a rank takes at once; null: the paper's, auto: the most that fit its memory",
-        at_least=1,
-        words=("auto",),
+    global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
+    micro_batch: int | Literal["auto"] | None = key(
+        "sequences a rank takes at once; null: scale.micro_batch, or the largest divisor of the rank's share below it; "
+        "auto: the most that fit its memory, found at the start and kept by every resume",
+        None,
+        ge=1,
         identity=False,
     )
-    seq_len: int = key("positions per sequence", at_least=2)
-    clip: float | None = key("bound of the gradient's global norm; null: none", above=0)
-    accumulate: str = key("dtype in which micro-batches are summed", choices=("native", "fp32"))
-    activation_checkpointing: str = key(
-        "what is kept for the backward pass: everything, each block's input and latents (CoLA-M), or its input alone",
-        choices=("none", "latent", "block"),
+    seq_len: int = key("positions per sequence", 256, ge=2)
+    clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
+    accumulate: Literal["native", "fp32"] = key(
+        "dtype in which micro-batches are summed: the gradients' own, or fp32", "native"
+    )
+    activation_checkpointing: Literal["none", "latent", "block"] = key(
+        "kept for the backward pass: everything, a block's input and latents (CoLA-M), or its input alone",
+        "none",
         identity=False,
     )
-    init_from: str | None = key("folder of a dense export to start from; null: drawn from the seed")
-    stop_after: int | None = key("stop and save after this step", at_least=1, identity=False)
-    on_nonfinite: str = key(
-        "an update whose loss or gradient is not finite: ends the run, or is left out",
-        choices=("stop", "skip"),
-        identity=False,
+    init_from: str | None = key("folder of a dense export to start from; null: drawn from the seed", None)
+    stop_after: int | None = key(
+        "stop and save after this step; the schedule spans train.steps", None, ge=1, identity=False
     )
-    max_skipped: int = key("updates that may be left out in a row", at_least=1, identity=False)
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "an update that is not finite ends the run, or is left out", "stop", identity=False
+    )
+    max_skipped: int = key("updates that may be left out in a row", 10, ge=1, identity=False)
 
 
 @dataclass
 class Eval:
-    every: int = key("steps between evaluations; the last step is always evaluated", at_least=1, identity=False)
-    tokens: int = key("real tokens of validation text, or all there is", at_least=1)
-    packing: str = key("packed sequences, or one padded document each", choices=("packed", "pad"))
+    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False)
+    tokens: int = key("real tokens of validation text, or all there is", 10_000_000, ge=1)
+    packing: Literal["packed", "pad"] = key("packed, or one padded document each, as in published numbers", "pad")
 
 
 @dataclass
 class Checkpoint:
-    every: int = key("steps between checkpoints; the last step is always saved", at_least=1, identity=False)
-    keep_last: int = key("newest checkpoints kept", at_least=1, identity=False)
-    keep_every: int | None = key("and those of every so many steps; null: none", at_least=1, identity=False)
-    keep_best: bool = key("and the one of the lowest evaluation loss, saved as it is found", identity=False)
+    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False)
+    keep_last: int = key("newest checkpoints kept", 2, ge=1, identity=False)
+    keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1, identity=False)
+    keep_best: bool = key("and the one of the lowest evaluation loss, saved as it is found", False, identity=False)
 
 
 @dataclass
 class Log:
-    every: int = key("steps between console lines where there is no terminal", at_least=1, identity=False)
+    every: int = key("steps between console lines where there is no terminal", 10, ge=1, identity=False)
 
 
 @dataclass
 class Logger:
-    view: str = key("view beside metrics.jsonl", choices=("jsonl", "tensorboard", "wandb"), identity=False, fixed=True)
-    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", identity=False)
-    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", identity=False)
-    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the run's name without its seed", identity=False)
-    tags: list[str] | None = key("W&B tags; null: WANDB_TAGS", identity=False)  # noqa: RUF009 - a field, not a shared list
-    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", identity=False)
-    notes: str | None = key("W&B notes; null: WANDB_NOTES", identity=False)
+    view: Literal["jsonl", "tensorboard", "wandb"] = key("view beside metrics.jsonl", identity=False, fixed=True)
+    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None, identity=False)
+    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None, identity=False)
+    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None, identity=False)
+    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None, identity=False)  # noqa: RUF009
+    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None, identity=False)
+    notes: str | None = key("W&B notes; null: WANDB_NOTES", None, identity=False)
 
 
 @dataclass
 class Probe:
     name: str = key("name of the choice", identity=False, fixed=True)
     enabled: bool = key("whether gradient paths are probed", identity=False, fixed=True)
-    layers: str | None = key("projections, as globs; null: three, as in the paper", identity=False)
-    every: int = key("updates between two looks", at_least=1, identity=False)
+    layers: str | None = key(
+        'projections, such as "0.self_attn.q_proj *.mlp.up_proj"; null: the paper\'s three', None, identity=False
+    )
+    every: int = key("updates between two probe steps; at first after 0, 1, 3, 10, 30, ...", 1000, ge=1, identity=False)
 
 
 @dataclass
 class Profile:
     name: str = key("name of the choice", identity=False, fixed=True)
     enabled: bool = key("whether some steps are traced", identity=False, fixed=True)
-    start: int = key("steps of this start before the trace", at_least=1, identity=False)
-    steps: int = key("steps in the trace", at_least=1, identity=False)
+    start: int = key("steps of this start before the trace, compilation among them", 20, ge=1, identity=False)
+    steps: int = key("steps in the trace", 3, ge=1, identity=False)
 
 
 @dataclass
 class Run:
-    root: str = key("folder of the runs", identity=False)
-    dir: str | None = key("the run directory; null: a name made of the choices", identity=False)
-    timeout_minutes: float | None = key(
-        "after the first step, a run that stands still for so long ends; null: never",
-        above=0,
-        at_most=100_000,
-        identity=False,
+    root: str = key("folder of the runs", "runs", identity=False)
+    dir: str | None = key(
+        "the run directory; null: <root>/<name of its choices, seed and other overrides>", None, identity=False
     )
-    start_from: str | None = key("run, checkpoint or exported folder whose weights a new run starts from; null: none")
-    start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too")
+    timeout_minutes: float | None = key(
+        "without progress for so long, the run ends; null: never", 10.0, gt=0, le=100_000, identity=False
+    )
+    start_from: str | None = key("run, checkpoint or exported folder with the weights of the start; null: none", None)
+    start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too", False)
 
 
 @dataclass
 class Config:
     """A whole run, section by section."""
 
-    seed: int = key("initialisation, and the rounding of precision=bf16_sr", at_least=0, at_most=2**32 - 1)
-    device: str = key("where to train", choices=("auto", "cpu", "cuda"), identity=False)
-    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", identity=False)
     scale: Scale
     backbone: Choice
     dlr: Dlr
@@ -252,13 +254,15 @@ class Config:
     probe: Probe
     profile: Profile
     run: Run
+    seed: int = key("initialisation, and the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
+    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto", identity=False)
+    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", True, identity=False)
 
     @property
     def warmup_steps(self) -> int:
-        """The warm-up in steps: as given, or the paper's share of the steps."""
-        if self.train.warmup_steps is not None:
-            return self.train.warmup_steps
-        return round(self.train.steps * self.scale.warmup_steps / self.scale.steps)
+        """The warm-up in steps."""
+        given = self.train.warmup_steps
+        return round(self.train.steps * self.train.warmup_ratio) if given is None else given
 
     @property
     def lr_decay_steps(self) -> int:
@@ -277,12 +281,12 @@ class Config:
         return self.scale.vocab_size or VOCABULARY
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the paper's.
+        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's.
 
         Raises ValueError for ``auto``, which a run replaces by a number when it starts: see ``train/memory.py``.
         """
-        if self.train.micro_batch == "auto":
-            raise ValueError("train.micro_batch=auto is not settled yet")
+        if isinstance(self.train.micro_batch, str):
+            raise ValueError("train.micro_batch=auto is not resolved yet")
         if self.train.micro_batch is not None:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
@@ -299,12 +303,7 @@ class Config:
     @property
     def num_streams(self) -> int:
         """The number of document streams of the data order, which the ranks share."""
-        return self.data.streams or self.usual_streams
-
-    @property
-    def usual_streams(self) -> int:
-        """The number of streams where ``data.streams`` is null."""
-        return math.gcd(self.train.global_batch, USUAL_STREAMS)
+        return self.data.streams or math.gcd(self.train.global_batch, USUAL_STREAMS)
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -312,7 +311,49 @@ def largest_divisor(number: int, at_most: int) -> int:
     return max(n for n in range(1, min(number, at_most) + 1) if number % n == 0)
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key of a section or a knob of an option: its type, its default, and what else ``key`` says of it."""
+
+    hint: object
+    default: object
+    about: Mapping[str, Any]
+
+    def kinds(self) -> tuple[Any, tuple[str, ...], bool]:
+        """The type of a plain value (None: there is none), the words of a Literal, and whether null is a value."""
+        union = typing.get_origin(self.hint) in (typing.Union, types.UnionType)
+        hints = typing.get_args(self.hint) if union else (self.hint,)
+        words = tuple(w for hint in hints if typing.get_origin(hint) is Literal for w in typing.get_args(hint))
+        plain = [h for h in hints if h is not type(None) and typing.get_origin(h) is not Literal]
+        return plain[0] if plain else None, words, type(None) in hints
+
+    @property
+    def identity(self) -> bool:
+        return self.about.get("identity", True)
+
+    @property
+    def fixed(self) -> bool:
+        return self.about.get("fixed", False)
+
+
+def keys_of(section: type) -> Iterator[tuple[str, Key]]:
+    """The keys that a dataclass declares, by name."""
+    hints = typing.get_type_hints(section)
+    for f in dataclasses.fields(section):
+        if f.metadata:
+            yield f.name, Key(hints[f.name], f.default, f.metadata)
+
+
 SECTIONS: dict[str, type] = {
-    name: hint for name, hint in typing.get_type_hints(Config).items() if dataclasses.is_dataclass(hint)
+    name: hint
+    for name, hint in typing.get_type_hints(Config).items()
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint)
 }
 OPEN_GROUPS = tuple(name for name, section in SECTIONS.items() if section is Choice)
+ROOT = dict(keys_of(Config))  # the keys without a section
+KEYS = ROOT | {  # all keys but the knobs of the open groups
+    f"{name}.{leaf}": found
+    for name, section in SECTIONS.items()
+    if section is not Choice
+    for leaf, found in keys_of(section)
+}

@@ -6,8 +6,7 @@ import os
 
 from omegaconf import OmegaConf
 
-from dlr_pretrain.config import Config
-from dlr_pretrain.config.identity import to_dict
+from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.util.text import table
 
 CITED = {

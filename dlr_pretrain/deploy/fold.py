@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.config.compose import recorded
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import (
     ValidationSet,

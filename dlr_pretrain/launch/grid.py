@@ -14,11 +14,11 @@ from pathlib import Path
 
 from dlr_pretrain.analysis.tune import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, flatten, to_dict
-from dlr_pretrain.config.arguments import key_of, spread
+from dlr_pretrain.config.command_line import key_of, typed
 from dlr_pretrain.launch.runs import Line
 
 LISTS = {"pair": "cola,cola+dlr", "lr": "0.001,0.003,0.01", "seeds": "41,42,43", "confirm": "44,45,46"}
-RESERVED = {"train.lr": "lr", "scale.lr": "lr", "seed": "seeds", "run.dir": "run.root"}
+RESERVED = {"train.lr": "lr", "seed": "seeds", "run.dir": "run.root"}
 # The keys that determine what a loss is measured on. Losses of methods that differ in one of them do not compare.
 MEASURE = re.compile(
     r"eval\.(?!every).*|tokenizer\..*|train\.seq_len|scale\.vocab_size"
@@ -57,11 +57,9 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
     """The grid that a command line asks for. Raises one ConfigError with all problems of the grid."""
     given: dict[str, str] = {}
     shared, problems = [], []
-    for word in spread(words):
+    for word in words:
         key, _, value = word.lstrip("+").partition("=")
-        if key in given:
-            problems.append(Problem(key, value, f"{key}={given[key]} is there already", "Write one list"))
-        elif key in LISTS:
+        if key in LISTS:
             given[key] = value
         else:
             shared.append(word)
@@ -77,9 +75,9 @@ def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
         rule = f"the rates are chosen with seed {min(both)}"
         problems.append(Problem("confirm", given["confirm"], rule, "Give seeds that are not among seeds="))
     for word in [*shared, *(word for own in methods.values() for word in own)]:
-        if name := RESERVED.get(key_of(word)):
+        for key in RESERVED.keys() & typed([word]).keys():
             rule = "is the grid's, and the same for all methods"
-            problems.append(Problem(key_of(word), word.partition("=")[2], rule, f"Write {name}=<value>,<value>"))
+            problems.append(Problem(key, word.partition("=")[2], rule, f"Write {RESERVED[key]}=<value>,<value>"))
     for word in shared:
         if methods and all(key_of(word) in map(key_of, own) for own in methods.values()):
             rule = f"does nothing: every method of pair= has its own {key_of(word)}"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
-from dlr_pretrain.config.arguments import key_of, read
-from dlr_pretrain.config.composition import jobs, session
+from dlr_pretrain.config.command_line import key_of, read
+from dlr_pretrain.config.compose import jobs, session
 from dlr_pretrain.config.rules import unnamed
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
@@ -78,7 +78,7 @@ def expand(words: Sequence[str]) -> list[Line]:
     if asked.problems:
         raise ConfigError(asked.problems)
     flags = [flag for flag in asked.flags if flag != "-m"]
-    with session(asked.config_dir):
+    with session():
         found = [(*flags, *(word.lstrip("+") for word in job)) for job in jobs(asked.words)]
     return [Line(shlex.join(words), words) for words in found]
 

@@ -31,10 +31,6 @@ RATES = (
     *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
 )
 DATA = ("data.", "train.global_batch", "train.seq_len")
-OF_THE_RUN = (
-    *("run.", "scale.lr", "scale.steps", "scale.warmup_steps"),
-    *("scale.adam_eps", "scale.global_batch", "scale.eval_tokens"),
-)
 
 
 @dataclass
@@ -141,7 +137,7 @@ def _named(given: Path, say: Say) -> Path:
 def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None:
     """Cut ``found`` down to what the run of ``identity`` takes over from it."""
     changed = differences(found.state["identity"], identity)
-    changed = {name: both for name, both in changed.items() if not name.startswith(OF_THE_RUN)}
+    changed = {name: both for name, both in changed.items() if not name.startswith("run.")}
 
     def refuse(keys: tuple[str, ...], what: str, fix: str, but: tuple[str, ...] = ()) -> None:
         for name, (there, now) in changed.items():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config.composition import recorded
+from dlr_pretrain.config.compose import recorded
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module

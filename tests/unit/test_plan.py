@@ -22,8 +22,6 @@ from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, convention, count
 from dlr_pretrain.analysis.table1 import render as render_table1
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.composition import build as compose
-from dlr_pretrain.config.composition import session
 from dlr_pretrain.models import build
 from tests.conftest import ROOT, script
 
@@ -80,14 +78,7 @@ NOT_REACHED = {
 
 @pytest.mark.full
 def test_every_cell_of_table_1_agrees_that_can_and_the_others_say_why():
-    with session():
-
-        def configure(words: list[str]) -> Config:
-            cfg, problems = compose("train", [*words, "data=sample"])
-            assert problems == []
-            return cfg
-
-        found = compare(configure)
+    found = compare(lambda words: config(*words))
     cells = list(found.itertuples())
     assert len(cells) == 16 * 4 * 2 and "113 of 128 cells agree" in render_table1(found)
     assert {(c.method, c.scale, c.column) for c in cells if not c.agrees} == NOT_REACHED

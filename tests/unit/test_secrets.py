@@ -6,7 +6,7 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.config.arguments import read
+from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.secrets import redact, redact_word
 from dlr_pretrain.launch.runs import expand
 from dlr_pretrain.launch.slurm import resources

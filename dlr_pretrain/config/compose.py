@@ -1,0 +1,259 @@
+"""From words to a checked ``Config``: Hydra composes, and every problem is reported at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from dlr_pretrain.config.command_line import CommandLine, options, parse_word, typed
+from dlr_pretrain.config.identity import run_name
+from dlr_pretrain.config.knobs import OPTIONS
+from dlr_pretrain.config.parse import all_keys, declared_by, flatten, parse
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
+from dlr_pretrain.config.rules import unused, validate
+from dlr_pretrain.config.tree import (
+    CONFIG_DIR,
+    GROUPS,
+    MANDATORY,
+    OPEN_GROUPS,
+    ROOT,
+    SECTIONS,
+    Choice,
+    Config,
+    Key,
+    keys_of,
+)
+from dlr_pretrain.util.errors import first_line
+
+VERSION_BASE = "1.3"
+
+
+def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
+    """The value for the chosen scale's name, else that of ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, quoted.
+
+    Raises KeyError if the scale is not listed and there is no ``other``.
+    """
+    name = _root_.scale.name
+    if name not in values and "other" not in values:
+        raise KeyError(f"no value for scale={name} (there are {', '.join(values)}): give one on the command line")
+    return values[name] if name in values else values["other"]
+
+
+def times(number: int, ratio: float) -> int:
+    """A rounded share of a whole number: ``${times:${scale.rank},0.5}``."""
+    return round(number * ratio)
+
+
+def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int:
+    """The largest rank at which LOST, sparse channels included, has no more parameters than plain layers of ``rank``.
+
+    The rank is at least 1. A block's low-rank factors have 8 d + 3 (d + f) parameters per unit of rank; each of its
+    seven projections adds k = max(1, int(sparsity * d_in)) dense columns.
+    """
+    d, f = hidden, intermediate
+    columns = {width: max(1, int(sparsity * width)) for width in (d, f)}
+    extra = 4 * columns[d] * d + 2 * columns[d] * f + columns[f] * d
+    return max(1, rank - -(-extra // (8 * d + 3 * (d + f))))
+
+
+def overview(width: int = 80) -> str:
+    """The groups with their options, for ``--help``; a folder of options is shown with their number."""
+    lines, usual = [], default_choices()
+    for group in sorted(GROUPS):
+        known = sorted((f"{o}*" if o == usual.get(group) else o for o in options(group)), key=_size)
+        folders = Counter(option.partition("/")[0] for option in known if "/" in option)
+        shown = [option for option in known if "/" not in option] + [f"{f}/ ({n})" for f, n in folders.items()]
+        entries = (entry.replace(" ", "\0") for entry in shown)  # keep a folder and its number on one line
+        line = textwrap.fill(f"{group}: " + ", ".join(entries), width, subsequent_indent="  ")
+        lines.append(line.replace("\0", " "))
+    return "\n".join(lines)
+
+
+def _size(option: str) -> float:
+    """A sort key: the millions of parameters of a scale such as 60m or 1b. Other options get 0 and keep their order."""
+    found = re.fullmatch(r"(\d+)([mb])\*?", option)
+    return float(found[1]) * {"m": 1, "b": 1000}[found[2]] if found else 0.0
+
+
+def register() -> None:
+    """Tell Hydra the defaults of all keys, as ``base_train`` and as ``base_<option>``, and the resolvers."""
+    store = ConfigStore.instance()
+    sections = {name: _defaults(section) for name, section in SECTIONS.items() if section is not Choice}
+    store.store(name="base_train", node={name: found.default for name, found in ROOT.items()} | sections)
+    for group, classes in OPTIONS.items():
+        for option, section in classes.items():
+            store.store(group=group, name=f"base_{option}", node={"name": option, **_defaults(section)})
+    for resolver in (by_scale, times, lost_rank, overview):
+        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+
+
+def _defaults(section: type) -> dict[str, object]:
+    return {name: found.default for name, found in keys_of(section)}
+
+
+register()
+
+
+def session() -> AbstractContextManager:
+    """Hydra, ready to compose from ``configs/``."""
+    return initialize_config_dir(str(CONFIG_DIR), version_base=VERSION_BASE)
+
+
+def check(line: CommandLine, world_size: int | None, machine: bool = True) -> list[Config]:
+    """The configurations that a command line asks for (several with ``-m``); raises ConfigError with all its problems.
+
+    ``machine`` says whether the rules about this machine are checked, see ``validate``. What Hydra writes, logs and
+    calls back plays no part here.
+    """
+    problems, configs = list(line.problems), []
+    search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
+    if not any(problem.key == "--config-dir" for problem in problems):
+        with session():
+            for words in jobs(line.words):
+                try:
+                    composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
+                    configs.append(configure(composed, composed.hydra, line, world_size, machine))
+                except ConfigError as error:
+                    problems += error.problems
+                except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+                    problems.append(_composition_problem(error))
+    if problems:
+        raise ConfigError(problems)
+    folders = [cfg.run.dir for cfg in configs]
+    if len(set(folders)) < len(folders) and not line.shows:
+        shared = next(folder for folder in folders if folders.count(folder) > 1)
+        raise ConfigError([Problem("run.dir", shared, "several jobs of this sweep would share the run directory")])
+    return configs
+
+
+def jobs(words: list[str]) -> Iterator[list[str]]:
+    """The words of each job of a sweep, in the order in which Hydra runs the jobs; a single job if nothing is swept.
+
+    Needs an open ``session``.
+    """
+    values = []
+    for word in words:
+        override = parse_word(word)
+        override.config_loader = GlobalHydra.instance().config_loader()
+        if override.is_sweep_override() and override.is_discrete_sweep():
+            values.append([f"{word.split('=', 1)[0]}={value}" for value in override.sweep_string_iterator()])
+        else:
+            values.append([word])
+    yield from map(list, itertools.product(*values))
+
+
+def configure(
+    composed: DictConfig, hydra: Any, line: CommandLine, world_size: int | None, machine: bool = True
+) -> Config:
+    """The checked ``Config`` of one composed run, with its directory; raises ConfigError with all its problems.
+
+    ``hydra`` is Hydra's own node of the composition: the chosen options, and the overrides of this run.
+    """
+    words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    given = set(typed(words))
+    problems: list[Problem] = []
+    tree = _plain(composed, problems)
+    own = {group: _own_knobs(hydra, group) for group in OPEN_GROUPS}
+    cfg, found = parse(tree, own)
+    broken = {problem.key for problem in problems}
+    problems += [problem for problem in found if problem.key not in broken]
+    problems += _fixed(given, tree, own)
+    if cfg is None or problems:
+        raise ConfigError(problems)
+    if cfg.run.dir is None:
+        choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
+        cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
+    if line.certain and not line.shows:
+        doubtful = set().union(*map(_keys_named, line.problems))
+        broken_rules = validate(cfg, world_size, machine) + unused(cfg, given)
+        problems = [problem for problem in broken_rules if not doubtful & _keys_named(problem)]
+    if problems:
+        raise ConfigError(problems)
+    return cfg
+
+
+def recorded(tree: dict) -> Config:
+    """The configuration that a run has written; raises ConfigError if one of its keys is unknown or wrong."""
+    cfg, problems = parse(tree)
+    if cfg is None:
+        raise ConfigError(problems)
+    return cfg
+
+
+def default_choices() -> dict[str, str]:
+    """The default option of each group."""
+    entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
+    return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
+
+
+def _fixed(given: set[str], tree: dict, own: Mapping[str, Mapping[str, Key]]) -> Iterator[Problem]:
+    """The problems of typed keys that only the file of an option may set."""
+    keys, values = all_keys(tree, own), flatten(tree)
+    for name in sorted(given):
+        if name in keys and keys[name].fixed:
+            group = name.split(".", 1)[0]
+            rule = f"belongs to the option that is chosen by {group}=<option>, and cannot be set by itself"
+            yield Problem(name, values.get(name), rule, f"Choose another option: {group}=<option>")
+
+
+def _own_knobs(hydra: Any, group: str) -> dict[str, Key]:
+    """The knobs that the file of the chosen option declares, and those of the options that it is based on."""
+    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
+
+    def declared(option: str) -> dict[str, Key]:
+        if section := OPTIONS[group].get(option.removeprefix("base_")):
+            return dict(keys_of(section))
+        files = [path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file()]
+        own = (yaml.safe_load(files[0].read_text(encoding="utf-8")) or {}) if files else {}
+        bases = [declared(b) for b in own.pop("defaults", []) if isinstance(b, str) and b != "_self_"]
+        inherited = {knob: found for base in bases for knob, found in base.items()}
+        return declared_by(own) | inherited
+
+    return declared(str(hydra.runtime.choices.get(group)))
+
+
+def _keys_named(problem: Problem) -> set[str]:
+    return set(re.findall(r"[a-z_]+\.[a-z_]+", str(problem)))
+
+
+def _composition_problem(error: Exception) -> Problem:
+    text = " ".join(str(error if str(error) else error.__cause__).split()).partition(" Config search path:")[0]
+    quoted = 'Quote "on" and "off" in defaults lists: YAML reads them as booleans'
+    return Problem("configuration", MISSING, text.rstrip("."), quoted if "bool" in text else "")
+
+
+def _plain(node: Any, problems: list[Problem], prefix: str = "") -> dict[str, Any]:
+    """The composed tree as plain values, without Hydra's own. A value that cannot be resolved becomes a problem."""
+    tree: dict[str, Any] = {}
+    for name in node:
+        if not prefix and name == "hydra":
+            continue
+        problem, value = None, None
+        try:
+            value = node[name]
+        except MissingMandatoryValue:
+            value = MANDATORY
+        except OmegaConfBaseException as error:
+            written: Any = OmegaConf.to_container(node, resolve=False)
+            problem = Problem(f"{prefix}{name}", written[name], first_line(error))
+        if problem:
+            problems.append(problem)
+        if OmegaConf.is_dict(value):
+            value = _plain(value, problems, f"{prefix}{name}.")
+        tree[name] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
+    return tree
