@@ -8,7 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import differing
-from dlr_pretrain.cli import load
+from dlr_pretrain.config.command_line import read
+from dlr_pretrain.config.compose import check
 from dlr_pretrain.config.identity import ORIGIN, identity
 from dlr_pretrain.config.tree import CONFIG_DIR
 
@@ -57,4 +58,5 @@ def recipe_identity(method: str, scale: str) -> dict | None:
     known = method in rows if scale == "7b" else method.partition("+")[0] in rows
     if not known or scale not in {"7b", *facts("table1").scale}:
         return None
-    return identity(load([f"scale={scale}", *recipe(method), *rows.get(method, ())], None, machine=False))
+    (cfg,) = check(read([f"scale={scale}", *recipe(method), *rows.get(method, ())]), None, machine=False)
+    return identity(cfg)
