@@ -73,7 +73,6 @@ class Guard:
         self.broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
         self.stopping = False  # a rank was asked to stop
         self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates left out: two counts, the last step
-        self._to_check = False  # an update was left out since the last one: are the weights finite?
 
     def fail(self, error: UserError | None) -> None:
         """Note why this rank must end the run; the first reason counts."""
@@ -82,7 +81,6 @@ class Guard:
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
         """The next batch; an empty one if this rank has failed, so that all ranks learn of it in the update."""
-        self._to_check = False
         try:
             self.saver.raise_error()
             if self.failure is None:
@@ -117,7 +115,6 @@ class Guard:
         if outcome.masked and not outcome.finite and not failed:
             kept = self._keep_batch(step, outcome, batch, before)
             if skip:
-                self._to_check = True
                 self.skipped += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
@@ -173,12 +170,8 @@ class Guard:
             self.console.say(f"warning: {metrics.refusal}. It is tried again, until a checkpoint needs it")
 
     def wants_save(self, step: int) -> bool:
-        """Whether to save after ``step``, beside the regular saves.
-
-        After left-out updates a save checks that the weights are finite, unless the last save was just before.
-        """
-        old = step - self.saver.begun > self.cfg.train.max_skipped
-        return self.stopping or step == self.cfg.train.stop_after or (self._to_check and old)
+        """Whether to save after ``step``, beside the regular saves."""
+        return self.stopping or step == self.cfg.train.stop_after
 
     def leaves(self, step: int) -> bool:
         """Whether the run ends after ``step``, finished or not."""

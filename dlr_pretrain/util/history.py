@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import is_there
 
 
@@ -18,26 +17,18 @@ def perplexity(loss: float) -> float:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of a metrics file. An incomplete last line, which a killed run leaves, is left out.
-
-    Raises UserError if another line is damaged.
-    """
-    return [_record(path, line) for line in _lines(path)]
+    """The records of a metrics file; damaged lines, as after a power failure, are left out."""
+    return sound_records(path)[0]
 
 
 def sound_records(path: Path) -> tuple[list[dict], int]:
-    """The records of ``read_metrics``, and how many damaged lines, as after a power failure, were left out."""
-    found, lines = [], _lines(path)
-    for line in lines:
-        try:
-            found.append(_record(path, line))
-        except UserError:
-            continue
-    return found, len(lines) - len(found)
+    """The records of ``read_metrics``, and the number of damaged lines.
 
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
+    An incomplete last line, which a killed run leaves, counts for nothing.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return records, len(lines) - len(records)
 
 
 def newest_first(path: Path) -> Iterator[dict]:
@@ -48,14 +39,15 @@ def newest_first(path: Path) -> Iterator[dict]:
         end = text.rfind(b"\n")
         while end > 0:
             begin = text.rfind(b"\n", 0, end) + 1
-            yield _record(path, text[begin:end])
+            if (record := _record(text[begin:end])) is not None:
+                yield record
             end = begin - 1
 
 
-def _record(path: Path, line: bytes) -> dict:
+def _record(line: bytes) -> dict | None:
     try:
         record = json.loads(line)
         record["step"] + 0  # fails if the record has no step
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: a line is damaged: {line[:60]!r}. The next start of the run leaves it out") from None
+        return None
     return record

@@ -123,12 +123,6 @@ def test_a_gradient_that_is_not_finite_is_enough(train, tmp_path, monkeypatch):
     assert math.isfinite(record["train/loss"]) and record["train/grad_norm"] is None
 
 
-def test_the_weights_at_the_time_are_saved_too(train, tmp_path, poison):
-    poison(14)
-    folder = train(tmp_path / "run", *SKIP, "checkpoint.every=100")
-    assert {d.name for d in (folder / "checkpoints").iterdir()} == {"step_00000014", "step_00000020"}
-
-
 def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, poison):
     poison(3)
     loro = ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6", "optimizer.restart_warmup=2")
