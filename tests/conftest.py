@@ -104,7 +104,7 @@ def words(corpus):
 @pytest.fixture
 def no_export(monkeypatch):
     """Leave out the check of the export (transformers is imported, and loads it); other tests cover it."""
-    monkeypatch.setattr("dlr_pretrain.train.finish.agreement", lambda *_: "not looked at")
+    monkeypatch.setattr("dlr_pretrain.deploy.export.agreement", lambda *_: "not looked at")
 
 
 @pytest.fixture

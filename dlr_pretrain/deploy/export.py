@@ -1,4 +1,4 @@
-"""Writes a folded checkpoint as a folder that ``transformers`` loads.
+"""Writes folded weights as a folder that ``transformers`` loads.
 
 The folder is written under another name, checked, and renamed at the end: it is either complete or absent.
 """
@@ -8,18 +8,19 @@ from __future__ import annotations
 import ast
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import count
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy.card import card
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
+from dlr_pretrain.deploy.verify import agreement
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
@@ -43,44 +44,52 @@ AUTO_CLASSES = {
 
 def export(
     folder: Path,
-    tensors: dict[str, torch.Tensor],
     cfg: Config,
-    vocab_size: int,
+    folded: dict[str, Tensor],
     tokenizer_path: Path,
     record: dict[str, object],
-    check: Callable[[Path], None] = lambda _: None,
-    trained: Config | None = None,
+    ids: Tensor | None = None,
+    device: torch.device | None = None,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
     layout: str = "own",
-) -> None:
-    """Write ``folder`` from folded weights.
+) -> str:
+    """Write ``folder`` from the folded parameters and buffers of the model of ``cfg``; says how it was checked.
 
-    ``tensors`` are the folded parameters and buffers of the model of ``cfg``, under its own names, in one dtype (fp32
-    or bf16). ``tokenizer_path`` is a file or folder. ``record`` has the final numbers of the run, by name, for the
-    folder's README. ``trained`` is the run's configuration if it is not ``cfg`` (see ``deployed``). ``layout`` "cola"
-    writes a CoLA model for its authors' code.
+    ``merge`` and ``dtype`` are those of ``deployed``, ``tokenizer_path`` is a file or folder, and ``record`` has the
+    final numbers of the run, by name, for the folder's README and ``fold.json``. ``layout`` "cola" writes a CoLA model
+    for its authors' code. Any other is compared with our own model, on ``device``, for token ``ids`` [B, T].
 
-    ``check`` inspects the finished folder before it is renamed; if ``check`` raises, the folder remains as
-    ``.<folder>.partial``. An earlier export at ``folder`` is replaced; one with other files in it becomes
-    ``<folder>_1`` (or 2, 3, ...).
+    Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier export
+    at ``folder`` is replaced; one with other files in it becomes ``<folder>_1`` (or 2, 3, ...).
     """
+    own, tensors = deployed(cfg, folded, merge, dtype)
+    vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
     tokenizer = load_tokenizer(tokenizer_path)
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(cfg, vocab_size, tensors["lm_head.weight"].dtype)
-    settings |= ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    written = tensors
     if layout == "cola":
-        tensors, settings = cola_tensors(cfg, tensors), cola_config(cfg, settings)
+        written, settings = cola_tensors(own, tensors), cola_config(own, settings)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_weights(partial, tensors)
-    for name, content in (("config", settings), ("generation_config", ends)) if loadable(cfg) else ():
+    write_weights(partial, written)
+    loadable = own.backbone.name in {DENSE.name, *exported_layers()[0]}
+    contents = {"config": settings, "generation_config": ends} if loadable else {}
+    for name, content in (contents | {"fold": record}).items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if layout == "own" and cfg.backbone.name in exported_layers()[0]:
+    if layout == "own" and loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
-    export_tokenizer(partial, tokenizer_path, positions(cfg))
-    text = card(cfg, record, trained or cfg, how_to_load(cfg, layout))
+    export_tokenizer(partial, tokenizer_path, positions(own))
+    text = card(own, record, cfg, how_to_load(own, layout, loadable))
     (partial / "README.md").write_text(text, encoding="utf-8")
-    check(partial)
+    if not loadable:
+        checked = f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
+    elif ids is None or layout != "own":
+        checked = "not verified"
+    else:
+        checked = agreement(partial, cfg, folded if own is not cfg else tensors, kind, own is not cfg, ids, device)
     sync_all(partial)
     if folder.exists() and {path.name for path in folder.iterdir()} <= {path.name for path in partial.iterdir()}:
         shutil.rmtree(folder)
@@ -91,18 +100,25 @@ def export(
         tell(f"note: {folder} has files that no export writes: it is {aside} now")
     partial.rename(folder)
     sync(folder.parent)
+    return checked
 
 
-def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False) -> tuple[Config, dict]:
+def deployed(
+    cfg: Config, tensors: dict[str, Tensor], merge: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Config, dict[str, Tensor]]:
     """The configuration and tensors to export for a run of ``cfg`` that ended with the folded ``tensors``.
 
     A backbone whose layers are dense weights made of parts (``Group.deployed_dense``) becomes a plain LLaMA; with
-    ``merge`` every backbone does. Others do not change. Weights are formed in fp32 and rounded once to the dtype of
-    ``tensors``. Raises UserError if a backbone cannot be merged.
+    ``merge`` every backbone does. Weights are formed in fp32, rounded once to the dtype of the weights of ``tensors``,
+    and then cast to ``dtype``. Raises UserError if a backbone cannot be merged.
     """
-    if cfg.backbone.name == DENSE.name or not (merge or deployed_dense(cfg)):
-        dtype = tensors["lm_head.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
-        return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+    dtype = dtype or tensors["lm_head.weight"].dtype  # under bf16_sr learned scalars are trained in fp32
+    if cfg.backbone.name != DENSE.name and (merge or deployed_dense(cfg)):
+        cfg, tensors = replace(cfg, backbone=DENSE), _merged(cfg, tensors)
+    return cfg, {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def _merged(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]), grouped=False)
     merged = dict(tensors)
@@ -110,7 +126,7 @@ def deployed(cfg: Config, tensors: dict[str, torch.Tensor], merge: bool = False)
         for name, projection in zip(group.spec.names, group.projections, strict=True):
             own = {leaf: merged.pop(f"{prefix}{name}.{leaf}") for leaf in projection.state_dict()}
             merged[f"{prefix}{name}.weight"] = group.dense(own)
-    return replace(cfg, backbone=DENSE), merged
+    return merged
 
 
 def deployed_dense(cfg: Config) -> bool:
@@ -120,11 +136,6 @@ def deployed_dense(cfg: Config) -> bool:
 
 def positions(cfg: Config) -> int:
     return max(POSITIONS, cfg.train.seq_len)
-
-
-def loadable(cfg: Config) -> bool:
-    """Whether transformers can load the folder. A new backbone can be exported before MODELING has a layer for it."""
-    return cfg.backbone.name == "full" or cfg.backbone.name in exported_layers()[0]
 
 
 @cache
@@ -140,7 +151,7 @@ def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(map(ast.literal_eval, tables[0].value.keys)), frozenset(a.arg for a in start.args.args[1:])
 
 
-def write_weights(folder: Path, tensors: dict[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
 
     Raises UserError if a file cannot be written.
@@ -190,10 +201,10 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def how_to_load(cfg: Config, layout: str) -> str:
+def how_to_load(cfg: Config, layout: str, loadable: bool) -> str:
     if layout == "cola":
         return 'In the layout of the CoLA authors\' code: `ColaForCausalLM.from_pretrained(".")` of their repository.'
-    if not loadable(cfg):
+    if not loadable:
         return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
     return f"""```python
 {loading(".", trust=cfg.backbone.name != "full")}
@@ -208,7 +219,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 # ``only_lr_act`` is true.
 
 
-def cola_tensors(cfg: Config, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The folded ``tensors`` of a CoLA model under the authors' names; the scale of its latents is multiplied into B.
 
     Raises UserError for other backbones.

@@ -7,7 +7,6 @@ differently; the report says by how much, as the paper does: perplexity, error o
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -31,7 +30,7 @@ from dlr_pretrain.data import (
 )
 from dlr_pretrain.deploy.card import shown
 from dlr_pretrain.deploy.export import deployed, export
-from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
+from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
@@ -72,27 +71,19 @@ def fold_checkpoint(
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)
-    own, weights = deployed(cfg, folded, dense)
-    if dtype is not None:
-        weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}
     report = [] if residuals(meta) else [f"{'layers':<29} nothing to fold"]
     if tokens is None:
         tokens = CPU_TOKENS if device.type == "cpu" else cfg.eval.tokens
     if tokens and residuals(meta):
-        validation = _validation(cfg, run, tokens)
-        found = consistency(cfg, tensors, folded, own, weights, validation, device)
+        own, weights = deployed(cfg, folded, dense, dtype)
+        found = consistency(cfg, tensors, folded, own, weights, _validation(cfg, run, tokens), device)
         report, record = lines(found), record | {f"fold/{name}": value for name, value in found.items()}
         if False in (found["weights_identical"], found["logits_identical"]):
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
 
-    def check(folder: Path) -> None:
-        (folder / "fold.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        if layout == "own":
-            report.append(f"{'checked':<29} {agreement(folder, cfg, own, weights, folded, ids, device)}")
-
-    export(output, weights, own, rows, run / "tokenizer", record, check, trained=cfg, layout=layout)
-    return report
+    checked = export(output, cfg, folded, run / "tokenizer", record, ids, device, dense, dtype, layout)
+    return [*report, f"{'checked':<29} {checked}"]
 
 
 def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import load_tokenizer
-from dlr_pretrain.deploy.export import loadable
+from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.models import Llama
 from dlr_pretrain.util.errors import UserError, first_line
 
@@ -26,36 +26,31 @@ PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁn
 def agreement(
     folder: Path,
     cfg: Config,
-    own: Config,
-    weights: dict[str, Tensor],
-    folded: dict[str, Tensor],
+    tensors: dict[str, Tensor],
+    dtype: torch.dtype,
+    merged: bool,
     ids: Tensor,
-    device: torch.device,
+    device: torch.device | None = None,
 ) -> str:
-    """Compare ``folder`` with what was trained, on token ``ids`` [B, T] in fp32; returns the result in words.
+    """Compare ``folder`` with our model of ``cfg`` and ``tensors``, on token ids [B, T] in fp32; the result in words.
 
-    ``folded`` are the tensors of ``cfg``; ``own`` and ``weights`` are the configuration and tensors of the folder (see
-    ``deployed``). Our own model computes on ``device``. Raises UserError if the folder does not load strictly, its
-    logits differ by more than the bound, or its tokenizer does not give the ids of training.
+    Our own model computes on ``device`` (None: the CPU). ``dtype`` is that of the folder's weights, which are those of
+    ``tensors``, or ``merged`` from them. Raises UserError if the folder does not load strictly, its logits differ by
+    more than the bound, or its tokenizer does not give the ids of training.
     """
-    if not loadable(own):
-        return f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
     try:
         import transformers  # noqa: F401
     except Exception as error:  # also from its own imports, such as a torchvision built for another torch
         return f"not verified: transformers cannot be imported ({first_line(error)})"
-    from dlr_pretrain.deploy.folder import open_folder
-
-    merged = own is not cfg
     with torch.device("meta"):
-        model = Llama(cfg, len(folded["lm_head.weight"]))
-    model.to_empty(device=device)
-    model.load_state_dict(folded if merged else weights)
-    trained = model.logits(ids.to(device)).cpu()
+        model = Llama(cfg, len(tensors["lm_head.weight"]))
+    model.to_empty(device=device or "cpu")
+    model.load_state_dict(tensors)
+    trained = model.logits(ids.to(device or "cpu")).cpu()
     del model  # before the folder's own is there
     exported, tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
-    bound = BOUNDS[weights["lm_head.weight"].dtype if merged else torch.float32]  # a merge rounds once more
+    bound = BOUNDS[dtype if merged else torch.float32]  # a merge rounds once more
     if not difference <= bound:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import ValidationSet
-from dlr_pretrain.deploy.export import deployed, deployed_dense, export
-from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES, agreement
+from dlr_pretrain.deploy.export import deployed_dense, export
+from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged
@@ -45,21 +46,15 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tenso
             f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
             f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
         )
-    own, tensors = deployed(cfg, folded)
-    rows = len(tensors["lm_head.weight"])
     ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
-    checked = ""
-
-    def check(folder: Path) -> None:
-        nonlocal checked
-        cpu = torch.device("cpu")  # the GPU may have no room for fp32
-        checked = agreement(folder, cfg, own, tensors, folded, ids, cpu)
-
     record.pop("time", None)
-    export(run_dir / "folded", tensors, own, rows, run_dir / "tokenizer", record, check, trained=cfg)
+    if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
+        record["unknown characters of the text"] = f"{unknown:.2%}"
+    checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)  # on the CPU
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
-    return f"{'merged into dense weights' if own is not cfg else done}; {checked}"
+    merged = deployed_dense(cfg) and cfg.backbone.name != "full"
+    return f"{'merged into dense weights' if merged else done}; {checked}"
 
 
 def how_to_load(cfg: Config, run_dir: Path) -> str:

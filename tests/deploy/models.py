@@ -52,7 +52,7 @@ def trained(cfg: Config, rows: int, seed: int = 0) -> Llama:
 
 
 def exported(folder: Path, spiece: Path, cfg: Config, rows: int = 100, seed: int = 0) -> Path:
-    export(folder, trained(cfg, rows, seed).state_dict(), cfg, rows, spiece, {"step": 1})
+    export(folder, cfg, trained(cfg, rows, seed).state_dict(), spiece, {"step": 1})
     return folder
 
 

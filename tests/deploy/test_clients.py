@@ -141,7 +141,7 @@ def generation(folder: Path, tmp_path: Path) -> None:
     model, ids = load(folder), ids_of(folder)
 
     def generated(**how) -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None, **how)
+        return model.generate(ids, max_new_tokens=8, do_sample=False, **how)
 
     greedy, beams = generated(), generated(num_beams=3)
     for how in ({"cache_implementation": "static"}, {"assistant_model": load(folder)}, {"prompt_lookup_num_tokens": 2}):
@@ -183,7 +183,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert all(module.is_causal for name, module in model.named_modules() if name.endswith("self_attn"))
     assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(type(model.model).forward).parameters.values())
     plan = model.config.base_model_tp_plan or {}
-    assert plan or folder.name == "full"
+    assert plan or folder.name in ("full", "lax")  # the norm of this lax is that of the output
     for name in plan:
         assert isinstance(model.model.get_submodule(name.replace("*", "1")), nn.Linear)
     buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}

@@ -22,7 +22,6 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import MODELING, export, exported_layers, model_config, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS as EXPORTED
-from dlr_pretrain.deploy.verify import agreement
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import HEADS, HIDDEN, KINDS, LAYERS, RANK, WIDE, configured, of_kind, trained
@@ -120,11 +119,11 @@ def answers(tmp_path_factory, spiece, ids) -> dict:
     """What transformers makes of a folder of each kind, and of one in bf16 and one in shards."""
     root, scratch = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("scratch")
     for kind in KINDS:
-        export(root / kind, trained(of_kind(kind), ROWS).state_dict(), of_kind(kind), ROWS, spiece, RECORD)
+        export(root / kind, of_kind(kind), trained(of_kind(kind), ROWS).state_dict(), spiece, RECORD)
     weights = trained(COLA, ROWS).state_dict()
     halves = {name: tensor.bfloat16() for name, tensor in weights.items()}
     for name, tensors in (("cola-bf16", halves), ("cola-sharded", weights)):
-        export(root / name, tensors, COLA, ROWS, spiece, RECORD)
+        export(root / name, COLA, tensors, spiece, RECORD)
     (root / "cola-sharded/model.safetensors").unlink()
     write_weights(root / "cola-sharded", weights, shard_bytes=30_000)
     torch.save(ids, root / "ids.pt")
@@ -193,7 +192,7 @@ def test_the_modeling_file_needs_torch_and_transformers_alone():
 
 def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
     weights = trained(COLA, ROWS).state_dict()
-    export(tmp_path / "folded", weights, COLA, ROWS, spiece, RECORD)
+    export(tmp_path / "folded", COLA, weights, spiece, RECORD)
     stored = load_file(tmp_path / "folded/model.safetensors")
     assert stored.keys() == weights.keys() and all(torch.equal(stored[name], weights[name]) for name in weights)
     readme = (tmp_path / "folded/README.md").read_text()
@@ -205,7 +204,7 @@ def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
     written = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
     assert written["backbone"]["name"] == "cola" and written["train"]["seq_len"] == 256
     dlr = replace(of_kind("cola_lax"), dlr=replace(COLA.dlr, name="on", enabled=True))
-    export(tmp_path / "dlr", trained(dlr, ROWS).state_dict(), dlr, ROWS, spiece, RECORD)
+    export(tmp_path / "dlr", dlr, trained(dlr, ROWS).state_dict(), spiece, RECORD)
     readme = (tmp_path / "dlr/README.md").read_text()
     assert "# LLaMA tiny, cola_lax + DLR (on), folded" in readme
     assert all(title in readme for title in ("CoLA: Compute-Efficient", "LaX: Boosting", "Latent Residuals"))
@@ -215,7 +214,7 @@ def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
 def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, monkeypatch, words):
     cfg = configured("backbone=cola", f"backbone.rank={RANK}", *(f"backbone.{word}" for word in words))
     ours = trained(cfg, ROWS).state_dict()
-    export(tmp_path / "folded", ours, cfg, ROWS, spiece, RECORD, layout="cola")
+    export(tmp_path / "folded", cfg, ours, spiece, RECORD, layout="cola")
     wanted = formulas(ours, cfg, ids[0])
     assert not (tmp_path / "folded" / MODELING.name).exists()
     settings = json.loads((tmp_path / "folded/config.json").read_text())
@@ -227,20 +226,20 @@ def test_the_colas_authors_layout_computes_their_formula(tmp_path, spiece, ids, 
     monkeypatch.setattr(sys.modules[__name__], "projections", theirs)
     assert relative(formulas(stored, cfg, ids[0]), wanted) < 1e-6
     with pytest.raises(UserError, match="holds CoLA's layers alone, and this is backbone=lowrank"):
-        export(tmp_path / "other", ours, of_kind("lowrank"), ROWS, spiece, RECORD, layout="cola")
+        export(tmp_path / "other", of_kind("lowrank"), ours, spiece, RECORD, layout="cola")
 
 
 def test_an_older_folder_stays_with_what_was_put_into_it(tmp_path, spiece, monkeypatch):
     folder, tensors = tmp_path / "folded", trained(COLA, ROWS).state_dict()
-    export(folder, tensors, COLA, ROWS, spiece, {"step": 1})
+    export(folder, COLA, tensors, spiece, {"step": 1})
     with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
         broken.setattr(export_module, "export_tokenizer", _disk_full)
-        export(folder, tensors, COLA, ROWS, spiece, {"step": 2})
+        export(folder, COLA, tensors, spiece, {"step": 2})
     assert "| step | 1 |" in (folder / "README.md").read_text()
-    export(folder, tensors, COLA, ROWS, spiece, {"step": 2})
+    export(folder, COLA, tensors, spiece, {"step": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["folded"]
     (folder / "zero_shot.json").write_text("measured")
-    export(folder, tensors, COLA, ROWS, spiece, {"step": 3})
+    export(folder, COLA, tensors, spiece, {"step": 3})
     assert "| step | 3 |" in (folder / "README.md").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folded", "folded_1"]
     assert (tmp_path / "folded_1/zero_shot.json").read_text() == "measured"
@@ -259,7 +258,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, spiece, monkey
     for module in (durable, export_module):
         monkeypatch.setattr(module, "sync", lambda path: (synced.append(str(path)), sync(path)))
     monkeypatch.setattr(Path, "rename", named)
-    export(tmp_path / "folded", trained(COLA, ROWS).state_dict(), COLA, ROWS, spiece, {"step": 1})
+    export(tmp_path / "folded", COLA, trained(COLA, ROWS).state_dict(), spiece, {"step": 1})
     assert synced == [str(tmp_path)]
 
 
@@ -268,20 +267,18 @@ def _disk_full(*_):
 
 
 def test_a_difference_is_found_and_what_does_not_load_is_named(tmp_path, spiece, ids, monkeypatch):
-    folder, model = tmp_path / "folded", trained(COLA, ROWS).requires_grad_(False).bfloat16()
-    export(folder, model.state_dict(), COLA, ROWS, spiece, RECORD)
-    tensors = model.float().state_dict()
-
-    def said() -> str:
-        return agreement(folder, COLA, COLA, tensors, tensors, ids, torch.device("cpu"))
-
-    assert float(said().split("agree to ")[1].split()[0]) < 1e-5
+    folder, weights = tmp_path / "folded", trained(COLA, ROWS).bfloat16().state_dict()
+    assert float(export(folder, COLA, weights, spiece, RECORD, ids).split("agree to ")[1].split()[0]) < 1e-5
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers", None)
-        assert said().startswith("not verified: transformers cannot be imported")
-    tensors["lm_head.weight"] = 1.02 * tensors["lm_head.weight"]
-    with pytest.raises(UserError, match="beyond the bound"):
-        said()
-    write_weights(folder, {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight: missing"):
-        said()
+        said = export(tmp_path / "unseen", COLA, weights, spiece, RECORD, ids)
+        assert said.startswith("not verified: transformers cannot be imported")
+    changed = weights | {"lm_head.weight": 1.02 * weights["lm_head.weight"]}
+    for written, message in (
+        (changed, "beyond the bound"),
+        ({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, r"norm\.weight: missing"),
+    ):
+        with monkeypatch.context() as wrong, pytest.raises(UserError, match=message):
+            wrong.setattr(export_module, "write_weights", lambda to, _, own=written: write_weights(to, own))
+            export(tmp_path / "wrong", COLA, weights, spiece, RECORD, ids)
+        assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
