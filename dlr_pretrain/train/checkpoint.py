@@ -89,15 +89,10 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
     return pieces
 
 
-def begin(root: Path, step: int) -> Path:
-    """Make a hidden folder for the parts of ``step``; deletes those that killed runs left."""
+def begin(root: Path, name: str) -> Path:
+    """Make a hidden folder for the parts of checkpoint ``name``; deletes those that killed runs left."""
     for left in root.glob(".writing_*"):
         shutil.rmtree(left, ignore_errors=True)
-    return tmp_dir(root, _name(step))
-
-
-def tmp_dir(root: Path, name: str) -> Path:
-    """Make an empty folder beside the checkpoints of ``root``. It never counts as a checkpoint, even if it is left."""
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
     made.mkdir(parents=True)
     return made
@@ -128,7 +123,7 @@ def commit(
 
     ``evaluations`` holds the evaluation loss of each evaluated step.
     """
-    final = folder.parent / _name(step)
+    final = folder.parent / name_of(step)
     content = {"format": FORMAT, "state": state, "files": parts}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
     if final.exists():  # another start wrote it, which then lost the run to this one
@@ -231,13 +226,16 @@ class Checkpoint:
 
     def shared(self, ranks: Ranks) -> Checkpoint:
         """This checkpoint, of which rank 0 reads whole tensors from the disk and the other ranks receive them."""
-        model: dict[str, Stored] = {name: Received(stored, ranks) for name, stored in self.model.items()}
-        optimizer: dict[str, Stored] = {name: Received(stored, ranks) for name, stored in self.optimizer.items()}
-        return replace(self, model=model, optimizer=optimizer)
+
+        def received(group: dict[str, Stored]) -> dict[str, Stored]:
+            return {name: Received(stored, ranks) for name, stored in group.items()}
+
+        return replace(self, model=received(self.model), optimizer=received(self.optimizer))
 
     def close(self) -> None:
         """Release the files, which stay memory-mapped while anything refers to them."""
-        self.model.clear(), self.optimizer.clear()
+        self.model.clear()
+        self.optimizer.clear()
 
 
 def load(directory: Path) -> Checkpoint:
@@ -318,7 +316,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _name(step: int) -> str:
+def name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 

@@ -1,7 +1,7 @@
 """``parallel=fsdp``: each rank holds its rows of every parameter, gradient and moment; blocks are gathered as they run.
 
 The sharded tensors are the state: under ``bf16_mixed`` the fp32 masters, which are rounded to the working weights when
-they are gathered. Residuals are published into the rows of the state before that, so that state and residual are
+they are gathered. Residuals are added to the rows of the state before that, so that state and residual are
 rounded together, once. Every rank holds the scalars (alpha, theta).
 Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
 """
@@ -13,14 +13,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.profiler import record_function
 
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.train.gradients import Gradients, of
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import global_norm
@@ -38,11 +38,15 @@ class ShardedWeights(Weights):
         shard_(model, WORKING_DTYPE[precision], torch.float32 if accumulate == "fp32" else None)
         super().__init__(model, precision, accumulate)
 
+    def gradients(self, world_size: int) -> Gradients:
+        return ShardedGradients(self, world_size)
+
     @contextmanager
     def with_residual(self) -> Iterator[None]:
         with super().with_residual():
             yield
-            self.model.reshard()  # without a backward pass the root module would keep its gathered weights
+            if isinstance(self.model, FSDPModule):
+                self.model.reshard()  # without a backward pass the root module would keep its gathered weights
 
 
 def shard_(model: Llama, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> None:
@@ -59,12 +63,12 @@ def shard_(model: Llama, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     scalars = {p for p in model.parameters() if p.dim() == 0}
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=scalars)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        shards = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=scalars)
+        shards.set_gradient_divide_factor(1.0)
+        shards.set_force_sum_reduction_for_comms(True)
 
 
-class ShardedGradients:
+class ShardedGradients(Gradients):
     """Runs backward passes, and gives the optimizer of each rank its rows of the sum over micro-batches and ranks.
 
     Ranks sum after every micro-batch. ``native`` sums over ranks in the gradients' own dtype, and over micro-batches in
@@ -72,45 +76,36 @@ class ShardedGradients:
     replicated model take.
     """
 
-    bucketed = False  # DDP's word: no bucket is rebuilt here
-
-    def __init__(self, weights: ShardedWeights, accumulate: str):
-        self.weights = weights
-        self.module: nn.Module = weights.model
-        self.scalars = [p for p in weights.differentiated.values() if not sharded.is_sharded(p)]
+    def prepare(self) -> None:
         self.totals: list[_Total] = []
-        if accumulate == "fp32" and weights.model.lm_head.weight.dtype != torch.float32:
-            for module in weights.model.modules():
+        model = self.weights.model
+        if self.weights.accumulate == "fp32" and model.lm_head.weight.dtype != torch.float32:
+            for module in model.modules():
                 if isinstance(module, FSDPModule):
                     self.totals.append(_Total())
                     module.set_all_reduce_hook(self.totals[-1])
 
     def add(self, inputs: tuple[Tensor, ...], count: Tensor, last: bool) -> Tensor:
-        """Forward and backward of one micro-batch, its summed loss divided by ``count``; returns that loss."""
-        for p in self.weights.differentiated.values() if self.totals else ():
+        for p in self.working if self.totals else ():
             p.grad = None if sharded.is_sharded(p) else p.grad  # the totals hold the sum
-        with record_function("forward"):
-            loss = self.module(*inputs) / count
-        with record_function("backward"):
-            loss.backward()
-        return loss.detach()
+        return self.forward_backward(inputs, count)
 
     @torch.no_grad()
     def collect(self) -> list[Tensor]:
         """Give each optimized tensor its gradient, in the tensor's dtype; return this rank's rows of all gradients."""
         weights = self.weights
+        scalars = [p for p in self.working if not sharded.is_sharded(p)]
         own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.differentiated.items()})
-        partial = [*(p.grad for p in self.scalars), *own.values()]
+        partial = [*of(scalars), *own.values()]
         if partial:
             summed = torch.stack([g.float() for g in partial])
             dist.all_reduce(summed)
-            scalars = [*self.scalars, *(weights.model.get_parameter(name) for name in own)]
+            scalars += [weights.model.get_parameter(name) for name in own]
             for p, gradient in zip(scalars, summed.unbind(), strict=True):
                 p.grad = gradient.to(p.dtype)
-        return [sharded.local_rows(p.grad) for p in weights.optimized.values()]
+        return [sharded.local_rows(gradient) for gradient in of(weights.optimized.values())]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        """The l2 norm over all that ``collect`` returned, on all ranks."""
         whole = [not sharded.is_sharded(p) for p in self.weights.optimized.values()]
         rows = [g for g, is_whole in zip(gradients, whole, strict=True) if not is_whole]
         scalars = [g for g, is_whole in zip(gradients, whole, strict=True) if is_whole]
@@ -131,7 +126,7 @@ class _Total:
     the buffer when the call returns. The allocator must not reuse the buffer before this stream has read it.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.sum: Tensor | None = None
         self.fresh = True
 

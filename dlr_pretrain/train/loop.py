@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
+from dlr_pretrain.models import Llama
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard, Outcome
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.probe import Probe
@@ -25,18 +26,16 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View
 
+# (model, interruptible) -> metrics of an evaluation; None if a request to stop interrupted it
+Evaluate = Callable[[Llama, bool], dict[str, float | None] | None]
 
-@dataclass(frozen=True)
-class Due:
+
+class Due(NamedTuple):
     """What follows a step, besides its record."""
 
     evaluate: bool
     merge: bool
     save: bool
-
-    @property
-    def anything(self) -> bool:
-        return self.evaluate or self.merge or self.save
 
 
 def calendar(cfg: Config, step: int) -> Due:
@@ -60,7 +59,7 @@ class Loop:
         cfg: Config,
         ranks: Ranks,
         update: Update,
-        evaluator: Evaluator,
+        evaluator: Evaluate,
         metrics: MetricsFile | None,
         saver: Saver,
         guard: Guard,
@@ -78,7 +77,7 @@ class Loop:
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
         self.best = math.inf  # the lowest evaluation loss
-        self.unevaluated: dict | None = None  # the record of the last step, if its evaluation was put off
+        self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
 
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
@@ -106,7 +105,7 @@ class Loop:
             guard.raise_if_stopped(self.step)
         guard.raise_if_failed()
 
-    def push(self, values, batch: Batch) -> None:
+    def push(self, values: Tensor, batch: Batch) -> None:
         """Send the metrics of the update on their way to the host, while the device goes on."""
         self.ranks.stepped(self.step)
         self.batches[self.step] = batch
@@ -121,7 +120,7 @@ class Loop:
         be kept for it.
         """
         improved = False
-        for step, values in self.pending.ready(lambda: due.anything or self.guard.wants_save(self.step)):
+        for step, values in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
             outcome, batch = Outcome(*values), self.batches.pop(step)
             if not self.guard.see(step, outcome, batch, self.streams):
                 break
@@ -167,9 +166,11 @@ class Loop:
         if found is None:
             self.guard.stopping, self.unevaluated = True, record
             return False
-        improved, self.best = found["eval/loss"] < self.best, min(self.best, found["eval/loss"])
         self.report(record | found)
-        return improved and self.cfg.checkpoint.keep_best
+        if (loss := found["eval/loss"]) is None or not loss < self.best:
+            return False
+        self.best = loss
+        return self.cfg.checkpoint.keep_best
 
     def make_up_evaluation(self) -> None:
         """Make the evaluation that the start before this one put off."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.models.flops import flops_per_token
-from dlr_pretrain.train.build import empty_weights, initial_weights
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
@@ -28,7 +28,7 @@ from dlr_pretrain.train.summary import summary
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View, open_view
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.files import is_there
 
 
@@ -39,7 +39,7 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
     the plan's estimate: it is shown at the start, and ``train.micro_batch=auto`` needs it.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
-    run_dir = Path(cfg.run.dir)
+    run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
     with Lease(run_dir) as lease, recorded_end(run_dir, lease), Ranks(cfg) as ranks:
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
@@ -47,7 +47,7 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
         ranks.start_watchdog(run_dir, ranks.on_main(lease.acquire))
-        Run(cfg, ranks, console, lease, text, report, planned_memory).complete()
+        Run(cfg, run_dir, ranks, console, lease, text, report, planned_memory).complete()
 
 
 @contextmanager
@@ -64,34 +64,32 @@ def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
             record_end(run_dir, ended)
 
 
+@dataclass
 class Run:
     """A run from start to finish, as one of its ranks executes it."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        ranks: Ranks,
-        console: Console,
-        lease: Lease,
-        text: Text,
-        report: Report | None,
-        planned_memory: PlannedMemory | None,
-    ):
-        self.cfg, self.ranks, self.console, self.lease, self.text = cfg, ranks, console, lease, text
-        self.report, self.planned_memory = report, planned_memory
-        self.dir, self.started = Path(cfg.run.dir), time.time()
-        self.metrics: MetricsFile | None = None  # on rank 0 only, as is
-        self.view: View | None = None  # W&B or TensorBoard
+    cfg: Config
+    dir: Path
+    ranks: Ranks
+    console: Console
+    lease: Lease
+    text: Text
+    report: Report | None
+    planned_memory: PlannedMemory | None
+    started: float = field(default_factory=time.time)
+    metrics: MetricsFile | None = None  # on rank 0 only, as is
+    view: View | None = None  # W&B or TensorBoard
 
     def complete(self) -> None:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
         self.open_record()
-        start = find_start(self.cfg, self.ranks, self.text.vocab_size, self.console.say)
+        start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
         if self.is_complete(start):
             return self.say_complete()
         self.use_device(start)
         with explained(self.cfg, self.ranks):
-            weights = self.build(start)
+            fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
+            weights = build_weights(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
             self.summarize(weights, start)
             self.train(weights, start)
         self.fold(weights)
@@ -129,12 +127,6 @@ class Run:
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, text))
         vocab_size, planned, resumed = self.text.vocab_size, self.planned_memory, start.resumes
         self.cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned, self.dir, resumed)
-
-    def build(self, start: Start) -> Weights:
-        """The weights on this rank's device; ``train`` loads the checkpoint of ``start``, if there is one."""
-        if start.checkpoint is not None:
-            return empty_weights(self.cfg, self.ranks, self.text.vocab_size)
-        return initial_weights(self.cfg, self.ranks, self.text.vocab_size, start.folder)
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""

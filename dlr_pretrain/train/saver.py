@@ -71,7 +71,7 @@ class Saver:
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
 
         with self.ranks.patient():
-            folder = self._on_main(lambda: checkpoint.tmp_dir(self.root, "rehearsal"))
+            folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
             try:
                 self._together(write)
             finally:
@@ -170,7 +170,7 @@ class Saver:
 
     def _begin(self, step: int) -> Path:
         self._require_permission()
-        return checkpoint.begin(self.root, step)
+        return checkpoint.begin(self.root, checkpoint.name_of(step))
 
     def _commit(self, folder: Path, step: int, parts: list[dict[str, dict]], state: dict[str, Any]) -> None:
         self._require_permission()

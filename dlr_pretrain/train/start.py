@@ -42,12 +42,11 @@ class Start:
     resumes: bool = False  # this run's own checkpoint
 
 
-def find_start(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
-    """The start of the run in ``cfg.run.dir``. What a new run starts from becomes part of its identity.
+def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: Say) -> Start:
+    """The start of the run in ``run_dir``. What a new run starts from becomes part of its identity.
 
     All ranks must call.
     """
-    run_dir = Path(cfg.run.dir)
     if (path := ranks.on_main(lambda: newest(run_dir, say))) is not None:
         found = checkpoint.load(path)
         if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
@@ -57,9 +56,9 @@ def find_start(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
             raise UserError(f"{path}: it is of another run ({what}). {fix}")
         return Start(found, resumes=True)
     if cfg.run.start_from is not None:
-        return start_from(cfg, ranks, vocab_size, say)
+        return start_from(cfg, run_dir, ranks, vocab_size, cfg.run.start_from, say)
     if cfg.train.init_from is not None:
-        return _from_folder(cfg, ranks, vocab_size, "train.init_from", dense=True)
+        return _from_folder(cfg, run_dir, ranks, vocab_size, "train.init_from", cfg.train.init_from)
     return Start()
 
 
@@ -95,18 +94,18 @@ def note_saved(run_dir: Path) -> None:
 # Another run
 
 
-def start_from(cfg: Config, ranks: Ranks, vocab_size: int, say: Say) -> Start:
-    """The start that ``run.start_from`` names: a run, one of its checkpoints, or an exported folder.
+def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, place: str, say: Say) -> Start:
+    """The start from ``place``: a run, one of its checkpoints, or an exported folder.
 
     A new run takes the weights, and with ``run.start_optimizer`` the moments, the step, and the position in the data if
     no key of the data has changed. Raises UserError if the model or the tokenizer is another one.
     """
-    given, run_dir = Path(cfg.run.start_from or ""), Path(cfg.run.dir)
+    given = Path(place)
     if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
         if cfg.run.start_optimizer:
             rule = "is an exported folder, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
-        return _from_folder(cfg, ranks, vocab_size, "run.start_from", dense=False)
+        return _from_folder(cfg, run_dir, ranks, vocab_size, "run.start_from", place)
     found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
 
     def bind() -> dict:
@@ -163,8 +162,8 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
         say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")
 
 
-def _from_folder(cfg: Config, ranks: Ranks, vocab_size: int, key: str, dense: bool) -> Start:
-    folder = Path((cfg.train.init_from if dense else cfg.run.start_from) or "")
-    start = ranks.main_first(lambda: FolderStart(folder, cfg, vocab_size, key, dense))
-    ranks.on_main(lambda: bind_identity(Path(cfg.run.dir), {f"{key}.weights": start.fingerprint()}))
+def _from_folder(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, key: str, folder: str) -> Start:
+    dense = key == "train.init_from"
+    start = ranks.main_first(lambda: FolderStart(Path(folder), cfg, vocab_size, key, dense))
+    ranks.on_main(lambda: bind_identity(run_dir, {f"{key}.weights": start.fingerprint()}))
     return Start(folder=start)

@@ -10,7 +10,6 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.train.build import place
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.loop import Loop
@@ -18,6 +17,7 @@ from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.weights import place
 
 
 def trial(
@@ -35,7 +35,7 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metric
     saver = Saver(run_dir, ranks, cfg.checkpoint, None, metrics, console)
     guard = Guard(cfg, ranks, None, saver, console, None)
 
-    def evaluator(*_, **__) -> dict[str, float]:
+    def evaluator(model: Llama, interruptible: bool) -> dict[str, float | None]:
         return {"eval/loss": 0.0}
 
     return Loop(cfg, ranks, trial(cfg, ranks, vocab_size), evaluator, metrics, saver, guard, console)

@@ -12,8 +12,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.linear import Draw, named_groups, require_tied
+from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.train.gradients import gradients_of
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
@@ -27,7 +27,7 @@ class Update:
         self.cfg, self.ranks, self.weights = cfg, ranks, weights
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
-        self.gradients = gradients_of(weights, ranks.world_size)
+        self.gradients = weights.gradients(ranks.world_size)
         self.optimizer = optim.build(
             cfg.optimizer,
             weights.optimized,
@@ -80,7 +80,7 @@ class Update:
         masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failures)
         self.optimizer.update(lr, masked, self.clip_factor(norm), index=index)
         if self.cfg.dlr.mode == "decayed_offset":
-            knobs = self.cfg.optimizer.knobs
+            knobs: dict = self.cfg.optimizer.knobs
             share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
@@ -108,9 +108,11 @@ class Update:
         Most of their optimizer state is dropped. The result depends on the state, the configuration and ``step`` alone:
         it is the same on every rank and after a resume. Source: Lialin et al. (2023).
         """
-        knobs, draw, number = self.cfg.backbone.knobs, Draw(self.cfg.seed), step // self.cfg.backbone.merge_every
-        groups = named_groups(self.weights.model)
-        factors = {name for prefix, group in groups for name in group.merge_(self.weights.state, draw, prefix, number)}
+        knobs: dict = self.cfg.backbone.knobs
+        draw, number, factors = Draw(self.cfg.seed), step // knobs["merge_every"], set()
+        for prefix, group in named_groups(self.weights.model):
+            if isinstance(group, Relora):
+                factors |= set(group.merge_(self.weights.state, draw, prefix, number))
         self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number, knobs["prune"])
 
     def rehearse(self) -> None:

@@ -18,18 +18,57 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Train
-from dlr_pretrain.models import dlr
+from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
+from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.publisher import Publisher
+from dlr_pretrain.models.residual import Residual
+from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train.checkpoint import Stored
+from dlr_pretrain.train.gradients import Gradients
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
+
+
+def build_weights(
+    cfg: Config, ranks: Ranks, vocab_size: int, start: FolderStart | None = None, initialize: bool = True
+) -> Weights:
+    """The weights of a run on this rank's device, from ``start`` or drawn from the seed.
+
+    Rank 0 draws them (or decomposes them, for LOST) and sends them: other machines might round an SVD differently.
+    Without ``initialize`` they have no values yet, for a checkpoint to be loaded into.
+    """
+    model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
+    if start is not None and ranks.is_main:
+        start.put_into_(model)
+    if initialize:
+        ranks.broadcast(model.state_dict().values())
+    return place(cfg, ranks, model)
+
+
+def place(cfg: Config, ranks: Ranks, model: Llama, compiled_for: int | None = None) -> Weights:
+    """The ``Weights`` of ``model``, given whole in the dtype of the state; sharded under ``parallel=fsdp``.
+
+    If ``cfg.compile``, they are compiled as for ``compiled_for`` ranks (default: those of the run).
+    """
+    kind = Weights
+    if cfg.parallel.name == "fsdp":
+        from dlr_pretrain.train.fsdp import ShardedWeights  # its imports take half a second
+
+        kind = ShardedWeights
+    weights = kind(model, cfg.precision.name, cfg.train.accumulate)
+    if cfg.compile:
+        torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
+        weights.compile_(cfg.train, compiled_for or ranks.world_size)
+    return weights
 
 
 class Weights:
@@ -40,7 +79,7 @@ class Weights:
 
     sharded = False  # whether a rank holds only some rows of the parameters
 
-    def __init__(self, model: nn.Module, precision: str, accumulate: str = "native"):
+    def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
         self.model, self.accumulate = model, accumulate
         self.masters: dict[str, Tensor] | None = None
         if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
@@ -60,6 +99,10 @@ class Weights:
         values = sum(p.numel() for p in self.model.parameters())
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
         self.model.compile_(whole=alone and train.activation_checkpointing == "none" and values <= ONE_GRAPH)
+
+    def gradients(self, world_size: int) -> Gradients:
+        """What runs backward passes through these weights and sums their gradients over ``world_size`` ranks."""
+        return Gradients(self, world_size)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -94,11 +137,10 @@ class Weights:
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
-        """A sum over the bits of each state tensor that every rank holds whole: equal states have equal sums."""
+        """A sum over the bytes of each state tensor that every rank holds whole: equal states have equal sums."""
         state = {name: value for name, value in self.state.items() if not sharded.is_sharded(value)}
-        if not state:
-            return {}
-        return dict(zip(state, torch.stack([_sum_of_bits(t) for t in state.values()]).tolist(), strict=True))
+        sums = [t.contiguous().flatten().view(torch.int8).sum(dtype=torch.int64) for t in state.values()]
+        return dict(zip(state, torch.stack(sums).tolist(), strict=True)) if state else {}
 
     @torch.no_grad()
     def finite(self) -> bool:
@@ -125,7 +167,8 @@ class Weights:
         if not (keep or self.sharded):
             return {}
         folded = dlr.folded_state(self.model, {name: value.detach() for name, value in self.state.items()})
-        branches = {f"{name}.weight" for name, up in dlr.residuals(self.model) if up.residual.impl == "branch"}
+        carrying = {f"{name}.weight": up.residual for name, up in dlr.residuals(self.model)}
+        branches = {name for name, r in carrying.items() if isinstance(r, Residual) and r.impl == "branch"}
         with self.with_residual():
             for name, p in self.model.named_parameters():
                 own = sharded.local_rows(folded[name]) if name in folded.keys() - branches else None
@@ -143,10 +186,3 @@ def _copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
     named = zip(parameters.items(), parts, strict=True)
     return {name: part[: p.numel()].as_strided(p.shape, p.stride()).copy_(p) for (name, p), part in named}
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    """The sum, modulo 2**64, of a tensor's memory in words of 8 bytes; in single bytes if such words do not fit."""
-    flat = tensor.contiguous().flatten()
-    fits = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-    return flat.view(torch.int64 if fits else torch.int8).sum(dtype=torch.int64)

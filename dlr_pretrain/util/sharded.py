@@ -6,10 +6,13 @@ by their class: importing it takes half a second, and only ``parallel=fsdp`` mak
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Stored(Protocol):
@@ -20,15 +23,15 @@ class Stored(Protocol):
     def rows(self, first: int, end: int) -> Tensor: ...
 
 
-def is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "device_mesh")
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """The range [first, end) of the rows of a sharded ``tensor`` that this rank holds, divided as by torch.chunk."""
-    (placement,), count = tensor.placements, tensor.shape[0]
-    if not placement.is_shard(0):
-        raise ValueError(f"tensors are sharded by rows here, not {tensor.placements}")
+    if not is_sharded(tensor) or [placement.is_shard(0) for placement in tensor.placements] != [True]:
+        raise ValueError(f"tensors are sharded by rows here, and not this one: {tensor}")
+    count = tensor.shape[0]
     each = -(-count // tensor.device_mesh.size())
     first = min(each * tensor.device_mesh.get_local_rank(), count)
     return first, min(first + each, count)
@@ -38,10 +41,11 @@ def local_rows(tensor: Tensor) -> Tensor:
     """The rows of ``tensor`` that this rank holds, in its memory; always the same object, as optimizers need."""
     if not is_sharded(tensor):
         return tensor
-    if not hasattr(tensor, "_local_rows"):
+    kept = vars(tensor)
+    if "_local_rows" not in kept:
         with torch.no_grad():
-            tensor._local_rows = tensor.to_local()
-    return tensor._local_rows
+            kept["_local_rows"] = tensor.to_local()
+    return kept["_local_rows"]
 
 
 def shard_like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -70,4 +74,5 @@ def own_part(tensor: Tensor, stored: Tensor | Stored) -> Tensor:
 @torch.no_grad()
 def gathered(tensor: Tensor) -> Tensor:
     """All rows of ``tensor``, on every rank; all ranks must call."""
-    return tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+    own = tensor.detach()
+    return own.full_tensor() if is_sharded(own) else own

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -23,10 +21,10 @@ def global_norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms(gradients)))
 
 
-def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def norms(tensors: list[Tensor]) -> list[Tensor]:
     """The l2 norm of each tensor, in fp32, on the device."""
     if tensors[0].device.type != "cpu":
-        return torch._foreach_norm(tensors, 2.0, dtype=torch.float32)
+        return list(torch._foreach_norm(tensors, 2.0, dtype=torch.float32))
     pieces = [_flat(tensor).split(CACHED) for tensor in tensors]  # see CACHED
     return [torch.linalg.vector_norm(torch.stack(torch._foreach_norm(p, 2.0, dtype=torch.float32))) for p in pieces]
 

@@ -16,9 +16,9 @@ from dlr_pretrain.models import build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import merge_due, rate
-from dlr_pretrain.train.build import place
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.weights import place
 from dlr_pretrain.util import sharded
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
@@ -57,17 +57,6 @@ def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
     return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
 
 
-def trained(updates: Update, steps: list[Batch]) -> Outcome:
-    losses, norms = [], []
-    for index, batch in enumerate(steps):
-        loss, norm, *_ = updates(batch, index, rate(updates.cfg, index)).tolist()
-        losses.append(loss), norms.append(norm)
-        if merge_due(updates.cfg, index + 1):
-            updates.merge(index + 1)
-    state = {name: sharded.gathered(value) for name, value in updates.weights.state.items()}
-    return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
-
-
 def moments(updates: Update) -> dict[str, Tensor]:
     """The optimizer's state, whole, what is quantised by value."""
     parameters, found = updates.optimizer.parameters, {}
@@ -79,17 +68,24 @@ def moments(updates: Update) -> dict[str, Tensor]:
 
 
 def on_two_ranks(act: Callable[[Ranks], object]) -> None:
-    def with_runtime():
+    def with_ranks():
         with Ranks(config()) as ranks:
             act(ranks)
 
-    on_ranks(with_runtime, 2)
+    on_ranks(with_ranks, 2)
 
 
 def run(ranks: Ranks, *words: str, plain: bool = False) -> Outcome:
     """The steps of ``config(*words)`` on this rank."""
     cfg = config(*words)
-    return trained(made(cfg, ranks, plain), own_batches(cfg, ranks))
+    updates, losses, norms = made(cfg, ranks, plain), [], []
+    for index, batch in enumerate(own_batches(cfg, ranks)):
+        loss, norm, *_ = updates(batch, index, rate(cfg, index)).tolist()
+        losses.append(loss), norms.append(norm)
+        if merge_due(cfg, index + 1):
+            updates.merge(index + 1)
+    state = {name: sharded.gathered(value) for name, value in updates.weights.state.items()}
+    return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
 
 
 def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:

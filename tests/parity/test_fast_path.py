@@ -17,7 +17,6 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.train.gradients import gradients_of
 from dlr_pretrain.train.weights import Weights
 from tests.parity.reference import VOCAB, small
 
@@ -37,7 +36,7 @@ def batches():
 def fast(cfg: Config, start: dict[str, Tensor], prepare: Callable[[Llama], object] = lambda model: None) -> list[float]:
     weights = Weights(loaded(build(cfg, VOCAB, CPU), start).to(STATE_DTYPE[cfg.precision.name]), cfg.precision.name)
     optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
-    gradients = gradients_of(weights, 1)
+    gradients = weights.gradients(1)
     prepare(weights.model)
     losses = []
     for inputs in batches():

@@ -54,9 +54,10 @@ def assert_same(one, other) -> None:
 
 
 @pytest.mark.parametrize("how", [
-    (), ("train.micro_batch=8",), ("train.activation_checkpointing=latent", "precision=bf16"),
+    ("train.activation_checkpointing=latent", "precision=bf16"),
     ("precision=bf16_mixed", "train.accumulate=fp32", "data.mask_documents=true"),
-    ("dlr=learnable_alpha",), ("dlr.impl=branch",), ("backbone=lost", "backbone.sparsity=0.2"),
+    pytest.param(("dlr=learnable_alpha",), marks=pytest.mark.full),
+    pytest.param(("dlr.impl=branch",), marks=pytest.mark.full),
 ], ids=" ".join)  # fmt: skip
 def test_training_does_not_notice(run, how):
     plain, probed = run("plain", *how), run("probed", *how, *PROBE)
@@ -70,31 +71,20 @@ def test_training_does_not_notice(run, how):
             assert 0.3 < values[f"probe/{layer}/rho"] / values[f"probe/{layer}/isotropic"] < 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "checkpointing"), [(1, "latent"), (2, "none")])
-def test_compiled_training_does_not_notice(run, monkeypatch, ranks, checkpointing):
+@pytest.mark.full
+def test_compiled_training_on_ranks_does_not_notice(run, monkeypatch):
     """Ahead-of-time autograd: the graphs and their guards are inductor's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    how = ("compile=true", f"train.activation_checkpointing={checkpointing}")
-    assert_same(run("plain", *how, ranks=ranks), run("probed", *how, *PROBE, ranks=ranks))
+    assert_same(run("plain", "compile=true", ranks=2), run("probed", "compile=true", *PROBE, ranks=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [
-    (), ("precision=bf16_mixed", "train.accumulate=fp32"), ("dlr=learnable_alpha",),
-], ids=" ".join)  # fmt: skip
-def test_training_on_ranks_does_not_notice(run, how):
-    assert_same(run("plain", *how, ranks=2), run("probed", *how, *PROBE, ranks=2))
-
-
-@pytest.mark.slow
-def test_numbers_are_those_of_all_ranks_together(run):
+def test_numbers_are_those_of_all_ranks_together_and_their_training_does_not_notice(run):
     """Whole shares of a batch as micro-batches: the same positions, whoever has them."""
-    alone = probes(run("alone", *PROBE, "train.micro_batch=8"))
-    shared = probes(run("shared", *PROBE, "train.micro_batch=4", ranks=2))
-    assert list(alone) == list(shared)
-    for step, values in alone.items():
-        assert shared[step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
+    alone, shared = run("alone", *PROBE, "train.micro_batch=8"), run("shared", *PROBE, "train.micro_batch=4", ranks=2)
+    assert_same(run("plain", "train.micro_batch=4", ranks=2), shared)
+    assert list(probes(alone)) == list(probes(shared))
+    for step, values in probes(alone).items():
+        assert probes(shared)[step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
 
 
 def test_numbers_are_those_of_every_way_to_multiply(run):

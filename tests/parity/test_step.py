@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.data.streams import permutation
+from dlr_pretrain.train.run import run
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
-from tests.conftest import ROOT, forked, saved, torchrun
+from tests.conftest import forked, on_ranks, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -26,8 +29,7 @@ def losses(folder):
     ]
 
 
-@pytest.mark.parametrize("accumulate", ["native", "fp32"])
-@pytest.mark.parametrize("packing", ["packed", "pad"])
+@pytest.mark.parametrize(("accumulate", "packing"), [("native", "packed"), ("fp32", "pad")])
 def test_micro_batches_do_not_change_the_step(train, tmp_path, accumulate, packing):
     common = ("backbone=cola", "dlr=on", "train.lr=1e-3", f"train.accumulate={accumulate}", f"data.packing={packing}")
     whole = losses(train(tmp_path / "1x1", *common, "train.micro_batch=8"))
@@ -36,12 +38,11 @@ def test_micro_batches_do_not_change_the_step(train, tmp_path, accumulate, packi
         assert a == pytest.approx(b, rel=2e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", ["native", "fp32"])
-def test_ranks_do_not_change_the_step(train, tmp_path, accumulate):
+def test_ranks_do_not_change_the_step(train, words, tmp_path, accumulate):
     common = ("backbone=cola", "dlr=on", "train.lr=1e-3", f"train.accumulate={accumulate}", "data.packing=pad")
-    alone = train(tmp_path / "1x4", *common, "train.micro_batch=2")
-    shared = train(tmp_path / "2x2", *common, "train.micro_batch=2", ranks=2)
+    alone, shared = train(tmp_path / "1x4", *common, "train.micro_batch=2"), tmp_path / "2x2"
+    forked(words(f"run.dir={shared}", *common, "train.micro_batch=2"), 2)
     for a, b in zip(losses(alone), losses(shared), strict=True):
         assert a == pytest.approx(b, rel=2e-5)
     a, b = (load_file(f / "folded" / "model.safetensors") for f in (alone, shared))
@@ -49,7 +50,7 @@ def test_ranks_do_not_change_the_step(train, tmp_path, accumulate):
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_compiled_on_two_ranks_trains_as_eager_does(train, tmp_path):
     common = ("backbone=cola", "dlr=on", "train.lr=1e-3", "train.steps=4", "eval.every=2")
     eager = losses(train(tmp_path / "eager", *common))
@@ -58,17 +59,14 @@ def test_compiled_on_two_ranks_trains_as_eager_does(train, tmp_path):
         assert a == pytest.approx(b, rel=2e-5)
 
 
-@pytest.mark.slow
-def test_ranks_that_differ_are_refused(words, corpus, tmp_path):
+def test_ranks_that_differ_are_refused(words, tmp_path):
     """Each rank its own rate, as where the command differs between nodes."""
-    (tmp_path / "start.py").write_text(
-        "import os, runpy, sys\n"
-        "sys.argv[1:] = [word.replace('RATE', f'0.0{os.environ[\"RANK\"]}1') for word in sys.argv[1:]]\n"
-        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-    )
-    done = torchrun(words(f"run.dir={tmp_path}/run", "train.lr=RATE"), ranks=2, script=tmp_path / "start.py")
-    assert done.returncode != 0 and "the ranks differ" in done.stderr
-    assert "train.lr: 0.001 on rank 0, 0.011 on rank 1" in done.stderr
+
+    def act():
+        run(load(words(f"run.dir={tmp_path}/run", f"train.lr=0.0{os.environ['RANK']}1"), 2))
+
+    with pytest.raises(AssertionError, match=r"the ranks differ:\n *train.lr: 0.001 on rank 0, 0.011 on rank 1"):
+        on_ranks(act, 2)
 
 
 def test_precisions_train_alike_at_the_start(train, tmp_path):
@@ -109,7 +107,6 @@ def test_a_step_that_is_not_finite_is_masked_named_and_leaves_the_steps_before_i
     assert all(torch.isfinite(t).all() for t in saved(newest).values())
 
 
-@pytest.mark.slow
 def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     """As where equal gradients give unequal singular vectors on unequal GPUs."""
     update = Update.__call__
@@ -126,7 +123,6 @@ def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000005"]
 
 
-@pytest.mark.slow
 def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(words, corpus, tmp_path):
     shards = tmp_path / "shards"
     shutil.copytree(corpus, shards)
@@ -138,12 +134,10 @@ def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(
     whole = gzip.decompress(second.read_bytes()).splitlines(keepends=True)
     second.write_bytes(gzip.compress(b"".join([*whole[:60], b"not json\n", *whole[61:]])))
     given = words(f"run.dir={tmp_path}/run", "train.global_batch=2", "train.micro_batch=1", "train.steps=1000")
-    done = torchrun([w if "data.root" not in w else f"data.root={shards}" for w in given], ranks=2)
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "rank 1" in line and f"{second}: document 60" in line
+    with pytest.raises(AssertionError, match=rf"rank 1: {second}: document 60") as failed:
+        forked([w if "data.root" not in w else f"data.root={shards}" for w in given], 2)
     steps, newest = steps_and_newest(tmp_path / "run")
-    assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1} was not taken" in line
+    assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1} was not taken" in str(failed.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,7 +11,6 @@ from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests import conftest
-from tests.conftest import torchrun
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -23,12 +22,11 @@ def saved(folder, step: int) -> dict:
     return conftest.saved(folder / "checkpoints" / f"step_{step:08d}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_mixed"])
-def test_interrupted_around_merges_equals_undisturbed(train, tmp_path, precision):
-    choice = (*RELORA, f"precision={precision}", "backbone.prune_ratio=0.9")
+def test_interrupted_around_merges_equals_undisturbed(train, tmp_path):
+    choice = (*RELORA, "precision=bf16_mixed", "backbone.prune_ratio=0.9")
     whole = final(train(tmp_path / "whole", *choice))
     assert [r["step"] for r in whole[1]] == list(range(1, 21))
-    for stop in (5, 6, 7, 12, 17):
+    for stop in (5, 6, 13):
         with pytest.raises(Stopped, match=f"after step {stop} of 20"):
             train(tmp_path / "parts", *choice, f"train.stop_after={stop}")
     assert_same(final(train(tmp_path / "parts", *choice)), whole)
@@ -52,11 +50,6 @@ def test_a_checkpoint_of_a_merging_step_is_of_after_the_merge(train, tmp_path):
     assert torch.equal(after[f"{AT}.weight"], merged[f"{AT}.weight"])
     rates = [r["train/lr"] for r in read_metrics(folder / "metrics.jsonl")]
     assert rates[5] > 0 and rates[6] == 0 and 0 < rates[7] < rates[5]
-
-
-def test_nothing_is_merged_after_the_last_step(train, tmp_path):
-    folder = train(tmp_path / "run", *RELORA, "train.steps=12")
-    assert saved(folder, 12)[f"{AT}.b.weight"].any()
 
 
 def test_masters_take_up_what_the_working_weights_would_round_away(train, tmp_path):
@@ -87,21 +80,11 @@ def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
     assert state[f"{AT}.b.weight"].any() and all(torch.isfinite(t).all() for t in state.values())
 
 
-@pytest.mark.parametrize(("knob", "rule"), [
-    ("merge_every=20", r"backbone\.merge_every=20: must be below train\.steps=20: nothing would be merged.*lora"),
-    ("restart_warmup=6", r"backbone\.restart_warmup=6: must be below backbone\.merge_every=6"),
-])  # fmt: skip
-def test_merges_without_effect_are_refused(words, knob, rule):
-    kept = [word for word in RELORA if not word.startswith(f"backbone.{knob.split('=')[0]}")]
-    with pytest.raises(ConfigError, match=rule):
-        load(words(*kept, f"backbone.{knob}"))
-
-
-@pytest.mark.slow
-def test_ranks_merge_alike(train, words, tmp_path):
-    whole = final(train(tmp_path / "whole", *RELORA))
-    stopped = torchrun(words(f"run.dir={tmp_path}/parts", *RELORA, "train.stop_after=14"), ranks=2)
-    assert stopped.returncode != 0 and "stopped after step 14 of 20" in stopped.stderr
-    parts = final(train(tmp_path / "parts", *RELORA))
-    for a, b in zip(parts[1], whole[1], strict=True):
-        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=1e-4)
+def test_merges_without_effect_are_refused(words):
+    for knob, rule in (
+        ("merge_every=20", r"backbone\.merge_every=20: must be below train\.steps=20: nothing would be merged.*lora"),
+        ("restart_warmup=6", r"backbone\.restart_warmup=6: must be below backbone\.merge_every=6"),
+    ):
+        kept = [word for word in RELORA if not word.startswith(f"backbone.{knob.split('=')[0]}")]
+        with pytest.raises(ConfigError, match=rule):
+            load(words(*kept, f"backbone.{knob}"))

@@ -27,7 +27,7 @@ def keeping(last: int, every: int | None = None, best: bool = False) -> tree.Che
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, evaluations=None, ranks: int = 1) -> Path:
     """What the threads of the ranks do, one after the other."""
-    given, folder, parts = given or snapshot(step), checkpoint.begin(root, step), {}
+    given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), {}
     for rank in range(ranks):
         parts |= checkpoint.write_part(folder, rank, ranks, checkpoint.share(given, rank, ranks))
     return checkpoint.commit(folder, step, parts, given.state, keep or keeping(2), evaluations)
@@ -86,7 +86,7 @@ def test_ranks_share_the_writing_and_any_number_of_them_reads_it(tmp_path, ranks
 
 
 def test_rows_that_ranks_wrote_are_read_across_their_borders(tmp_path):
-    whole, folder, parts = torch.randn(7, 3), checkpoint.begin(tmp_path, 1), {}
+    whole, folder, parts = torch.randn(7, 3), checkpoint.begin(tmp_path, "a"), {}
     for rank, (first, end) in enumerate([(0, 3), (3, 6), (6, 7)]):
         parts |= checkpoint.write_part(folder, rank, 4, {"model/w": Piece(whole[first:end], first, 7)})
     found = load(checkpoint.commit(folder, 1, parts, {"step": 1}, keeping(1))).model["w"]
@@ -121,7 +121,7 @@ def test_of_a_checkpoint_that_was_moved_away_the_link_alone_is_deleted(tmp_path)
 def test_later_steps_are_of_a_start_that_took_over_and_stay(tmp_path):
     """This one was away while the other resumed from step 5 and trained on; it comes back within its save of 6."""
     save(tmp_path, 5)
-    folder, given = checkpoint.begin(tmp_path, 6), snapshot(6)
+    folder, given = checkpoint.begin(tmp_path, "a"), snapshot(6)
     parts = checkpoint.write_part(folder, 0, 1, checkpoint.share(given, 0, 1))
     shutil.move(folder, away := tmp_path.with_name("away"))
     for step in (10, 15):
@@ -217,31 +217,31 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES = [
-    ("checkpoint.json is missing", lambda d: (d / CONTENT).unlink()),
-    ("checkpoint.json is damaged", lambda d: (d / CONTENT).write_bytes(b"\xff\x00\xff")),
-    ("checkpoint.json is damaged", lambda d: (d / CONTENT).write_text("[]")),
-    ("checkpoint.json is damaged", lambda d: changed(d, lambda c: c["state"].update(step=9))),
-    ("checkpoint.json is damaged", lambda d: changed(d, lambda c: c["files"][PART].update(rows={"model/q": [1, 9]}))),
-    (f"{PART} is missing", lambda d: (d / PART).unlink()),
-    (f"{PART} has 3 bytes", lambda d: (d / PART).write_text("abc")),
-    (f"{PART} fails its checksum", lambda d: flip(d / PART)),
-]
+DAMAGES = {
+    "checkpoint.json is missing": lambda d: (d / CONTENT).unlink(),
+    "checkpoint.json is damaged": lambda d: (d / CONTENT).write_bytes(b"\xff\x00\xff"),
+    "checkpoint.json is damaged ": lambda d: (d / CONTENT).write_text("[]"),
+    "checkpoint.json is damaged  ": lambda d: changed(d, lambda c: c["state"].update(step=9)),
+    f"{PART} is missing": lambda d: (d / PART).unlink(),
+    f"{PART} has 3 bytes": lambda d: (d / PART).write_text("abc"),
+    f"{PART} fails its checksum": lambda d: flip(d / PART),
+}
 
 
-@pytest.mark.parametrize(("fault", "damage"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
-    for step in (1, 2):
-        save(tmp_path, step)
-    damage(tmp_path / "step_00000002")
-    found, damaged = newest(tmp_path)
-    assert found == tmp_path / "step_00000001"
-    ((directory, said),) = damaged.items()
-    assert directory == tmp_path / "step_00000002" and said.startswith(fault)
-    damage(found)
-    with pytest.raises(UserError, match=rf"no valid checkpoint: .*step_00000001: {fault}.*start over"):
-        newest(tmp_path)
-    assert_is(load(save(tmp_path, 2)), snapshot(2))  # it takes the place of a damaged one
+def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path):
+    for number, (fault, damage) in enumerate(DAMAGES.items()):
+        root = tmp_path / f"{number}"
+        for step in (1, 2):
+            save(root, step)
+        damage(root / "step_00000002")
+        found, damaged = newest(root)
+        ((directory, said),) = damaged.items()
+        assert (found, directory) == (root / "step_00000001", root / "step_00000002")
+        assert said.startswith(fault.strip())
+        damage(found)
+        with pytest.raises(UserError, match=rf"no valid checkpoint: .*step_00000001: {fault.strip()}.*start over"):
+            newest(root)
+        assert_is(load(save(root, 2)), snapshot(2))  # it takes the place of a damaged one
 
 
 def test_another_version_s_format_is_named(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["text.open_source", "run.initial_weights"])
+@pytest.mark.parametrize("stage", ["text.open_source", "run.build_weights"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 
