@@ -108,8 +108,8 @@ class Run:
         self.ranks.on_main(write)
 
     def is_complete(self, start: Start) -> bool:
-        trained = start.checkpoint is not None and start.resumes and start.checkpoint.step == self.cfg.train.steps
-        return trained and self.ranks.on_main(lambda: is_there(self.dir / "folded" / "README.md"))
+        readme = self.dir / "folded" / "README.md"
+        return start.saved == self.cfg.train.steps and self.ranks.on_main(lambda: is_there(readme))
 
     def say_complete(self) -> None:
         if self.ranks.on_main(lambda: not (self.dir / "report.md").exists()):  # killed between export and report
@@ -136,11 +136,7 @@ class Run:
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
         update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
         rows = summary(self.cfg, self.dir, self.ranks, self.text, weights, self.planned_memory)
-        if start.folder is not None:
-            rows["start"] = f"the model in {start.folder.folder}"
-        if start.checkpoint is not None:
-            rows["resuming" if start.resumes else "start"] = f"after step {start.checkpoint.step:,}"
-        self.console.summary(rows)
+        self.console.summary(rows | start.summary())
 
     def train(self, weights: Weights, start: Start) -> None:
         """Train from ``start`` to the last step."""
@@ -149,8 +145,7 @@ class Run:
             opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
             metrics = self.metrics
-            saved = found.step if found is not None and start.resumes else 0
-            saver = Saver(self.dir, ranks, cfg.checkpoint, self.lease, metrics, console, saved)
+            saver = Saver(self.dir, ranks, cfg.checkpoint, self.lease, metrics, console, start.saved)
             opened.enter_context(saver)
             saver.rehearse()
             update = Update(cfg, ranks, weights)

@@ -41,6 +41,21 @@ class Start:
     folder: FolderStart | None = None
     resumes: bool = False  # this run's own checkpoint
 
+    @property
+    def step(self) -> int:
+        """Updates that are done already."""
+        return self.checkpoint.step if self.checkpoint is not None else 0
+
+    @property
+    def saved(self) -> int:
+        """The step that this run's own checkpoints hold."""
+        return self.step if self.resumes else 0
+
+    def summary(self) -> dict[str, str]:
+        if self.checkpoint is not None:
+            return {"resuming" if self.resumes else "start": f"after step {self.step:,}"}
+        return {"start": f"the model in {self.folder.folder}"} if self.folder is not None else {}
+
 
 def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: Say) -> Start:
     """The start of the run in ``run_dir``. What a new run starts from becomes part of its identity.

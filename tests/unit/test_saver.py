@@ -20,7 +20,6 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.history import read_metrics
 from tests.conftest import on_ranks
 from tests.unit.test_checkpoint import keeping
 
@@ -143,32 +142,3 @@ def test_a_full_disk_ends_the_run_and_what_was_trained_meanwhile_is_saved(train,
     assert newest(root)[0].name == "step_00000011"
     train(tmp_path / "run")
     assert {d.name for d in root.iterdir()} == {"step_00000015", "step_00000020"}
-
-
-@pytest.mark.usefixtures("no_export")
-def test_training_goes_on_meanwhile(train, tmp_path, monkeypatch):
-    """The save of step 5 begins before step 6 does, and is held up until step 9 has been logged."""
-    write, take, begun = checkpoint.write_part, Guard.next_batch, []
-
-    def last_logged() -> int:
-        return max((record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")), default=0)
-
-    def slow(folder, *rest):
-        if "00000005" in folder.name:
-            begun.append(last_logged())
-            while last_logged() < 9:
-                threading.Event().wait(0.01)
-        return write(folder, *rest)
-
-    def next_batch(self, loader):
-        while self.saver.begun == 5 and not begun:
-            threading.Event().wait(0.01)
-        return take(self, loader)
-
-    monkeypatch.setattr(checkpoint, "write_part", slow)
-    monkeypatch.setattr(Guard, "next_batch", next_batch)
-    train(tmp_path / "run", "checkpoint.keep_last=9", "train.steps=12")
-    assert begun and begun[0] < 9
-    root = tmp_path / "run" / "checkpoints"
-    assert [d.name for d in directories(root)] == ["step_00000012", "step_00000010", "step_00000005"]
-    assert load(root / "step_00000005").step == 5

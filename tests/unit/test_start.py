@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
-from dlr_pretrain.deploy.export import model_config, write_weights
+from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.models import build
 from dlr_pretrain.models.dlr import active
 from dlr_pretrain.models.start import FolderStart
@@ -86,20 +86,13 @@ def test_a_projection_starts_as_its_best_approximation(dense, folder, dlr, dtype
     assert torch.equal(model.model.embed_tokens.weight, dense.model.embed_tokens.weight.to(dtype))
 
 
-def test_shards_and_what_transformers_writes_are_read(dense, folder, tmp_path):
-    transformers = pytest.importorskip("transformers")
+def test_shards_are_read_as_one_file_is(dense, folder, tmp_path):
     whole = dense_start(folder, small("full"))
     (tmp_path / "shards").mkdir()
     write_weights(tmp_path / "shards", dense.state_dict(), shard_bytes=20_000)
-    settings = model_config(small("full"), VOCAB, torch.float32)
-    del settings["model_type"], settings["architectures"]
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-    theirs.load_state_dict(dense.state_dict())
-    theirs.save_pretrained(tmp_path / "theirs")
-    for other in ("shards", "theirs"):
-        start = dense_start(tmp_path / other, small("full"))
-        assert start.files.keys() == whole.files.keys() and not (tmp_path / "shards" / FILE).exists()
-        assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
+    start = dense_start(tmp_path / "shards", small("full"))
+    assert start.files.keys() == whole.files.keys() and len(set(start.files.values())) > 1
+    assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
 
 
 def rewritten(folder, change) -> None:
@@ -109,11 +102,12 @@ def rewritten(folder, change) -> None:
 
 
 def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
-    q, head = "model.layers.0.self_attn.q_proj.bias", "lm_head.weight"
     for change, message in (
         (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
-        (lambda t: t.update({q: torch.ones(32)}), "q_proj.bias: not a tensor"),
-        (lambda t: t.update({head: torch.ones(60, 32)}), r"lm_head.weight: has shape \[60, 32\] instead of \["),
+        (
+            lambda t: t.update({"lm_head.weight": torch.ones(60, 32)}),
+            "lm_head.weight: has shape",
+        ),
     ):
         before = (folder / FILE).read_bytes()
         rewritten(folder, change)
@@ -124,14 +118,13 @@ def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
     (folder / "config.json").write_text(json.dumps(sound))
     dense_start(folder, small("lora"))
     for facts, message in (
-        ({"num_attention_heads": 4}, "num_attention_heads is 4, here 2"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0, here 10000.0"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear, here default"),
     ):
         (folder / "config.json").write_text(json.dumps(sound | facts))
         with pytest.raises(UserError, match=message):
             dense_start(folder, small("lora"))
-    for file in ("config.json", FILE, "model.safetensors.index.json"):
+    for file in ("config.json", FILE):
         (folder / file).write_text("[1]")
         with pytest.raises(UserError, match=r"cannot be read: "):
             dense_start(folder, small("lora"))
