@@ -22,7 +22,19 @@ import numpy as np
 from dlr_pretrain.data.documents import CHUNK_CHARACTERS, CHUNK_DOCUMENTS, chunks, token_dtype, tokenise
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from dlr_pretrain.data.tokens import FORMAT, MANIFEST, SPLITS, TOKENIZER, Entry, TokenSource, file_name, rows_of
+from dlr_pretrain.data.tokens import (
+    FORMAT,
+    INT64,
+    MANIFEST,
+    ROWS,
+    SPLITS,
+    TOKENIZER,
+    TOKENS,
+    Entry,
+    TokenSource,
+    file_name,
+    mapped,
+)
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import sync, write_durably
 
@@ -124,24 +136,23 @@ def _start_worker(source: TextSource, tokenizer: Path) -> None:
 
 
 def _complete(job: Job) -> tuple[Entry, bool]:
-    """Make a shard, or keep it; whether it was kept."""
+    """Make a shard, or keep it; whether it was there."""
     path, shard = job
     source, tokenizer = _worker
     try:
-        rows = np.load(rows_of(path))
-        kept = path.stat().st_size == rows[-1, 0] * np.dtype(token_dtype(tokenizer.vocab_size)).itemsize
-    except (OSError, ValueError, EOFError):
-        kept = False
-    if not kept:
-        rows = _write(source, shard, tokenizer, path)
-    return Entry(shard, len(rows) - 1, int(np.count_nonzero(np.diff(rows[:, 0]))), int(rows[-1, 0])), kept
+        rows = mapped(path.with_suffix(ROWS), INT64).reshape(-1, 2)
+        mapped(path, np.dtype(token_dtype(tokenizer.vocab_size)), int(rows[-1, 0]))
+        was_there = True
+    except (OSError, ValueError, IndexError):
+        rows, was_there = _write(source, shard, tokenizer, path), False
+    return Entry(shard, len(rows) - 1, int(np.count_nonzero(np.diff(rows[:, 0]))), int(rows[-1, 0])), was_there
 
 
 def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> np.ndarray:
     """Write a token shard, and return its rows."""
     rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
-    ids, index = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("ids", "npy"))
-    with ids.open("wb") as file:
+    drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ROWS)]
+    with drafts[0].open("wb") as file:
         for texts in chunks(source.read(shard), CHUNK_DOCUMENTS, CHUNK_CHARACTERS):
             counted = np.array([(0, len(text or "")) for text in texts], np.int64)
             if found := [text for text in texts if text is not None]:
@@ -151,8 +162,8 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
             rows.append(counted)
     written = np.concatenate(rows)
     written[:, 0] = written[:, 0].cumsum()
-    np.save(index, written)
-    for draft, final in ((ids, path), (index, rows_of(path))):
+    drafts[1].write_bytes(written.astype(INT64, copy=False).tobytes())
+    for draft, final in zip(drafts, (path, path.with_suffix(ROWS)), strict=True):
         sync(draft)
         os.replace(draft, final)
     return written

@@ -3,18 +3,20 @@
     manifest.json                     what the shards are and what they were made from; written last
     tokenizer/                        the tokenizer
     train-00000-of-01024.tokens       a shard for each shard of the source, in its order; validation-... likewise
-    train-00000-of-01024.tokens.npy   its rows
+    train-00000-of-01024.rows         its rows
 
 A shard is the ids of its documents, little-endian uint16 (int32 above 65,536 ids), each document whole and followed by
-its end of sequence. Its rows are int64 [rows + 1, 2]: for each row of the source the end of its document in the shard
-(a row that is left out has no tokens) and the number of characters of its text, which decide where the blocks of
-``documents.py`` end; the first is 0, 0. So a shard gives the batches of its source, packed or padded, for any seed,
-batch and number of ranks.
+its end of sequence. Its rows are little-endian int64 [rows + 1, 2]: for each row of the source the end of its document
+in the shard (a row that is left out has no tokens) and the number of characters of its text, which decide where the
+blocks of ``documents.py`` end; the first is 0, 0. So a shard gives the batches of its source, packed or padded, for any
+seed, batch and number of ranks.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,8 @@ from dlr_pretrain.util.errors import UserError
 FORMAT = 3
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 SPLITS = ("train", "validation")
+TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
+INT64 = np.dtype("<i8")
 TAKEN_TOKENS = 1 << 16  # taken at once, or one longer document: this bounds the memory of a stream
 PREPARE = "Make it with scripts/prepare_data.py"
 
@@ -44,12 +48,18 @@ class Entry:
 
 
 def file_name(split: str, index: int, count: int) -> str:
-    return f"{split}-{index:05d}-of-{count:05d}.tokens"
+    return f"{split}-{index:05d}-of-{count:05d}{TOKENS}"
 
 
-def rows_of(path: Path) -> Path:
-    """The file with the rows of a shard."""
-    return path.with_name(path.name + ".npy")
+def mapped(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
+    """The array of a file, memory-mapped. Raises OSError or ValueError if it cannot be, or has another length."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        raw = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    found = np.frombuffer(raw, dtype)
+    if count is not None and len(found) != count:
+        raise ValueError(f"{path.name} has {size:,} bytes, and {count * dtype.itemsize:,} were written")
+    return found
 
 
 class TokenBlock:
@@ -87,8 +97,10 @@ class TokenSource:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again") from error
         self._check_tokenizer(tokenizer_path)
-        for name in self.entries:
-            self._rows(name)
+        for name, entry in self.entries.items():
+            self.tokens(name)
+            if self._rows(name)[-1, 0] != entry.tokens:
+                raise UserError(f"{root / name}: damaged or foreign: its rows end elsewhere. {PREPARE} again")
 
     def _read(self, manifest: dict) -> None:
         if (version := manifest["format"]) != FORMAT:
@@ -116,20 +128,21 @@ class TokenSource:
                 fix = "Leave tokenizer.path out" if path == given else "Put the original back"
                 raise UserError(f"{path}: {rule}. {fix}, or prepare the tokens again")
 
-    def _rows(self, name: str) -> np.ndarray:
-        """The rows of a shard, memory-mapped. Raises UserError if it is not what was written."""
-        entry = self.entries[name]
+    def _mapped(self, name: str, suffix: str, dtype: np.dtype, count: int) -> np.ndarray:
+        """A file of a shard. Each use maps it anew: pages that stay mapped count as memory of this process."""
+        path = (self.root / name).with_suffix(suffix)
         try:
-            rows = np.load(rows_of(self.root / name), mmap_mode="r")
-            size, written = (self.root / name).stat().st_size, entry.tokens * self._dtype.itemsize
-            if rows.shape != (entry.rows + 1, 2) or rows[-1, 0] != entry.tokens:
-                raise ValueError(f"{rows_of(Path(name))} has other rows")
-            if size != written:
-                raise ValueError(f"{size:,} bytes, and {written:,} were written")
-        except (OSError, ValueError, EOFError) as error:
+            return mapped(path, dtype, count)
+        except (OSError, ValueError) as error:
             rule = f"{error.strerror}" if isinstance(error, OSError) else f"damaged or foreign: {error}"
-            raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
-        return rows
+            raise UserError(f"{path}: {rule}. {PREPARE} again: it keeps the sound shards") from error
+
+    def tokens(self, shard: str) -> np.ndarray:
+        """The ids of a shard."""
+        return self._mapped(shard, TOKENS, self._dtype, self.entries[shard].tokens)
+
+    def _rows(self, shard: str) -> np.ndarray:
+        return self._mapped(shard, ROWS, INT64, 2 * (self.entries[shard].rows + 1)).reshape(-1, 2)
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
         if tokenizer.fingerprint != self._sha256:
@@ -143,11 +156,6 @@ class TokenSource:
             begins = rows[numbers, 0]
             yield TokenBlock(self, shard, begins, rows[numbers + 1, 0] - begins)
             first += len(numbers) * step
-
-    def tokens(self, shard: str) -> np.ndarray:
-        """The ids of a shard, memory-mapped. Each use maps them anew: pages that stay mapped count as memory."""
-        self._rows(shard)
-        return np.memmap(self.root / shard, self._dtype, "r")
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
         """As it was found when the texts were tokenised."""
