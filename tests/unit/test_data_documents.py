@@ -1,9 +1,5 @@
 """Runs whose documents do not see each other."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +10,6 @@ from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
-from tests.conftest import forked
 
 pytestmark = pytest.mark.usefixtures("no_export")
 MASKED = ("data.mask_documents=true", "eval.packing=packed", "dlr=on", "train.steps=8", "eval.every=4")
@@ -39,24 +34,6 @@ def test_a_run_resumes_bit_for_bit_and_is_another_than_one_without(train, tmp_pa
     assert all(a[0] != b[0] for a, b in zip(whole[0], without, strict=True)) and whole[0][-1][1] != without[-1][1]
 
 
-@pytest.mark.parametrize("overrides", [("precision=bf16",), ("train.activation_checkpointing=latent", "backbone=cola")])
-def test_other_choices_go_with_it(train, tmp_path, overrides):
-    rows, _ = results(train(tmp_path, *MASKED, *overrides))
-    assert rows[-1][0] < rows[0][0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_ranks_train_as_one(train, words, tmp_path, parallel):
-    given = (*MASKED, "train.lr=1e-3")
-    (whole, _) = results(train(tmp_path / "whole", *given))
-    forked(words(f"run.dir={tmp_path}/two", *given, f"parallel={parallel}"), ranks=2)
-    found, _ = results(tmp_path / "two")
-    for i in (0, 1):  # training and evaluation; in fp32, where sums have another order
-        wanted = [row[i] for row in whole if row[i]]
-        assert [row[i] for row in found if row[i]] == pytest.approx(wanted, rel=2e-6)
-
-
 def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tmp_path):
     """Sequences so long that a micro-batch's documents are few and whole: cut, they would lose their beginnings."""
     given = ("data.mask_documents=true", "train.steps=1", "train.seq_len=256", "train.global_batch=4")
@@ -77,4 +54,3 @@ def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tm
                     summed += model(document[None, :-1], document[None, 1:]).item()
                     count += len(document) - 1
     assert first["train/loss"] == pytest.approx(summed / count, rel=1e-6)
-    assert json.loads((tmp_path / "manifest.json").read_text())["identity"]["data.mask_documents"] is True

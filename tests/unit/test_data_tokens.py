@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
@@ -77,20 +76,6 @@ def test_the_batches_and_the_validation_set_are_those_of_the_text(root, made, mo
             found = validation_set(cfg, source, tokenizer)
             both.append(inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths)))
         assert all(map(torch.equal, *both))
-
-
-def test_a_block_gives_its_documents_in_any_order_cut_or_whole(made, root, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.data.tokens.TAKEN_TOKENS", 50)
-    _, source, tokenizer = opened(make_config("tokens", data__root=made))
-    ids = [[*one, 1] for one in tokenizer.encode(SHARDS[1])]
-    for first, step, longest in ((0, 1, 10**9), (3, 7, 10**9), (0, 1, 9), (59, 1, 1)):
-        (block,) = source.blocks(tokenizer, source.train_shards[1], first, step)
-        order = np.random.default_rng(0).permutation(len(block))
-        found = []
-        for done, some in documents.in_order(block, order, longest):
-            assert done == len(found) and (len(some.tokens) <= 50 or len(some.starts) == 1)
-            found += [one.tolist() for one in np.split(some.tokens, some.starts[1:])]
-        assert found == [ids[first::step][i][:longest] for i in order]
 
 
 def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
