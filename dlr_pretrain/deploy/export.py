@@ -145,10 +145,11 @@ def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
     They are parsed from the text of the file, because importing it requires transformers.
     """
     tree = ast.parse(MODELING.read_text(encoding="utf-8"))
-    tables = [node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS"]
+    tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "LAYERS"]
     config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LowRankLlamaConfig")
     start = next(node for node in config.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    return frozenset(map(ast.literal_eval, tables[0].value.keys)), frozenset(a.arg for a in start.args.args[1:])
+    layers = [ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key]
+    return frozenset(layers), frozenset(argument.arg for argument in start.args.args[1:])
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:

@@ -57,15 +57,11 @@ def fold_checkpoint(
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
-    ``tensors`` are those of the checkpoint's model. ``dtype`` casts the folded weights; None keeps the checkpoint's
-    dtype, which is fp32 for runs with masters (a bf16 cast of these equals the working weights bit for bit). ``dense``
-    multiplies linear factors out into a plain LLaMA. ``layout`` "cola" writes CoLA's layers for their authors' code.
-    ``record`` is what the folder's README and ``fold.json`` say about the checkpoint.
-
-    If the model has residuals, the report is measured on about ``tokens`` tokens of the run's validation text (0: not
-    measured; None: ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``, and recorded in ``fold.json``. In layout
-    "own" the folder is compared with our own model through transformers. Raises UserError if a check fails; a folder
-    that was written then keeps its temporary name.
+    ``tensors`` are those of the checkpoint's model. ``dtype``, ``dense`` and ``layout`` are the form that is written
+    (see ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals,
+    the report is measured on about ``tokens`` tokens of the run's validation text (0: not measured; None:
+    ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the
+    folder's README. Raises UserError if a check fails.
     """
     cfg, device = recorded(read_config(run)), device or torch.device("cpu")
     rows = len(tensors["lm_head.weight"])
@@ -81,7 +77,6 @@ def fold_checkpoint(
         if False in (found["weights_identical"], found["logits_identical"]):
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
-
     checked = export(output, cfg, folded, run / "tokenizer", record, ids, device, dense, dtype, layout)
     return [*report, f"{'checked':<29} {checked}"]
 

@@ -67,7 +67,7 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> tuple[Fast, set[int]]:
     """A sentencepiece model in the other library, and the ids of its pieces that no text contains."""
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())
+    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.path.read_bytes())  # type: ignore[attr-defined]
     kind, pieces, spec = proto.trainer_spec.model_type, proto.pieces, proto.normalizer_spec
     unsupported = {
         "is neither a unigram nor a BPE model": kind not in (UNIGRAM, BPE),
