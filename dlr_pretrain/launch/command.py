@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from dlr_pretrain.launch.local import train
-from dlr_pretrain.launch.runs import Line, PlannedRun, combine, expand, load_runs, read_runs
-from dlr_pretrain.launch.slurm import Queued, queue, resources, submit
+from dlr_pretrain.launch.runs import combine, expand, load_runs, read_runs
+from dlr_pretrain.launch.slurm import queue, submit
 from dlr_pretrain.launch.state import AGAIN, STATES, Status, look
 from dlr_pretrain.util.command import at_least_1, command, refuse
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
@@ -33,11 +33,24 @@ def main(argv: list[str]) -> int:
 def act(argv: list[str]) -> int | None:
     """Run the command. Nothing is queued or trained before every run has been checked."""
     given, for_sbatch = _read(argv)
-    name, lines = _lines(given.what, given.config_dir)
-    runs = load_runs(lines, None if given.status else resources(for_sbatch).ranks, machine=given.local)
-    jobs = {} if given.local else _queue(must_answer=not (given.status or given.dry_run))
+    files = [Path(word) for word in given.what if "=" not in word and not word.startswith("~")]
+    if len(files) > 1:
+        raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
+    lines = expand([word for word in given.what if Path(word) not in files])
+    if files:
+        lines = combine(read_runs(files[0]), lines)
+    runs = load_runs(lines, 1 if given.local else None, machine=given.local)
+    jobs = {}
+    try:
+        jobs = {} if given.local else queue()
+    except UserError as error:
+        if not (given.status or given.dry_run):
+            raise
+        print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
     stands = [look(run, jobs) for run in runs]
-    print(states(runs, stands))
+    for run, at in zip(runs, stands, strict=True):
+        print(f"{run.number:>3}  {run.dir}: {at}")
+    print(summary(stands))
     if given.status:
         return None
     wanted = (*AGAIN, "not started") if given.resubmit or given.local else ("not started",)
@@ -45,6 +58,7 @@ def act(argv: list[str]) -> int | None:
     if not chosen:
         print("Nothing to submit.")
     elif not given.local:
+        name = files[0].stem if files else "matrix"
         print(submit(runs, chosen, name, for_sbatch, given.limit, given.dry_run))
     elif not given.dry_run:
         train(chosen, given.limit or 1)
@@ -53,60 +67,37 @@ def act(argv: list[str]) -> int | None:
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, name: str, usage: str, description: str, epilog: str):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(name, f"{name} {usage}", description, epilog, formatter_class=form, allow_abbrev=False)
+
     def error(self, message: str) -> NoReturn:
         super().error(f"{message}. Options of sbatch follow a lone --")
 
 
+def split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and the options of sbatch, which follow a lone ``--``."""
+    cut = argv.index("--") if "--" in argv else len(argv)
+    return argv[:cut], argv[cut + 1 :]
+
+
 def _read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of submit.py, and those for sbatch."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    parser = Parser(
-        prog="submit.py",
-        usage="submit.py [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]",
-        epilog=EPILOG,
-        description="Train a table of runs as one SLURM job array, or on this machine.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("submit.py", "[options] [FILE.runs] [key=value,... ...] [-- options of sbatch]",
+                    "Train a table of runs as one SLURM job array, or on this machine.", EPILOG)  # fmt: skip
     parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
     parser.add_argument("--dry-run", action="store_true", help="show what would be submitted")
     parser.add_argument("--status", action="store_true", help="show how the runs stand")
     parser.add_argument("--resubmit", action="store_true", help="also those that failed, were cancelled, or stopped")
     parser.add_argument("--local", action="store_true", help="train on this machine all that have not ended")
     parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 with --local)")
-    parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
-    given = parser.parse_intermixed_args(argv[:cut])
+    own, for_sbatch = split(argv)
+    given = parser.parse_intermixed_args(own)
     if given.status:
         refuse(parser, given, ("--dry-run", "--resubmit", "--local", "--limit"), "has no place beside --status")
     if given.local:
         refuse(parser, given, ("--resubmit",), "is what --local does anyway")
-    return given, argv[cut + 1 :]
-
-
-def _lines(what: list[str], config_dir: str | None) -> tuple[str, list[Line]]:
-    """A name for the table, and its lines."""
-    files = [Path(word) for word in what if "=" not in word and not word.startswith("~")]
-    words = [word for word in what if "=" in word or word.startswith("~")]
-    if len(files) > 1:
-        raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
-    matrix = expand([*(["--config-dir", config_dir] if config_dir else []), *words])
-    return (files[0].stem, combine(read_runs(files[0]), matrix)) if files else ("matrix", matrix)
-
-
-def _queue(must_answer: bool) -> dict[str, Queued]:
-    try:
-        return queue()
-    except UserError as error:
-        if must_answer:
-            raise
-        print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
-        return {}
-
-
-def states(runs: Sequence[PlannedRun], stands: Sequence[Status]) -> str:
-    """A line for each run: its number, directory, steps and status. Then the number of runs in each state."""
-    lines = [f"{run.number:>3}  {run.dir}: {at}" for run, at in zip(runs, stands, strict=True)]
-    return "\n".join([*lines, summary(stands)])
+    return given, for_sbatch
 
 
 def summary(stands: Sequence[Status]) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from dlr_pretrain.analysis.tune import Design
 from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, flatten, to_dict
@@ -53,88 +54,77 @@ class Grid:
         return [(method, lr, seed) for method in d.methods for lr in d.rates for seed in d.seeds]
 
 
-def read_grid(words: Sequence[str], config_dir: str | None = None) -> Grid:
-    """The grid that a command line asks for. Raises one ConfigError with all problems of the grid."""
+def read_grid(words: Sequence[str]) -> Grid:
+    """The grid that a command line asks for; raises ConfigError."""
     given: dict[str, str] = {}
-    shared, problems = [], []
+    shared = []
     for word in words:
-        key, _, value = word.lstrip("+").partition("=")
+        key, _, value = word.partition("=")
         if key in LISTS:
             given[key] = value
         else:
             shared.append(word)
-    for name, example in LISTS.items():
-        if not given.get(name) and (name != "confirm" or name in given):
-            problems.append(
-                Problem(name, given.get(name, MISSING), "needs a list", f"Write for instance {name}={example}")
-            )
-    methods = {written: _method(written, config_dir, problems) for written in _items(given, "pair", str, problems)}
-    rates = sorted(rate for rate in _items(given, "lr", float, problems))
-    seeds, fresh = (_items(given, name, int, problems) for name in ("seeds", "confirm"))
+    methods = {written: _method(written) for written in _items(given, "pair", str)}
+    rates, seeds, fresh = sorted(_items(given, "lr", float)), _items(given, "seeds", int), _items(given, "confirm", int)
     if both := set(seeds) & set(fresh):
         rule = f"the rates are chosen with seed {min(both)}"
-        problems.append(Problem("confirm", given["confirm"], rule, "Give seeds that are not among seeds="))
+        _refuse("confirm", given["confirm"], rule, "Give seeds that are not among seeds=")
     for word in [*shared, *(word for own in methods.values() for word in own)]:
         for key in RESERVED.keys() & typed([word]).keys():
             rule = "is the grid's, and the same for all methods"
-            problems.append(Problem(key, word.partition("=")[2], rule, f"Write {RESERVED[key]}=<value>,<value>"))
+            _refuse(key, word.partition("=")[2], rule, f"Write {RESERVED[key]}=<value>,<value>")
     for word in shared:
-        if methods and all(key_of(word) in map(key_of, own) for own in methods.values()):
+        if all(key_of(word) in map(key_of, own) for own in methods.values()):
             rule = f"does nothing: every method of pair= has its own {key_of(word)}"
-            problems.append(Problem(key_of(word), word.partition("=")[2], rule, "Leave it out"))
-    if problems:
-        raise ConfigError(problems)
-    flags = ("--config-dir", config_dir) if config_dir else ()
-    return Grid(Design(tuple(methods), tuple(rates), tuple(seeds), tuple(fresh)), methods, (*flags, *shared))
+            _refuse(key_of(word), word.partition("=")[2], rule, "Leave it out")
+    return Grid(Design(tuple(methods), tuple(rates), tuple(seeds), tuple(fresh)), methods, tuple(shared))
 
 
 def require_comparable(methods: dict[str, Config]) -> None:
     """Raises ConfigError if the methods' losses are not measured on the same text with the same tokenizer."""
     first, *others = methods
     trees = {method: flatten(to_dict(cfg)) for method, cfg in methods.items()}
-    problems = []
     for other in others:
         for name, value in trees[first].items():
             if MEASURE.fullmatch(name) and trees[other].get(name) != value:
                 rule = f"of {other} is not that of {first}, {value}: their losses do not compare"
-                problems.append(Problem(name, trees[other].get(name), rule, "Give it for all methods"))
-    if problems:
-        raise ConfigError(problems)
+                _refuse(name, trees[other].get(name), rule, "Give it for all methods")
 
 
-def _method(written: str, config_dir: str | None, problems: list[Problem]) -> tuple[str, ...]:
+def _method(written: str) -> tuple[str, ...]:
     """The overrides of a method from its notation. Whether its options exist is checked with the runs."""
     name, *words = written.split(":")
     if "=" in name:
         return (name, *words)
     backbone, *options = name.split("+")
-    roots = [CONFIG_DIR, *([Path(config_dir)] if config_dir else [])]
-    optimizers = {path.stem for root in roots for path in (root / "optimizer").glob("*.yaml")}
+    optimizers = {path.stem for path in Path(CONFIG_DIR, "optimizer").glob("*.yaml")}
     chosen: dict[str, str] = {}
     for option in options:
         group = "optimizer" if option in optimizers else "dlr"
         if group in chosen:
-            rule = f"{chosen[group]} and {option} are both a choice of {group}"
-            problems.append(Problem("pair", written, rule, "Keep one"))
+            _refuse("pair", written, f"{chosen[group]} and {option} are both a choice of {group}", "Keep one")
         chosen[group] = "on" if option == "dlr" else option
-    chosen = {"backbone": backbone, "dlr": "off"} | chosen
-    return (*(f"{group}={option}" for group, option in chosen.items()), *words)
+    return (*(f"{group}={option}" for group, option in ({"backbone": backbone, "dlr": "off"} | chosen).items()), *words)
 
 
-def _items(given: dict[str, str], name: str, kind: Callable, problems: list[Problem]) -> list:
-    """The items of a list, each once: methods, rates above 0, or seeds from 0 on. Adds to ``problems``."""
+def _items(given: dict[str, str], name: str, kind: Callable) -> list:
+    """The items of a list, each once: methods, rates above 0, or seeds from 0 on."""
+    if not given.get(name) and (name != "confirm" or name in given):
+        _refuse(name, given.get(name, MISSING), "needs a list", f"Write for instance {name}={LISTS[name]}")
     found: list = []
     for text in filter(None, (item.strip() for item in given.get(name, "").split(","))):
         try:
             item = kind(text)
-            sound = kind is str or 0 < item < float("inf") or (kind is int and item == 0)
         except ValueError:
-            sound = False
-        if not sound:
-            rule = f"{text!r} is not a {'whole number from 0 on' if kind is int else 'learning rate above 0'}"
-            problems.append(Problem(name, given[name], rule))
-        elif item in found:
-            problems.append(Problem(name, given[name], f"{text} is given twice", "Leave one of them out"))
-        else:
-            found.append(item)
+            item = -1
+        if kind is not str and not (0 < item < float("inf") or (kind is int and item == 0)):
+            what = "a whole number from 0 on" if kind is int else "a learning rate above 0"
+            _refuse(name, given[name], f"{text!r} is not {what}")
+        if item in found:
+            _refuse(name, given[name], f"{text} is given twice", "Leave one of them out")
+        found.append(item)
     return found
+
+
+def _refuse(key: str, value: object, rule: str, fix: str = "") -> NoReturn:
+    raise ConfigError([Problem(key, value, rule, fix)])

@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import dlr_pretrain
@@ -27,76 +26,49 @@ def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] 
     After a signal, or if ``check`` raises, it waits until the running ones have saved; after a signal it raises
     Stopped.
     """
-    waiting, free, done = list(runs), list(range(at_once)), 0
-    running: dict[subprocess.Popen, tuple[PlannedRun, int, float]] = {}
-    with _passing_signals(running) as asked:
-        while running or (waiting and not asked):
-            while waiting and free and not asked:
-                run, slot, since = waiting.pop(0), free.pop(0), time.time()
-                process = _start(run, slot, at_once, since)
-                running[process] = run, slot, since
-                if asked:  # the signal came while the process was started
-                    process.terminate()
-            for process in [process for process in running if process.poll() is not None]:
-                run, slot, since = running.pop(process)
-                _note(run, since, ended=time.time(), code=process.returncode)
-                free.append(slot)
-                done += 1
-                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}", flush=True)
-                check()
-            time.sleep(0.05)
-    if asked:
-        raise Stopped("asked to stop; what had begun is saved. The same command continues")
+    waiting, slots, asked = list(runs), list(range(at_once)), []
+    running: dict[subprocess.Popen, tuple[PlannedRun, int, dict]] = {}
 
-
-def _start(run: PlannedRun, slot: int, at_once: int, since: float) -> subprocess.Popen:
-    environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
-    if devices := _gpus():
-        environment["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    _note(run, since)
-    with open(_log(run), "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, str(TRAIN), *run.line.words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            process_group=0,  # Ctrl-C at the terminal then reaches the run once, through _passing_signals
-        )
-
-
-def _note(run: PlannedRun, since: float, **end: float) -> None:
-    note(run.dir, {"time": since, "job": f"local_{since}", "log": str(_log(run).absolute())} | end)
-
-
-def _log(run: PlannedRun) -> Path:
-    return run.dir / "local.log"
-
-
-def _gpus() -> list[str]:
-    """This machine's GPUs, or those that CUDA_VISIBLE_DEVICES names."""
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
-    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
-
-
-@contextmanager
-def _passing_signals(running: Iterable[subprocess.Popen]) -> Iterator[list[int]]:
-    """On each of ``stop_signals``, and at the end, let the runs save and end. Yields the list of signals that came."""
-    asked: list[int] = []
-
-    def stop(number: int, _frame) -> None:
+    def stop(number: int | None = None, _frame: object = None) -> None:
         asked.append(number)
         for process in list(running):
             process.terminate()
 
     before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
-        yield asked
+        while running or (waiting and not asked):
+            while waiting and slots and not asked:
+                run, slot, since = waiting.pop(0), slots.pop(0), time.time()
+                job = {"time": since, "job": f"local_{since}", "log": str((run.dir / "local.log").absolute())}
+                note(run.dir, job)
+                running[process := _start(run, slot, at_once, job["log"])] = run, slot, job
+                if asked:  # the signal came while the process was started
+                    process.terminate()
+            for process in [process for process in running if process.poll() is not None]:
+                run, slot, job = running.pop(process)
+                note(run.dir, job | {"ended": time.time(), "code": process.returncode})
+                slots.append(slot)
+                done = len(runs) - len(waiting) - len(running)
+                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}", flush=True)
+                check()
+            time.sleep(0.05)
+        if asked:
+            raise Stopped("asked to stop; what had begun is saved. The same command continues")
     finally:
-        for process in running:
-            process.terminate()
+        stop()
         for process in running:
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _start(run: PlannedRun, slot: int, at_once: int, log: str) -> subprocess.Popen:
+    environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
+    known = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    command = [sys.executable, str(TRAIN), *run.line.words]
+    with open(log, "ab") as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, through ``stop``
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
+        )

@@ -106,7 +106,7 @@ def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> li
     with every problem of every line; two lines with one run directory are a problem, too.
     """
     check = partial(_load, ranks=ranks, machine=machine)
-    if len(lines) <= 8:  # less than starting processes takes
+    if len(lines) <= 16:  # less than starting processes takes
         found = list(map(check, lines))
     else:
         with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
@@ -117,9 +117,8 @@ def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> li
         if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
             rule = f"is the run directory of {same.origin}, too"
             answer = ConfigError([Problem("run.dir", answer.run.dir, rule, "Leave one of them out")])
-        if isinstance(answer, ConfigError):
-            for problem in answer.problems:
-                problems.setdefault(str(problem), (problem, []))[1].append(line.origin)
+        for problem in answer.problems if isinstance(answer, ConfigError) else ():
+            problems.setdefault(str(problem), (problem, []))[1].append(line.origin)
     if problems:
         raise ConfigError([replace(p, key=f"{_places(where)}: {p.key}") for p, where in problems.values()])
     return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
@@ -135,8 +134,7 @@ def _load(line: Line, ranks: int | None, machine: bool) -> Config | ConfigError:
 
 
 def _places(origins: list[str]) -> str:
-    places = list(dict.fromkeys(origins))
-    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+    return origins[0] + (f" and {len(origins) - 1} more" if len(origins) > 1 else "")
 
 
 def write_words(path: str, number: str) -> None:

@@ -1,4 +1,4 @@
-"""SLURM on a login node: the queue, the ranks that options of sbatch ask for, and the submission of an array.
+"""SLURM on a login node: the queue, and the submission of an array.
 
 Each start of a run is noted in ``<run>/jobs.jsonl`` as {"time", "job", "log"}, with ``job`` the id of the array task,
 such as ``12_3``. Local runs are noted there, too, and again at their end with "ended", the time, and "code".
@@ -6,7 +6,6 @@ such as ``12_3``. Local runs are noted there, too, and again at their end with "
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -18,7 +17,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from dlr_pretrain.config.secrets import named_in
@@ -26,8 +24,6 @@ from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError
 
 JOBS = "jobs.jsonl"
-CHOSEN_HERE = ("-a --array", "-o --output", "-e --error", "-D --chdir", "--parsable", "--wrap", "--test-only")
-UNKNOWN_SHARE = ("-n --ntasks", "-G --gpus", "--gpus-per-task")  # the ranks of a node do not follow from these
 
 
 @dataclass(frozen=True)
@@ -52,49 +48,10 @@ def ending(job: str) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Resources:
-    """Nodes of a job, ranks on each as train.sbatch will count them, and whether it has GPUs."""
-
-    nodes: int
-    per_node: int
-    gpus: bool
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.per_node
-
-
-def resources(options: Sequence[str]) -> Resources:
-    """What options of sbatch ask for.
-
-    Raises UserError for options that an array of runs cannot take, and for passwords and tokens.
-    """
+def refuse_secrets(options: Sequence[str]) -> None:
     if name := next(filter(None, map(named_in, options)), None):
         rule = f"{name} is a password or a token, and the command line is recorded and shown"
         raise UserError(f"of the options of sbatch: {rule}. Export it where you submit: sbatch passes it on")
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    for flags in (*CHOSEN_HERE, *UNKNOWN_SHARE):
-        parser.add_argument(*flags.split(), dest="refused", nargs="?", action="append")
-    parser.add_argument("-N", "--nodes", default="1")
-    for flag in ("--ntasks-per-node", "--gpus-per-node", "--gres"):
-        parser.add_argument(flag)
-    try:
-        asked, _ = parser.parse_known_args(options)
-    except argparse.ArgumentError as error:
-        raise UserError(f"the options of sbatch, {shlex.join(options)}: {error}") from None
-    if asked.refused is not None:
-        raise UserError(
-            f"of the options of sbatch, {', '.join(CHOSEN_HERE)} are chosen for you, and {', '.join(UNKNOWN_SHARE)} do "
-            "not say how many ranks a node gets. Use --nodes with --gpus-per-node, or with --ntasks-per-node on CPUs"
-        )
-    of_gres = (entry for entry in (asked.gres or "").split(",") if entry.startswith("gpu:"))
-    gpus = asked.gpus_per_node or next(of_gres, None)
-    per_node = os.environ.get("RANKS_PER_NODE") or (gpus or asked.ntasks_per_node or "1").rpartition(":")[2]
-    for number, name in ((asked.nodes, "--nodes"), (per_node, "the ranks of a node")):
-        if not number.isdecimal() or int(number) < 1:
-            raise UserError(f"{name}: {number} is not a whole number above 0, which submit.py needs to know the ranks")
-    return Resources(int(asked.nodes), int(per_node), gpus is not None)
 
 
 def submit(
@@ -103,15 +60,17 @@ def submit(
 ) -> str:  # fmt: skip
     """Queue an array job that trains the ``chosen`` ones of ``runs``, and note its tasks in the run directories.
 
-    ``limit`` is the number of tasks that run at once. Returns a line about it.
+    ``limit`` is the number of tasks that run at once. Returns a line about it. Raises UserError for ``options`` with a
+    password or a token.
     """
+    refuse_secrets(options)
     text = "".join(f"{run.line}\n" for run in runs)
     # named by its content: another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    tasks = spans([run.number for run in chosen]) + (f"%{limit}" if limit else "")
-    own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]
-    command = ["sbatch", "--parsable", *own, *options, "slurm/array.sbatch", f"{folder}/runs.txt"]
-    if not resources(options).gpus and any(run.cfg.device != "cpu" for run in chosen):
+    tasks = ",".join(str(run.number) for run in chosen) + (f"%{limit}" if limit else "")
+    own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]  # last, so that they hold
+    command = ["sbatch", "--parsable", *options, *own, "slurm/array.sbatch", f"{folder}/runs.txt"]
+    if not any("gpu" in option for option in options) and any(run.cfg.device != "cpu" for run in chosen):
         print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
     if dry_run:
         return f"Would submit {len(chosen)} of {len(runs)}: {shlex.join(command)}"
@@ -127,13 +86,6 @@ def submit(
         task = f"{job}_{run.number}"
         note(run.dir, {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")})
     return f"Submitted {len(chosen)} of {len(runs)} as job {job}: {shlex.join(command)}"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Ascending numbers as --array takes them: [1, 2, 3, 5] -> "1-3,5"."""
-    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ends = [(pairs[0][1], pairs[-1][1]) for pairs in (list(group) for _, group in groups)]
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in ends)
 
 
 def note(run_dir: Path, entry: dict) -> None:

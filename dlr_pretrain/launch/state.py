@@ -41,11 +41,10 @@ class Status:
     hours_left: float | None = None
 
     def __str__(self) -> str:
-        shown = [self.state, self.reason, f"step {self.step:,}" if self.step else ""]
-        shown += [f"loss {self.loss:.3f}" if self.loss is not None else ""]
-        shown += [f"perplexity {self.perplexity:,.2f}" if self.perplexity is not None else ""]
-        shown += [f"{self.hours_left:.1f} h left" if self.hours_left is not None else ""]
-        return ", ".join(filter(None, shown))
+        shown = {"step {:,}": self.step or None, "loss {:.3f}": self.loss, "perplexity {:,.2f}": self.perplexity}
+        shown |= {"{:.1f} h left": self.hours_left}
+        numbers = (form.format(value) for form, value in shown.items() if value is not None)
+        return ", ".join(filter(None, [self.state, self.reason, *numbers]))
 
 
 def look(run: PlannedRun, queue: Mapping[str, Queued]) -> Status:

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlr_pretrain.analysis.tune import Trial, choose, compare, console, write
-from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.launch.command import Parser, summary
+from dlr_pretrain.launch.command import Parser, split, summary
 from dlr_pretrain.launch.grid import Grid, read_grid, require_comparable
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs
-from dlr_pretrain.launch.slurm import queue, resources, submit
+from dlr_pretrain.launch.slurm import queue, submit
 from dlr_pretrain.launch.state import AGAIN, FINGERPRINTS, Status, look
 from dlr_pretrain.util.command import at_least_1, command, refuse
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
@@ -43,12 +42,12 @@ def main(argv: list[str]) -> int:
 
 def tune(argv: list[str]) -> int:
     given, for_sbatch = read(argv)
-    grid = read_grid(given.words, given.config_dir)
-    ranks = resources(for_sbatch).ranks
+    grid = read_grid(given.words)
 
     def load(cells: Sequence[Cell]) -> dict[Cell, PlannedRun]:
         lines = [grid.line(*cell) for cell in cells]
-        return dict(zip(cells, load_runs(lines, ranks, machine=not (given.slurm or given.dry_run)), strict=True))
+        found = load_runs(lines, None if given.slurm else 1, machine=not (given.slurm or given.dry_run))
+        return dict(zip(cells, found, strict=True))
 
     runs = load(grid.cells())
     one_each = {cell[0]: run for cell, run in runs.items()}
@@ -58,7 +57,6 @@ def tune(argv: list[str]) -> int:
         print("\n".join(f"{run.line.origin}: {run.dir}" for run in runs.values()))
         print(f"{summary([look(run, {}) for run in runs.values()])}; results in {output}")
         return 0
-    require_one_text(runs.values(), {} if given.slurm else text_of(run.cfg for run in one_each.values()))
     trials = bring(runs, given, grid.name, for_sbatch)
     if fresh := _fresh(grid, trials):
         runs |= (confirming := load(fresh))
@@ -90,26 +88,12 @@ def _fresh(grid: Grid, trials: Sequence[Trial]) -> list[Cell]:
     return [(method, lr, seed) for method, lr in chosen.items() if lr is not None for seed in grid.design.fresh]
 
 
-def text_of(configs: Iterable[Config]) -> dict[str, object]:
-    """The fingerprints of the text and the tokenizer that runs of ``configs`` will read on this machine."""
-    from dlr_pretrain.data import open_source, open_tokenizer
-
-    found: dict[str, object] = {}
-    for cfg in {repr((cfg.data, cfg.tokenizer)): cfg for cfg in configs}.values():
-        source = open_source(cfg)
-        prints = {"data.shards": source.fingerprint, "tokenizer.pieces": open_tokenizer(cfg, source).fingerprint}
-        for name, value in prints.items():
-            if found.setdefault(name, value) != value:
-                raise UserError(f"{name} is not the same for all methods: their losses do not compare")
-    return found
-
-
-def require_one_text(runs: Iterable[PlannedRun], expected: dict[str, object] | None = None) -> None:
-    """Raises UserError if runs that have started have read other text than others, or than ``expected``.
+def require_one_text(runs: Iterable[PlannedRun]) -> None:
+    """Raises UserError if runs that have started have read other text, or used another tokenizer, than others.
 
     Their configurations do not show it: the files themselves may have changed since.
     """
-    seen = dict(expected or {})
+    seen: dict[str, object] = {}
     for run in runs:
         record = read_record(run.dir)
         for name in FINGERPRINTS:
@@ -158,27 +142,20 @@ def bring(runs: dict[Cell, PlannedRun], given: argparse.Namespace, name: str, fo
 
 def read(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of tune.py, and those for sbatch."""
-    cut = argv.index("--") if "--" in argv else len(argv)
-    parser = Parser(
-        prog="tune.py",
-        usage="tune.py pair=A,B lr=... seeds=... [key=value ...] [options] [--slurm -- options of sbatch]",
-        epilog=EPILOG,
-        description="Compare methods, each at its best learning rate of the same grid.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser("tune.py", "pair=A,B lr=... seeds=... [key=value ...] [options] [--slurm -- options of sbatch]",
+                    "Compare methods, each at its best learning rate of the same grid.", EPILOG)  # fmt: skip
     parser.add_argument("words", nargs="*", help="the grid, and overrides of train.py")
     parser.add_argument("--jobs", type=at_least_1, default=1, metavar="N", help="local runs at once (default: 1)")
     parser.add_argument("--slurm", action="store_true", help="queue the runs as a job array")
     parser.add_argument("--limit", type=at_least_1, metavar="N", help="tasks of the array that run at once")
     parser.add_argument("--output", type=Path, metavar="DIR", help="of the results (default: <run.root>/tune/<name>)")
     parser.add_argument("--dry-run", action="store_true", help="name the runs of the grid, and train none")
-    parser.add_argument("--config-dir", metavar="DIR", help="as for train.py")
-    given = parser.parse_intermixed_args(argv[:cut])
+    own, for_sbatch = split(argv)
+    given = parser.parse_intermixed_args(own)
     if given.slurm:
         refuse(parser, given, ("--jobs",), "is of this machine: --limit says how many run at once under --slurm")
     else:
         refuse(parser, given, ("--limit",), "is of a job array: add --slurm")
-        if argv[cut:]:
+        if for_sbatch:
             parser.error("options of sbatch belong to --slurm")
-    return given, argv[cut + 1 :]
+    return given, for_sbatch

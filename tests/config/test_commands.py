@@ -30,7 +30,7 @@ from tests.conftest import ROOT, commands
 
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
 TRAINING = re.compile(r"train\.(?:py|sbatch)$")
-ELSEWHERE = ("generate", "sft", "evaluate", "fold", "report", "compare")  # their words are no overrides
+ELSEWHERE = ("generate", "sft", "evaluate", "fold", "report")  # their words are no overrides
 
 
 class Understood(BaseException):
@@ -105,7 +105,7 @@ def test_a_command_is_understood(command, understood):
     if script in ELSEWHERE:
         assert overrides == []
     elif script == "tune":
-        grid = read_grid(given.words, None)
+        grid = read_grid(given.words)
         load_runs([grid.line(*cell) for cell in (grid.cells()[0], grid.cells()[-1])], 8)
     else:
         overrides_compose(given, overrides)

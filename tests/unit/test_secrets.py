@@ -9,7 +9,7 @@ from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.secrets import redact, redact_word
 from dlr_pretrain.launch.runs import expand
-from dlr_pretrain.launch.slurm import resources
+from dlr_pretrain.launch.slurm import refuse_secrets
 from dlr_pretrain.util.errors import UserError
 
 TOKEN = "hf_" + "aB3" * 10
@@ -70,7 +70,7 @@ def test_a_word_with_a_secret_is_refused_and_the_variable_named(word, named, che
 @pytest.mark.parametrize("word", ["--export=ALL,HF_TOKEN=planted", "--export=HF_TOKEN=planted", "HF_TOKEN=planted"])
 def test_words_for_sbatch_with_a_secret_are_refused(word):
     with pytest.raises(UserError, match=r"HF_TOKEN is a password or a token.*Export it where you submit") as refused:
-        resources(["--export", word] if word[0] == "H" else [word])
+        refuse_secrets(["--export", word] if word[0] == "H" else [word])
     assert "planted" not in str(refused.value)
 
 

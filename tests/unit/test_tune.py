@@ -7,20 +7,20 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
-from dlr_pretrain import cli
-from dlr_pretrain.config import Config, ConfigError, identity
+from dlr_pretrain.config import ConfigError, identity
 from dlr_pretrain.launch import tune
 from dlr_pretrain.launch.grid import read_grid
 from dlr_pretrain.launch.runs import PlannedRun, load_runs
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
 from tests.conftest import ROOT
-from tests.unit.test_launch import scheduler
+from tests.unit.test_launch import composed_once, scheduler
 
-__all__ = ["scheduler"]
+__all__ = ["composed_once", "scheduler"]
 LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
 
 
@@ -39,15 +39,16 @@ def pretend(run: PlannedRun, text: dict[str, object]) -> None:
 
 
 class Trained(list):
-    """Stands in for ``local.train``: the runs that were trained, which is pretended. ``text`` are the fingerprints that
-    tune.py has found; from ``changes`` runs on, the tokenizer is another. Runs with a seed in ``failing`` fail."""
+    """Stands in for ``local.train``: the runs that were trained, which is pretended. From ``changes`` runs on, the
+    tokenizer is another. Runs with a seed in ``failing`` fail."""
 
     failing, changes = (), math.inf
+    text = MappingProxyType({"data.shards": "text", "tokenizer.pieces": "t5"})
 
     def __call__(self, runs, at_once, check) -> None:
         for run in runs:
             self.append(run)
-            pretend(run, self.text | ({"tokenizer.pieces": "another"} if len(self) > self.changes else {}))
+            pretend(run, dict(self.text) | ({"tokenizer.pieces": "another"} if len(self) > self.changes else {}))
             if run.cfg.seed in self.failing:
                 record_state(run.dir, "failed", "the disk is full")
             check()
@@ -55,29 +56,15 @@ class Trained(list):
 
 @pytest.fixture
 def trained(monkeypatch):
-    def text_of(configs):
-        found.text = own(configs)
-        return found.text
-
-    own, found = tune.text_of, Trained()
-    monkeypatch.setattr(tune, "text_of", text_of)
+    found = Trained()
     monkeypatch.setattr(tune, "train", found)
     monkeypatch.setattr("dlr_pretrain.analysis.tune.draw_rates", lambda *_: [])
     return found
 
 
 @pytest.fixture
-def words(words, monkeypatch):
-    """Without a rate, which is the grid's. The same words are composed once, a quarter of a second each."""
-    composed: dict[tuple, Config] = {}
-
-    def load(own, *rest):
-        key = (*own, *rest)
-        if key not in composed:
-            composed[key] = cli.load(own, *rest)
-        return composed[key]
-
-    monkeypatch.setattr("dlr_pretrain.launch.runs.load", load)
+def words(words):
+    """Without a rate, which is the grid's."""
     return lambda *own: [word for word in words(*own) if not word.startswith("train.lr=")]
 
 
@@ -121,14 +108,14 @@ def test_a_method_is_overrides_of_train_which_replace_those_of_all(method, expec
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ([], ["pair: needs a list. Write for instance pair=cola,cola+dlr", "lr: needs a list", "seeds: needs a list"]),
+    ([], ["pair: needs a list. Write for instance pair=cola,cola+dlr"]),
     (["pair=cola,cola", *LISTS[1:]], ["cola is given twice"]),
-    ([*LISTS[::2], "lr=0.1,x,-1,nan,0.10"], ["'x' is not a learning rate above 0", "'nan'", "0.10 is given twice"]),
+    ([*LISTS[::2], "lr=0.1,x"], ["'x' is not a learning rate above 0"]),
+    ([*LISTS[::2], "lr=nan"], ["'nan' is not a learning rate above 0"]),
     ([*LISTS[:2], "seeds=1,1.5"], ["'1.5' is not a whole number from 0 on"]),
     ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
-    (["pair=cola:train.lr=0.1", *LISTS[1:], "seed=4"], ["train.lr=0.1: is the grid's", "seed=4", "Write seeds="]),
+    (["pair=cola:train.lr=0.1", *LISTS[1:], "seed=4"], ["seed=4: is the grid's", "Write seeds="]),
     ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
-    ([*LISTS, "seeds=43"], ["seeds=43: seeds=41,42 is there already. Write one list"]),
     (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: on and random are both a choice of dlr"]),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_grid_is_said(given, said):
@@ -154,20 +141,20 @@ def test_methods_that_do_not_compare_or_exist_are_refused_before_any_is_trained(
 
 def test_it_goes_on_where_it_was(command, trained, capsys):
     """A second time nothing is trained; a wider grid trains its new rates, and a diverged run stays a result."""
-    lists = ["pair=cola,cola+dlr", "lr=0.003,0.001", "seeds=41,42"]
-    assert command(*lists, "--dry-run") == {} and "4 not started" not in (said := capsys.readouterr().out)
-    assert "8 runs: 8 not started" in said and not trained
+    lists = ["pair=cola,cola+dlr", "lr=0.003", "seeds=41,42"]
+    assert command(*lists, "--dry-run") == {} and not trained
+    assert "4 runs: 4 not started" in capsys.readouterr().out
     found = command(*lists)
-    assert len(trained) == 8 and found["comparisons"][0]["better"] == "cola+dlr"
+    assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
     assert found["comparisons"][0]["by_seed"] == pytest.approx({"41": -0.2, "42": -0.2})
     assert found["chosen"]["cola"]["held_out"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
-    assert command(*lists) == found and len(trained) == 8
-    lists[1] = "lr=0.001,0.003,0.03"
+    assert command(*lists) == found and len(trained) == 4
+    lists[1] = "lr=0.003,0.03"
     for _ in range(2):
         wider = command(*lists)
-        assert [run.cfg.train.lr for run in trained[8:]] == [0.03] * 4
+        assert [run.cfg.train.lr for run in trained[4:]] == [0.03] * 4
         assert [t["state"] for t in wider["trials"] if t["lr"] == 0.03] == ["diverged"] * 4
-        assert wider["chosen"]["cola"]["edge"] is None
+        assert wider["chosen"]["cola"]["lr"] == 0.003
 
 
 def test_a_run_that_failed_is_no_result(command, trained, capsys):
@@ -180,23 +167,10 @@ def test_a_run_that_failed_is_no_result(command, trained, capsys):
     assert command("pair=cola", "lr=0.003,0.01", "seeds=41,42")["chosen"]["cola"]["lr"] == 0.003
 
 
-def test_runs_without_halves_are_refused(command, trained, capsys):
-    command("pair=cola", "lr=0.003", "seeds=41")
-    metrics = trained[0].dir / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("loss_a", "gone"))
-    command("pair=cola", "lr=0.003", "seeds=41", code=EXIT_FAILED)
-    assert "one validation sequence has no halves. Raise eval.tokens=400" in capsys.readouterr().err
-
-
 def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, capsys):
-    """What was trained on another text stops the command before its first run, and the first run that reads another one
-    stops it there."""
+    """The first run that reads another text, or another tokenizer, than those before it stops the command there."""
     grid = ("pair=cola,cola+dlr", "lr=0.003", "seeds=41,42")
     command(*grid)
-    assert trained.text.keys() == {"data.shards", "tokenizer.pieces"}
-    update_record(trained[1].dir, {"identity": identity(trained[1].cfg) | trained.text | {"data.shards": "another"}})
-    command(*grid[:2], "seeds=41,42,43", code=EXIT_FAILED)
-    assert "data.shards is not that of the other runs" in capsys.readouterr().err and len(trained) == 4
     trained.changes = 5
     command(*grid[:2], "seeds=7,8", code=EXIT_FAILED)
     assert len(trained) == 6 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
@@ -212,9 +186,9 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(words, scheduler, 
 
     first = give()
     asked = (scheduler / "asked").read_text().splitlines()
-    assert asked[1] == "--array=1-4%2" and asked[4:7] == ["--gpus-per-node=2", "--time=9", "slurm/array.sbatch"]
+    assert asked[1:4] == ["--gpus-per-node=2", "--time=9", "--array=1,2,3,4%2"] and asked[6] == "slurm/array.sbatch"
     grid = read_grid(queued)
-    runs = load_runs([grid.line(*cell) for cell in grid.cells()], 2)
+    runs = load_runs([grid.line(*cell) for cell in grid.cells()], None)
     assert Path(asked[7]).read_text().splitlines() == [str(run.line) for run in runs]
     assert first["comparisons"][0]["better"] is None
 
@@ -231,12 +205,12 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(words, scheduler, 
     assert not trained
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command_trains_diverges_and_compares(words, tmp_path):
     """Real processes: a rate at which it learns, and one at which the first updates are not finite."""
     given = [*words(f"run.root={tmp_path}/runs", "train.steps=4"), "pair=cola", "lr=0.003,1e30", "seeds=1"]
     command = [sys.executable, str(ROOT / "scripts" / "tune.py"), *given, "--jobs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "runs" / "tune").iterdir()
     found = json.loads((folder / "tune.json").read_text())
