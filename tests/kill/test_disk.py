@@ -40,6 +40,7 @@ def small_disk(tmp_path):
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.full
 def test_a_disk_that_has_room_again_while_the_run_waits_takes_the_checkpoint(
     train, tmp_path, small_disk, monkeypatch, capsys
 ):
@@ -53,8 +54,9 @@ def test_a_disk_that_has_room_again_while_the_run_waits_takes_the_checkpoint(
     assert newest(run / "checkpoints")[0].name == f"step_{steps[-1]:08d}" and steps == list(range(1, len(steps) + 1))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kilobytes", [20, 300, 420, 560])  # before the first checkpoint, in the first, second, third
+@pytest.mark.parametrize(("kilobytes", "ranks"), [  # full before the first checkpoint, in the first, second, third
+    (420, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in ((20, 1), (300, 2), (560, 2))),
+])  # fmt: skip
 def test_a_full_disk_stops_the_run_and_with_room_it_goes_on(train, words, tmp_path, small_disk, kilobytes, ranks):
     whole = final(train(tmp_path / "whole", *CHOICE))
     run = small_disk(kilobytes) / "run"
@@ -72,6 +74,7 @@ def test_a_full_disk_stops_the_run_and_with_room_it_goes_on(train, words, tmp_pa
         assert_same(final(run), whole)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("chattr"), reason="root may write anywhere here")
 def test_a_directory_that_cannot_be_written_is_named_and_left_as_it_is(train, tmp_path):
     with pytest.raises(Stopped):
@@ -135,7 +138,7 @@ def two_ranks_part_way(tmp_path_factory):
     return tmp_path_factory.mktemp("two_ranks")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_of_two_ranks_is_passed_over(words, tmp_path, two_ranks_part_way, damage, capfd):
     made = two_ranks_part_way

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import ValidationSet, inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import ValidationSet, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_perplexity, halves
@@ -43,10 +43,10 @@ def validation(rows: int, real_tokens: int):
     return ValidationSet(np.ones((rows, 7), "uint16"), lengths, real_tokens)
 
 
-@pytest.mark.parametrize("loss", [2.5, 3.0])
 @pytest.mark.parametrize("micro_batch", [1, 3, 16])
-def test_constant_loss_is_returned_exactly(micro_batch, loss):
-    model, n = Constant(loss), 3
+def test_constant_loss_is_returned_exactly(micro_batch):
+    loss, n = 2.5, 3
+    model = Constant(loss)
     result = Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks())(model)
     assert result["eval/loss"] == loss
     assert result["eval/perplexity"] == math.exp(loss)
@@ -73,7 +73,7 @@ def pieces(tokens: np.ndarray, mask_documents: bool) -> list[np.ndarray]:
     return np.split(tokens, np.flatnonzero(tokens[:-1] == EOS) + 1) if mask_documents else [tokens]
 
 
-@pytest.mark.parametrize(("packing", "mask"), [("pad", False), ("packed", False), ("pad", True), ("packed", True)])
+@pytest.mark.parametrize(("packing", "mask"), [("pad", False), ("packed", True)])
 def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(words, packing, mask):
     cfg = load(words(f"eval.packing={packing}", "eval.tokens=1000", f"data.mask_documents={mask}"))
     source = open_source(cfg)
@@ -98,7 +98,7 @@ def test_any_ranks_and_micro_batch_give_the_loss_of_the_sequences_one_by_one(wor
         assert [found["eval/loss_a"], found["eval/loss_b"]] == pytest.approx(summed / count, abs=1e-6)
 
 
-@pytest.mark.parametrize("sequences", [*range(2, 40), 1_001])
+@pytest.mark.parametrize("sequences", [2, 15, 16, 17, 1_001])
 def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
     a, b = (half.tolist() for half in halves(sequences))
     assert sorted(a + b) == list(range(sequences)) and abs(len(a) - len(b)) <= min(sequences, STRIPES) / 2
@@ -128,26 +128,13 @@ def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(wo
         (tmp_path / f"{ranks.world_size}_{ranks.rank}.json").write_text(json.dumps(found))
 
     monkeypatch.setattr("dlr_pretrain.train.run.run", evaluate)
-    for ranks in (1, 2, 4):
+    for ranks in (1, 2):
         forked(words(*choice), ranks)
     found = [result for path in tmp_path.glob("*_*.json") for result in json.loads(path.read_text())]
-    assert len(found) == 3 * (1 + 2 + 4)
+    assert len(found) == 3 * (1 + 2)
     assert {result.pop("eval/perplexity_galore") for result in found} == {None}
     for name, value in found[0].items():
         assert [result[name] for result in found] == pytest.approx([value] * len(found), rel=1e-6)
-
-
-def test_ranks_share_the_sequences():
-    whole = validation(7, 1)
-    _, targets = inputs_and_targets(torch.from_numpy(whole.tokens), torch.from_numpy(whole.lengths))
-
-    def seen(rank):
-        sums = []
-        view = ranks(rank, 2, lambda t: (sums.append(t), t)[1])
-        Evaluator(whole, 2, view)(Constant(1.0))
-        return sums[0][:, 1].sum().item()
-
-    assert seen(0) + seen(1) == (targets != -100).sum()
 
 
 def test_all_ranks_call_the_model_as_often():

@@ -48,7 +48,7 @@ def test_training_is_the_same_and_its_parts_are_named(train, tmp_path, capsys):
     assert "profile.txt, and traces" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_rank_leaves_its_trace(words, tmp_path):
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     forked(words(f"run.dir={plain}", *COMMON), 2)
