@@ -55,7 +55,6 @@ class Saver:
         self.run_dir, self.root = run_dir, run_dir / "checkpoints"
         self.ranks, self.keep, self.lease, self.metrics, self.console = ranks, keep, lease, metrics, console
         self.saved = saved  # the last step that a checkpoint holds; the same on all ranks after ``wait``
-        self.begun = saved  # the last step of which a save was begun
         self.error: Exception | None = None  # why the last save failed; set on all ranks, but not at the same instant
         self._group = ranks.new_group()
         self._buffers: dict[torch.dtype, Tensor] = {}
@@ -124,7 +123,6 @@ class Saver:
         rest = (step, pieces, copied, snapshot.state)
         self._thread = threading.Thread(target=self._write, args=rest, name="checkpoint", daemon=True)
         self._thread.start()
-        self.begun = step
 
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.

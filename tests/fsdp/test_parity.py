@@ -31,9 +31,8 @@ def named(words) -> str:
 
 @pytest.mark.parametrize(("choice", "precision"), [
     (("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"), "bf16_mixed"),
-    (("backbone=relora", "backbone.merge_every=4", "backbone.restart_warmup=2"), "bf16"),
     (("backbone=cola", "dlr=on"), "bf16_sr"),
-    pytest.param(("backbone=full",), "fp32", marks=full),
+    pytest.param(("backbone=relora", "backbone.merge_every=4", "backbone.restart_warmup=2"), "bf16", marks=full),
     pytest.param(("backbone=lost", "dlr=on", "dlr.grouping=random"), "bf16_mixed", marks=full),
     pytest.param(("backbone=cola_lax", "dlr=on", "train.activation_checkpointing=block"), "bf16_mixed", marks=full),
     pytest.param(("backbone=lowrank", "dlr=on", "dlr.impl=branch", "dlr.train_b=false"), "bf16_mixed", marks=full),

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 LOST = "lost backbone.rank=8 backbone.sparsity=0.2"
 TEXT = "cola_lax backbone.norm=output backbone.crossing=post_act backbone.recursive=false"
 DENSE = "lax backbone.gate=dense"
-VARIANTS = ("lowrank", "cola", LOST, "lax", DENSE, "cola_lax", TEXT)
+VARIANTS = ("cola", LOST, DENSE, TEXT)
 
 
 def model(variant: str, mode: str, *overrides: str, layers: int = 3) -> Llama:

@@ -54,7 +54,7 @@ def assert_same(one, other) -> None:
 
 
 @pytest.mark.parametrize("how", [
-    ("train.activation_checkpointing=latent", "precision=bf16"),
+    pytest.param(("train.activation_checkpointing=latent", "precision=bf16"), marks=pytest.mark.full),
     ("precision=bf16_mixed", "train.accumulate=fp32", "data.mask_documents=true"),
     pytest.param(("dlr=learnable_alpha",), marks=pytest.mark.full),
     pytest.param(("dlr.impl=branch",), marks=pytest.mark.full),

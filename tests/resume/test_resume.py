@@ -51,8 +51,8 @@ def stop(train):
 
 @pytest.mark.parametrize("choice", [
     (*COLA, "precision=bf16_sr"),
-    ("backbone=lowrank", "dlr=on", "precision=bf16_mixed"),
-    ("backbone=sltrain", "precision=bf16", "train.accumulate=fp32"),
+    ("backbone=sltrain", "precision=bf16_mixed", "train.accumulate=fp32"),
+    pytest.param(("backbone=lowrank", "dlr=on", "precision=bf16"), marks=pytest.mark.full),
     pytest.param((*COLA, "dlr.impl=branch"), marks=pytest.mark.full),
 ])  # fmt: skip
 def test_interrupted_twice_equals_undisturbed(train, stop, tmp_path, choice):
