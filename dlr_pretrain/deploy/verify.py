@@ -12,6 +12,7 @@ from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.models import Llama
 from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.process import without_warnings
 
 # Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
@@ -39,7 +40,8 @@ def agreement(
     more than the bound, or its tokenizer does not give the ids of training.
     """
     try:
-        import transformers  # noqa: F401
+        with without_warnings():
+            import transformers  # noqa: F401
     except Exception as error:  # also from its own imports, such as a torchvision built for another torch
         return f"not verified: transformers cannot be imported ({first_line(error)})"
     with torch.device("meta"):
@@ -48,7 +50,8 @@ def agreement(
     model.load_state_dict(tensors)
     trained = model.logits(ids.to(device or "cpu")).cpu()
     del model  # before the folder's own is there
-    exported, tokenizer = open_folder(folder, torch.float32)
+    with without_warnings():
+        exported, tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
     bound = BOUNDS[dtype if merged else torch.float32]  # a merge rounds once more
     if not difference <= bound:  # NaN is beyond it too

@@ -7,7 +7,6 @@ is sharded by rows and no rank's rows cut a block, its blocks are those of the w
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.sharded import Stored
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -22,12 +22,8 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def torchao_optim():
     """The module of torchao's optimizers, imported without the package's warnings about its other parts."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
+    with without_warnings():
         import torchao.optim
-    finally:
-        logging.disable(before)
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
     return torchao.optim
 

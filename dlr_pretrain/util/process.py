@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -16,6 +19,17 @@ _heard: list[int] = []
 def cores() -> int:
     """CPU cores that this process may use: in a job, those of its allocation."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Warnings that other packages log, as when they are imported, are left out."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
