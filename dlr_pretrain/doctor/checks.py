@@ -5,12 +5,9 @@ A check is a function that returns what it ``Found``, or raises a UserError that
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dlr_pretrain.util.errors import UserError, first_line
@@ -41,34 +38,28 @@ class Line:
 
 def perform(name: str, seconds: float, act: Callable[[], Found]) -> Line:
     """The line of a check that may take so many ``seconds``. Whatever it raises, it stops no other check."""
-    try:
-        with time_limit(seconds):
-            found = act()
-    except UserError as error:
-        return Line(name, FAIL, str(error))
-    except OSError as error:
-        return Line(name, FAIL, f"{error.filename or 'a file'}: {error.strerror or error}")
-    except Exception as error:
-        return Line(name, FAIL, f"{type(error).__name__}: {first_line(error)}")
-    return Line(name, WARN if found.warning else OK, ". ".join(filter(None, (found.text, found.warning))))
 
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise UserError in this context after ``seconds``. A call that Python cannot interrupt ends the process later."""
-
-    def late(_number: int, _frame) -> None:
+    def late(_number: int, _frame: object) -> None:
         raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(2 * seconds + 5, exit=True, file=sys.__stderr__)
     try:
-        yield
+        found = act()
+    except Exception as error:
+        return Line(name, FAIL, _told(error))
     finally:
-        faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    return Line(name, WARN if found.warning else OK, ". ".join(filter(None, (found.text, found.warning))))
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}"
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def in_child(act: Callable[[], Found], seconds: float, start: str = "fork") -> Found:
@@ -90,8 +81,8 @@ def in_child(act: Callable[[], Found], seconds: float, start: str = "fork") -> F
     finally:
         child.kill()
         child.join(5)  # a process that waits for a disk may not even be killed
-    if isinstance(answer, Exception):
-        raise answer
+    if isinstance(answer, str):
+        raise UserError(answer)
     return answer
 
 
@@ -99,5 +90,4 @@ def _answer(act: Callable[[], Found], sender) -> None:
     try:
         sender.send(act())
     except Exception as error:
-        known = isinstance(error, (UserError, OSError))
-        sender.send(error if known else UserError(f"{type(error).__name__}: {first_line(error)}"))
+        sender.send(_told(error))

@@ -1,4 +1,4 @@
-"""The command behind ``scripts/doctor.py``."""
+"""The command behind ``scripts/doctor.py``: a list of checks, of this machine first, then of all ranks together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.doctor import machine, start
@@ -25,7 +24,7 @@ from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-SECONDS = 60.0  # that a check may take; those that all ranks make together may take longer
+SECONDS = 60.0  # that a check of this machine may take
 
 
 def main(argv: list[str]) -> int:
@@ -56,18 +55,18 @@ def configuration(words: list[str]) -> tuple[Config, Line]:
 
 
 def sound(cfg: Config, configured: Line) -> bool:
-    """Print the line of each check: of this machine first, then of all ranks together. Whether none has failed."""
+    """Print the line of each check. Whether none has failed."""
     is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
     failed = []
 
-    def say(line: Line, by: str) -> None:
+    def say(line: Line, by: str = "") -> None:
         failed.append(line.level == FAIL)
         if is_main or (of_machine and line.level != OK):
             print(replace(line, text=f"{by}{line.text}"), flush=True)
 
-    say(configured, "")
+    say(configured)
     with in_scratch(cfg, is_main) as scratch:
-        for name, act in checks_of_machine(cfg, scratch).items() if of_machine else ():
+        for name, act in checks_of_machine(cfg, is_main).items() if of_machine else ():
             say(perform(name, SECONDS, act), "" if is_main else f"{socket.gethostname()}: ")
         try:
             with Ranks(cfg) as ranks:
@@ -75,44 +74,36 @@ def sound(cfg: Config, configured: Line) -> bool:
                 for name, (minutes, act) in checks_of_ranks(cfg, ranks, folder).items():
                     lines = ranks.gather(perform(name, 60 * minutes, act))
                     worst = max(lines, key=lambda line: LEVELS.index(line.level))
-                    if is_main:
-                        say(worst, f"rank {rank}: " if (rank := lines.index(worst)) else "")
-                    failed.append(worst.level == FAIL)
+                    say(worst, f"rank {rank}: " if (rank := lines.index(worst)) else "")
                     if name == "collectives" and worst.level == FAIL:
                         break  # in the next ones ranks would wait for each other
                 ranks.gather(None)  # when one ends with code 1, torchrun ends the others
         except UserError as error:
-            say(Line("ranks", FAIL, str(error)), "")
+            say(Line("ranks", FAIL, str(error)))
     return not any(failed)
 
 
-def checks_of_machine(cfg: Config, scratch: Path | None) -> dict[str, Callable[[], Found]]:
+def checks_of_machine(cfg: Config, is_main: bool) -> dict[str, Callable[[], Found]]:
     """The checks of this machine by name; those of file systems, which may hang, in children that can be killed."""
     device = "cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu"
-
-    def run_disk() -> Found:
-        sizes = disk(cfg, start.vocabulary(cfg))
-        return in_child(partial(machine.disk, cfg, scratch, sizes["run"], sizes["checkpoint"]), SECONDS / 2)
-
-    checks = {
-        "software": machine.software,
+    checks: dict[str, Callable[[], Found]] = {
         "gpus": partial(machine.gpus, cfg),
-        "caches": lambda: in_child(partial(machine.caches, cfg, device), SECONDS / 2),
+        "caches": partial(in_child, partial(machine.caches, cfg, device), SECONDS / 2),
     }
-    if os.environ.get("RANK", "0") == "0":
-        checks |= {"disk": run_disk, "wandb": partial(machine.wandb, cfg), "slurm": machine.slurm}
+    if is_main:
+        checks["disk"] = partial(in_child, partial(start.disk_of_run, cfg), SECONDS / 2)
+        checks["wandb"] = partial(machine.wandb, cfg)
     return checks
 
 
 def checks_of_ranks(cfg: Config, ranks: Ranks, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:
     """The checks that all ranks make together, by name, with their time limits in minutes. A step may compile."""
-    checks = {
+    return {
         "collectives": (2, partial(start.collectives, ranks, 90.0)),
         "data": (5, partial(start.data, cfg, ranks)),
         "checkpoint": (5, partial(start.saved_and_read, cfg, ranks, scratch)),
         "step": (15, partial(start.step, cfg, ranks)),
     }
-    return {name: check for name, check in checks.items() if scratch is not None or name != "checkpoint"}
 
 
 @contextmanager

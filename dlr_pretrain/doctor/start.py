@@ -20,6 +20,7 @@ from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.plan import disk
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader, embedding_rows, open_source, open_tokenizer
+from dlr_pretrain.doctor import machine
 from dlr_pretrain.doctor.checks import Found, in_child
 from dlr_pretrain.doctor.machine import gigabytes
 from dlr_pretrain.train import checkpoint
@@ -44,6 +45,11 @@ def vocabulary(cfg: Config) -> int:
         return embedding_rows(cfg, open_tokenizer(cfg, open_source(cfg)))
     except UserError:
         return cfg.planned_vocab_size
+
+
+def disk_of_run(cfg: Config) -> Found:
+    sizes = disk(cfg, vocabulary(cfg))
+    return machine.disk(cfg, sizes["run"], sizes["checkpoint"])
 
 
 def data(cfg: Config, ranks: Ranks) -> Found:
@@ -143,8 +149,10 @@ def step(cfg: Config, ranks: Ranks) -> Found:
     return Found(text, "Use train.micro_batch=auto, or a smaller one" if tight else "")
 
 
-def saved_and_read(cfg: Config, ranks: Ranks, scratch: Path) -> Found:
+def saved_and_read(cfg: Config, ranks: Ranks, scratch: Path | None) -> Found:
     """A checkpoint on the run's disk, read back bit for bit; of a model of one block if a whole one would be large."""
+    if scratch is None:
+        raise UserError(f"{cfg.run.dir}: nothing can be written there. Set run.root to another disk")
     vocab_size = vocabulary(cfg)
     layers = cfg.scale.num_layers if disk(cfg, vocab_size)["checkpoint"] <= WHOLE else 1
     train = replace(cfg.train, global_batch=ranks.world_size, micro_batch=1, seq_len=min(cfg.train.seq_len, 32))
