@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dlr_pretrain.train.guard import Outcome
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
-THROUGHPUT_WINDOW = 20  # steps over which throughput is averaged
+SPEED_WINDOW = 20  # steps over which it is averaged
 
 
 class MetricsFile:
@@ -112,21 +112,31 @@ class Pending:
 
 
 class Meter:
-    """The metrics of an update beside its loss: rate, speed and memory."""
+    """The metrics of an update beside its loss: rate, speed and memory.
+
+    The speed is that of the last steps. Evaluation, saving and the first steps (compilation) do not count.
+    """
 
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
         self.cfg, self.ranks = cfg, ranks
-        self.throughput = Throughput()
-        self.paused, self.seconds_per_step = self.throughput.paused, self.throughput.seconds_per_step
         self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
         self.peak: float | None = None  # tokens per second that all GPUs could train at their peak FLOP/s, if known
         if flops := peak_flops(ranks.device, cfg.precision.name):
             per_token = flops_per_token(cfg, model.lm_head.out_features, micro_batch)
             self.peak = flops * ranks.world_size / per_token
+        self.steps = 0
+        self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps
+        self.clock = time.perf_counter()
 
     def record(self, step: int, outcome: Outcome) -> dict:
-        """The record of update ``step``, without its counts of tokens."""
-        speed = self.throughput.step(self.cfg.train.global_batch * self.cfg.train.seq_len)
+        """The record of update ``step``, which has just ended, without its counts of tokens."""
+        now = time.perf_counter()
+        self.steps += 1
+        if self.steps > WARMUP_STEPS:
+            self.times.append(now - self.clock)
+        self.clock = now
+        seconds = self.seconds_per_step()
+        speed = self.cfg.train.global_batch * self.cfg.train.seq_len / seconds if seconds else None
         return {
             "train/loss": finite_or_none(outcome.loss),
             "train/lr": rate(self.cfg, step - 1),
@@ -137,25 +147,8 @@ class Meter:
             "time": time.time(),
         } | self.probed.pop(step, {})
 
-
-class Throughput:
-    """Tokens per second over the last steps. Evaluation, saving and the first steps (compilation) do not count."""
-
-    def __init__(self) -> None:
-        self.times: deque[float] = deque(maxlen=THROUGHPUT_WINDOW)
-        self.steps = 0
-        self.clock = time.perf_counter()
-
-    def step(self, tokens: int) -> float | None:
-        """Count a step of ``tokens`` that has just ended; returns tokens per second, None in the first steps."""
-        now = time.perf_counter()
-        self.steps += 1
-        if self.steps > WARMUP_STEPS:
-            self.times.append(now - self.clock)
-        self.clock = now
-        return tokens * len(self.times) / sum(self.times) if self.times else None
-
     def seconds_per_step(self) -> float | None:
+        """The mean of the last steps; None in the first steps."""
         return sum(self.times) / len(self.times) if self.times else None
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -120,17 +121,10 @@ def versions() -> dict[str, str]:
 def git_state() -> str | None:
     """Commit of the code that runs, with "+" if it has local changes; None outside a checkout, or without git."""
     root = Path(dlr_pretrain.__file__).parent.parent
-    if not (root / ".git").exists():
+    command = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return None
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    try:
-        commit = git("rev-parse", "HEAD")
-        return (commit + "+" if git("status", "--porcelain", "-uno") else commit) or None
-    except OSError:  # there is no git here
-        return None
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
 def describe_device(device: torch.device) -> str:

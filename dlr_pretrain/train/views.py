@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.secrets import redact
@@ -41,17 +41,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Sink(Protocol):
-    """What shows the records. Every call may block or fail."""
-
-    def log(self, record: dict) -> None: ...
-    def close(self, exit_code: int) -> None: ...
-
-
 class View:
-    """Hands the records of each step to a sink, in a thread of its own: training never waits for it."""
+    """Hands the records of each step to a sink, in a thread of its own: training never waits for it.
 
-    def __init__(self, label: str, console: Console, start: Callable[[], Sink]):
+    Every call of the sink may block or fail.
+    """
+
+    def __init__(self, label: str, console: Console, start: Callable[[], TensorBoard | Wandb]):
         self.label, self.console, self.start = label, console, start
         self.records: queue.SimpleQueue[dict | int] = queue.SimpleQueue()  # an int is the exit code, and the last
         self.thread = threading.Thread(target=self._show, name=f"view of {label}", daemon=True)

@@ -6,12 +6,14 @@ import errno
 import math
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.train import metrics
-from dlr_pretrain.train.metrics import THROUGHPUT_WINDOW, WARMUP_STEPS, MetricsFile, Pending, Throughput
+from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import newest_first, read_metrics
 
@@ -102,24 +104,30 @@ def test_metrics_are_due_in_order_after_their_lag_and_everything_when_asked():
     assert seen == [[], [], [1], [2, 3, 4], []]
 
 
-def test_throughput_is_that_of_the_last_steps_without_the_first_ones_and_pauses(monkeypatch):
+def test_speed_is_that_of_the_last_steps_without_the_first_ones_and_pauses(monkeypatch):
     now = 100.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
-    throughput = Throughput()
+    cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])
+    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, peak_memory=lambda: 0)
+    meter, outcome = Meter(cfg, ranks, None, 1), SimpleNamespace(loss=1.0, norm=math.inf)
+
+    def speed() -> float | None:
+        return meter.record(1, outcome)["perf/tokens_per_second"]
+
     for _ in range(WARMUP_STEPS):
         now += 50.0
-        assert throughput.step(64) is None and throughput.seconds_per_step() is None
+        assert speed() is None and meter.seconds_per_step() is None
     now += 2.0
-    assert throughput.step(64) == 32.0
-    with pytest.raises(ZeroDivisionError), throughput.paused():
+    assert speed() == 32.0
+    with pytest.raises(ZeroDivisionError), meter.paused():
         now += 1000.0
         1 / 0  # noqa: B018
     now += 4.0
-    assert throughput.step(64) == pytest.approx(2 * 64 / 6) and throughput.seconds_per_step() == pytest.approx(3.0)
-    for _ in range(THROUGHPUT_WINDOW):
+    assert speed() == pytest.approx(2 * 64 / 6) and meter.seconds_per_step() == pytest.approx(3.0)
+    for _ in range(SPEED_WINDOW):
         now += 8.0
-        speed = throughput.step(64)
-    assert speed == 8.0
+        last = speed()
+    assert last == 8.0
 
 
 def test_lost_lines_are_counted_when_a_run_resumes(tmp_path, train, no_export, capsys):
