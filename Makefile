@@ -8,7 +8,7 @@ full:       # what that leaves to continuous integration
 	python -m pytest -n 3 -m full
 
 matrix:     # every backbone, DLR, optimizer: 20 steps on 1 and 2 ranks with inductor, resumed, exported, reloaded
-	DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix
+	DLR_MATRIX_BACKEND=inductor python -m pytest -m exhaustive tests/matrix
 
 kill-soak:  # a hundred kills of two-rank runs, each compared with an undisturbed one (half an hour)
 	DLR_KILLS=100 python -m pytest tests/kill -k soak -m full -s

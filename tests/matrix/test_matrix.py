@@ -59,7 +59,7 @@ def results(folder):
     return load_file(folder / "folded" / "model.safetensors"), records
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_trains_resumes_folds_exports_and_reloads(train, words, tmp_path, monkeypatch, capsys, method):
     common = (*METHODS[method], "train.lr=1e-3", "train.steps=20")

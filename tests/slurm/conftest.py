@@ -78,11 +78,11 @@ def scheduler(tmp_path_factory):
 def two_nodes(scheduler):
     """Skips where fewer are up; waits for one that a test has just set down."""
     with contextlib.suppress(AssertionError):
-        return wait(lambda: len(up()) > 1, str, seconds=10)
+        return wait(lambda: len(up()) > 1, str, seconds=120)
     pytest.skip("only one node is up")
 
 
-def wait(until: Callable[[], object], about: Callable[[], object], seconds: float = 900) -> None:
+def wait(until: Callable[[], object], about: Callable[[], object], seconds: float = 1800) -> None:
     deadline = time.monotonic() + seconds
     while not until():
         assert time.monotonic() < deadline, about()
@@ -90,13 +90,13 @@ def wait(until: Callable[[], object], about: Callable[[], object], seconds: floa
 
 
 def ask(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
 
 
 def up() -> list[str]:
     """The nodes that can take jobs."""
     words = ["sinfo", "--noheader", "--Node", "--responding", "--states=idle,mixed,allocated", "--format=%N"]
-    return sorted(set(subprocess.run(words, capture_output=True, text=True, timeout=30).stdout.split()))
+    return sorted(set(subprocess.run(words, capture_output=True, text=True, timeout=300).stdout.split()))
 
 
 def start(root: Path) -> Path:
@@ -121,5 +121,5 @@ def start(root: Path) -> Path:
     ask("slurmctld", "-i")
     for node in (host, "localhost"):
         ask("slurmd", "-N", node, "-f", str(conf))
-    wait(lambda: len(up()) > 1, lambda: (root / "slurmctld.log").read_text()[-3000:], seconds=60)
+    wait(lambda: len(up()) > 1, lambda: (root / "slurmctld.log").read_text()[-3000:], seconds=600)
     return conf

@@ -47,7 +47,7 @@ class Job:
             check=True,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=300,
         )
         self.id = submitted.stdout.strip().split(";")[0]
 
@@ -159,7 +159,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(submit, words, more, facts):
 
 def give(script: str, words: list[str], *options: str) -> str:
     command = [sys.executable, str(ROOT / script), *words, *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

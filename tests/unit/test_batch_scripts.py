@@ -36,7 +36,7 @@ def batch(tmp_path):
         own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": "my_python"}
         with open(log, "a") as out:
             command = ["bash", f"slurm/{script}", *words]
-            done = subprocess.run(command, cwd=ROOT, env=outside | own | variables, stdout=out, stderr=out, timeout=60)
+            done = subprocess.run(command, cwd=ROOT, env=outside | own | variables, stdout=out, stderr=out)
         return done.returncode, asked.read_text().splitlines(), log.read_text()
 
     return run
