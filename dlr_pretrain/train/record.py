@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.config.written import MANIFEST, read_record
+from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
 
@@ -75,15 +77,23 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
     update_record(run_dir, {"state": {"name": name, "step": step, "reason": reason, "time": time.time()}})
 
 
-def record_end(run_dir: Path, error: BaseException | None) -> None:
-    """Put the state in which a run ends into ``manifest.json``: complete, or what ``error`` says.
+@contextmanager
+def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
+    """The holder of ``lease`` puts how the run ends into ``manifest.json``: complete, or what went wrong.
 
     A start that failed before ``open_record`` leaves the record as it is. A disk that refuses the write hides no error.
     """
     kinds = {type(None): "complete", Diverged: "diverged", Stopped: "stopped", KeyboardInterrupt: "stopped"}
-    with suppress(OSError, UserError):
-        if read_record(run_dir).get("state", {}).get("name") == "running":
-            record_state(run_dir, kinds.get(type(error), "failed"), first_line(error) if error is not None else "")
+    ended: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        ended = error
+        raise
+    finally:
+        with suppress(OSError, UserError):
+            if lease.held and read_record(run_dir).get("state", {}).get("name") == "running":
+                record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
 
 
 def record_start(run_dir: Path, world_size: int, device: torch.device, text: str) -> None:

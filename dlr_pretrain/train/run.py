@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.record import open_record, record_end, record_start, update_record
+from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start, note_saved
 from dlr_pretrain.train.summary import summary
@@ -48,20 +47,6 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
         ranks.stop_if_asked("before the first step")
         ranks.start_watchdog(run_dir, ranks.on_main(lease.acquire))
         Run(cfg, run_dir, ranks, console, lease, text, report, planned_memory).complete()
-
-
-@contextmanager
-def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
-    """The process that holds ``lease`` writes down how the run ends within this context."""
-    ended: BaseException | None = None
-    try:
-        yield
-    except BaseException as error:
-        ended = error
-        raise
-    finally:
-        if lease.held:
-            record_end(run_dir, ended)
 
 
 @dataclass
