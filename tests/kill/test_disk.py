@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.train import saver
-from dlr_pretrain.train.checkpoint import CONTENT, directories, newest
+from dlr_pretrain.train.checkpoint import directories, newest
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
@@ -98,58 +98,3 @@ def locked(folder: Path, on: bool) -> bool:
         folder.chmod(0o500 if on else 0o700)
         return True
     return subprocess.run(["chattr", "+i" if on else "-i", folder], capture_output=True).returncode == 0
-
-
-def flip(directory: Path) -> None:
-    part = max(directory.glob("part_*"))
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
-
-
-def only_the_marker(directory: Path) -> None:
-    for path in directory.iterdir():
-        if path.name != CONTENT:
-            path.unlink()
-
-
-def junk(directory: Path) -> None:
-    shutil.rmtree(directory)
-    directory.mkdir()
-    (directory / CONTENT).write_bytes(os.urandom(300))
-    (directory / "part_00000_of_00001.safetensors").write_bytes(os.urandom(3000))
-    (directory / "subdirectory").mkdir()
-
-
-DAMAGES = {
-    "a flipped byte": flip,
-    "a file cut short": lambda d: os.truncate(max(d.glob("part_*")), 1000),
-    "a rank's file missing": lambda d: max(d.glob("part_*")).unlink(),
-    "a marker without data": only_the_marker,
-    "no marker": lambda d: (d / CONTENT).unlink(),
-    "junk": junk,
-    "an empty folder": lambda d: (shutil.rmtree(d), d.mkdir()),
-}
-
-
-@pytest.fixture(scope="module")
-def two_ranks_part_way(tmp_path_factory):
-    """Made once: a run of two ranks with checkpoints of steps 5 and 10, and where an undisturbed one ends."""
-    return tmp_path_factory.mktemp("two_ranks")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_of_two_ranks_is_passed_over(words, tmp_path, two_ranks_part_way, damage, capfd):
-    made = two_ranks_part_way
-    if not (made / "whole").exists():
-        forked(words(f"run.dir={made}/parts", *CHOICE, "train.steps=10"), 2)
-        shutil.rmtree(made / "parts" / "folded")
-        forked(words(f"run.dir={made}/whole", *CHOICE, "train.steps=10"), 2)
-    run = tmp_path / "run"
-    shutil.copytree(made / "parts", run)
-    DAMAGES[damage](run / "checkpoints" / "step_00000010")
-    forked(words(f"run.dir={run}", *CHOICE, "train.steps=10"), 2)
-    assert_same(final(run), final(made / "whole"))
-    assert [d.name for d in directories(run / "checkpoints")] == ["step_00000010", "step_00000005"]
-    assert newest(run / "checkpoints") == (run / "checkpoints" / "step_00000010", {})

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from torch.distributed import distributed_c10d
 
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.util.errors import EXIT_LOST
@@ -51,22 +50,6 @@ def break_rank_1(monkeypatch, at_step: int, act) -> None:
         return real(self, loader)
 
     monkeypatch.setattr(Guard, "next_batch", next_batch)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("minutes", "days"), [("null", 1000), ("60", 0)])
-def test_a_run_without_a_limit_has_none_for_collectives_either(minutes, days, words, tmp_path, monkeypatch):
-    log, set_timeout = tmp_path / "log", distributed_c10d._set_pg_timeout
-
-    def logged(timeout):
-        with open(log, "a") as file:
-            file.write(f"{timeout.days}\n")
-        set_timeout(timeout)
-
-    monkeypatch.setattr(distributed_c10d, "_set_pg_timeout", logged)
-    forked(words(f"run.dir={tmp_path}/run", f"run.timeout_minutes={minutes}", "train.steps=2"), ranks=2)
-    before_and_after_the_first_step = ["0", "0", str(days), str(days)]
-    assert sorted(log.read_text().split()) == sorted(before_and_after_the_first_step)
 
 
 @pytest.mark.full

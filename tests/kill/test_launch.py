@@ -73,14 +73,6 @@ def test_a_signal_that_is_repeated_to_the_very_end_changes_no_exit_code(tmp_path
 
 
 @pytest.mark.full
-def test_workers_that_have_no_ear_yet_are_stopped_all_the_same(tmp_path):
-    process = launch_stub(tmp_path, hears="nothing")
-    process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate()
-    assert process.returncode == EXIT_STOPPED, err
-
-
-@pytest.mark.full
 def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_path):
     process = launch_stub(tmp_path)
     workers = [int(pid) for pid in os.popen(f"pgrep -P {process.pid}").read().split()]
@@ -89,24 +81,6 @@ def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_pat
     assert process.returncode == 128 + signal.SIGKILL
     assert "Signal 9 (SIGKILL) received" in err
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
-
-
-ALONE = """
-import os, sys, time
-from dlr_pretrain.cli import _report
-from dlr_pretrain.util.errors import UserError
-if os.environ["RANK"] == "1":
-    sys.exit(_report(UserError("out of GPU memory on rank 1")))
-time.sleep(60)
-"""
-
-
-@pytest.mark.full
-def test_the_reason_of_a_rank_that_is_mute_is_told(tmp_path):
-    (tmp_path / "alone.py").write_text(ALONE)
-    process = launch(str(tmp_path / "alone.py"))
-    _, err = process.communicate()
-    assert process.returncode == EXIT_FAILED and "error: rank 1: UserError: out of GPU memory on rank 1" in err, err
 
 
 @pytest.mark.full

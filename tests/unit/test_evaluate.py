@@ -106,11 +106,6 @@ def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
     assert np.count_nonzero(which[1:] != which[:-1]) == min(sequences, STRIPES) - 1
 
 
-def test_a_half_without_a_sequence_has_no_loss():
-    found = Evaluator(validation(1, 1), 2, ranks())(Constant(1.0))
-    assert found["eval/loss"] == found["eval/loss_a"] == 1.0 and math.isnan(found["eval/loss_b"])
-
-
 @pytest.mark.usefixtures("no_export")
 def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(words, train, tmp_path, monkeypatch):
     """Real ranks, each with its own part of the validation set, and a model that a run has left."""
