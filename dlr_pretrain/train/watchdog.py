@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import RankLost, first_line, leave
@@ -45,32 +44,21 @@ class Watchdog:
         self._still = 0.0  # seconds without a sign of progress
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._folder, self._token = Path(), ""  # of a run, once it has started
-        self._stacks: TextIO | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self, run_dir: Path, token: str) -> None:
         """Start the thread. ``token`` distinguishes this start of the run from earlier ones, which may still run."""
         self._folder, self._token = run_dir, token
-        for folder in (".beats", "stacks"):  # with its parents: this node's file system may not show them yet
-            (run_dir / folder).mkdir(parents=True, exist_ok=True)
-        self._stacks = open(run_dir / "stacks" / f"rank_{self.rank}.txt", "a")  # noqa: SIM115 - open while it watches
+        (run_dir / ".beats").mkdir(parents=True, exist_ok=True)  # this node's file system may not show its parents yet
         self._beat()  # so that messages can name a rank that dies at once, too
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and delete this rank's file of stacks and their folder if they are empty."""
+        """End the thread."""
         self._stopped.set()
-        if self._stacks is None:
-            return
         if self._thread.is_alive():
             self._thread.join()
-        self._stacks.close()
-        with suppress(OSError):
-            path = Path(self._stacks.name)
-            if not path.stat().st_size:
-                path.unlink()
-            path.parent.rmdir()
 
     def stepped(self, step: int) -> None:
         self.step, self.started = step, True
@@ -130,11 +118,15 @@ class Watchdog:
 
     def _dump(self, reason: str) -> None:
         """Append the stacks of this rank's threads to its file in ``<run>/stacks``."""
-        if self._stacks is not None:
-            with suppress(OSError):
+        if not self._token:
+            return
+        with suppress(OSError):
+            path = self._folder / "stacks" / f"rank_{self.rank}.txt"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a") as file:
                 when = time.strftime("%Y-%m-%d %H:%M:%S")
-                print(f"\n{when} rank {self.rank} on {socket.gethostname()}: {reason}", file=self._stacks, flush=True)
-                faulthandler.dump_traceback(self._stacks, all_threads=True)
+                print(f"\n{when} rank {self.rank} on {socket.gethostname()}: {reason}", file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
 
     # ------------------------------------------------------------------------------------------------
     # What is known of the other ranks
