@@ -42,8 +42,8 @@ def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
     }
-    for name, content in ((SETTINGS, settings), ("special_tokens_map.json", tokenizer.specials)):
-        (folder / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(settings, ensure_ascii=False, indent=1) + "\n"
+    (folder / SETTINGS).write_text(text, encoding="utf-8")
 
 
 def fast_tokenizer(tokenizer: Tokenizer) -> Fast:

@@ -116,7 +116,10 @@ def ids() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory, spiece, ids) -> dict:
-    """What transformers makes of a folder of each kind, and of one in bf16 and one in shards."""
+    """What transformers makes of a folder of each kind, and of one in bf16 and one in shards.
+
+    DLR_TEST_FOREIGN_PYTHON names the Python of another transformers than the installed one.
+    """
     root, scratch = tmp_path_factory.mktemp("folders"), tmp_path_factory.mktemp("scratch")
     for kind in KINDS:
         export(root / kind, of_kind(kind), trained(of_kind(kind), ROWS).state_dict(), spiece, RECORD)
