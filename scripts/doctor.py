@@ -10,4 +10,4 @@ if __name__ == "__main__":
 from dlr_pretrain.doctor.command import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -27,7 +27,7 @@ from dlr_pretrain.util.text import plural
 SECONDS = 60.0  # that a check of this machine may take
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
     parser = argparse.ArgumentParser(
         prog="doctor.py",

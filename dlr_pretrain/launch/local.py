@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import dlr_pretrain
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.slurm import note
 from dlr_pretrain.launch.state import look
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
 
-TRAIN = Path(dlr_pretrain.__file__).parent.parent / "train.py"
+TRAIN = ("-m", "dlr_pretrain")
 
 
 def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] = lambda: None) -> None:
@@ -67,7 +66,7 @@ def _start(run: PlannedRun, slot: int, at_once: int, log: str) -> subprocess.Pop
     known = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
     if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    command = [sys.executable, str(TRAIN), *run.line.words]
+    command = [sys.executable, *TRAIN, *run.line.words]
     with open(log, "ab") as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, through ``stop``
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0

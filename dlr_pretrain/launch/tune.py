@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +36,9 @@ where this one stopped."""
 Cell = tuple[str, float, int]  # method, learning rate, seed
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
-    return command(lambda: tune(argv))
+    return command(lambda: tune(sys.argv[1:] if argv is None else argv))
 
 
 def tune(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ MAY_IMPORT = {  # a room, and the rooms whose modules its modules may import
     "util": set(),
     "config": {"util"},
     "cli": {"config", "util"},
+    "__main__": {"cli", "config", "util", "analysis", "train"},
     "models": {"config", "util"},
     "optim": {"config", "util"},
     "data": {"config", "util"},
@@ -48,6 +50,17 @@ def test_rooms_import_downwards_only():
     files = [p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name != "__init__.py"]
     upwards = {str(p.relative_to(PACKAGE)): imported_rooms(p) - MAY_IMPORT[room(p)] for p in files}
     assert not {path: rooms for path, rooms in upwards.items() if rooms}
+
+
+def test_a_wheel_has_every_package_and_its_commands_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named, folders = set(project["tool"]["setuptools"]["packages"]), project["tool"]["setuptools"]["package-dir"]
+    rooms = {f"dlr_pretrain.{p.parent.name}" for p in PACKAGE.glob("*/*.py")}
+    assert named == {"dlr_pretrain", *rooms, *folders}
+    for command in project["project"]["scripts"].values():
+        module, function = command.split(":")
+        path = ROOT / (module.replace("dlr_pretrain.scripts", "scripts").replace(".", "/") + ".py")
+        assert f"def {function}(" in path.read_text() or f"import {function}" in path.read_text()
 
 
 def test_training_imports_no_library_that_it_does_not_use():

@@ -292,7 +292,7 @@ sys.exit(3)
 def four(tmp_path, monkeypatch):
     """Words of four runs for a stand-in of train.py that fails, or with ``train.lr`` above 1 waits to be ended."""
     (tmp_path / "train.py").write_text(STAND_IN)
-    monkeypatch.setattr(local, "TRAIN", tmp_path / "train.py")
+    monkeypatch.setattr(local, "TRAIN", [str(tmp_path / "train.py")])
     return ["scale=tiny", "device=cpu", "seed=1,2,3,4", f"run.root={tmp_path}"]
 
 
