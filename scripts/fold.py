@@ -4,13 +4,12 @@ import argparse
 import os
 import re
 import sys
-from itertools import takewhile
 from pathlib import Path
 
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.history import newest_first
+from dlr_pretrain.util.history import read_metrics
 
 
 def main() -> int:
@@ -42,7 +41,6 @@ def fold(given: argparse.Namespace) -> None:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
     forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
-
     if output.exists():
         raise UserError(f"{output} exists already. Move it away, or name another folder with --output")
     import torch
@@ -63,8 +61,7 @@ def fold(given: argparse.Namespace) -> None:
 def facts(run: Path, state: dict) -> dict[str, object]:
     """Facts of the checkpoint for the folder's README: its step, its tokens, and its own evaluation if it has one."""
     record = {name: state[name] for name in ("step", "tokens", "real_tokens")}
-    since = takewhile(lambda line: line["step"] >= record["step"], newest_first(run / "metrics.jsonl"))
-    own = next((line for line in since if line["step"] == record["step"]), {})
+    own = next((line for line in reversed(read_metrics(run / "metrics.jsonl")) if line["step"] == record["step"]), {})
     return record | {name: value for name, value in own.items() if name.startswith("eval/")}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
@@ -151,6 +152,8 @@ def generation(folder: Path, tmp_path: Path) -> None:
 
 def spread_over_devices(folder: Path, tmp_path: Path) -> None:
     """Blocks that stand on the disk, as a model that is too large for its devices; and a pipeline."""
+    if folder.name == "lost" and transformers.__version__ < "5":
+        pytest.skip("transformers 4 does not read its channels from the disk")
     ids = ids_of(folder)
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "cpu" if i < 2 else "disk" for i in range(3)}
