@@ -20,7 +20,7 @@ def main() -> int:
     try:
         return cli.main(train)
     finally:
-        process.deafen()
+        process.ignore_stop_signals()
 
 
 def train(cfg: Config) -> None:

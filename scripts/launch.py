@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
-from dlr_pretrain.util.process import deafen, stop_signals
+from dlr_pretrain.util.process import ignore_stop_signals, stop_signals
 
 EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes whose reason the workers have told
 GRACE = 60.0  # seconds that torchrun has to end after its workers
@@ -37,7 +37,7 @@ def main() -> int:
         asked.add(number)
         running = workers()
         if not running and not begun.is_set():
-            deafen()
+            ignore_stop_signals()
             sys.exit(EXIT_STOPPED)
         for pid in running:
             with suppress(ProcessLookupError):
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         return launch(asked)
     finally:
-        deafen()
+        ignore_stop_signals()
 
 
 def launch(asked: set[int]) -> int:

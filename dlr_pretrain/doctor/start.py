@@ -29,7 +29,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.trial import noise, trial, trial_loop
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.process import available_memory, peak_memory, resident_memory
+from dlr_pretrain.util.process import available_memory, peak_memory
 
 REDUCED = 256 << 20  # bytes of the all-reduce
 SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
@@ -114,7 +114,7 @@ def step(cfg: Config, ranks: Ranks) -> Found:
     ranks.use_device()
     with suppress(OSError):  # the peak of the process is then that of this check
         Path("/proc/self/clear_refs").write_text("5")
-    before = resident_memory()
+    before = peak_memory()
     auto = cfg.train.micro_batch == "auto"
     rows = largest_that_fits(cfg, ranks, vocab_size, peak_bytes) if auto else cfg.micro_batch(ranks.world_size)
     few = min(2, cfg.train.global_batch // ranks.world_size // rows)

@@ -12,6 +12,7 @@ import json
 import math
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -51,6 +52,7 @@ class Outcome(NamedTuple):
         return f"loss {self.loss:g}, gradient norm {self.norm:g}"
 
 
+@dataclass
 class Guard:
     """Decides whether a run goes on.
 
@@ -58,21 +60,18 @@ class Guard:
     no lease of a run directory, and no tokenizer.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        ranks: Ranks,
-        lease: Lease | None,
-        saver: Saver,
-        console: Console,
-        tokenizer: Tokenizer | None,
-    ):
-        self.cfg, self.ranks, self.lease, self.saver = cfg, ranks, lease, saver
-        self.console, self.tokenizer = console, tokenizer
-        self.failure: UserError | None = None  # why this rank must end the run
-        self.broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
-        self.stopping = False  # a rank was asked to stop
-        self.skipped = self.skipped_in_a_row = self.last_skipped = 0  # updates left out: two counts, the last step
+    cfg: Config
+    ranks: Ranks
+    lease: Lease | None
+    saver: Saver
+    console: Console
+    tokenizer: Tokenizer | None
+    failure: UserError | None = None  # why this rank must end the run
+    broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
+    stopping: bool = False  # a rank was asked to stop
+    skipped: int = 0  # updates that were left out, as are
+    skipped_in_a_row: int = 0
+    last_skipped: int = 0  # the step of the last of them
 
     def fail(self, error: UserError | None) -> None:
         """Note why this rank must end the run; the first reason counts."""
@@ -158,7 +157,6 @@ class Guard:
 
     def write(self, metrics: MetricsFile, record: dict) -> None:
         """Write ``record``. If another start has taken the run over, the next update ends this one."""
-        complete = not metrics.unwritten
         try:
             with suppress(OSError):  # the disk may not answer; a checkpoint asks again
                 if self.lease is not None:
@@ -166,8 +164,6 @@ class Guard:
             metrics.write(record)
         except UserError as error:
             self.fail(error)
-        if complete and metrics.unwritten:
-            self.console.say(f"warning: {metrics.refusal}. It is tried again, until a checkpoint needs it")
 
     def wants_save(self, step: int) -> bool:
         """Whether to save after ``step``, beside the regular saves."""

@@ -1,4 +1,4 @@
-"""Writes small files so that a crash cannot damage them, and looks whether files are there."""
+"""Writes small files so that a crash cannot damage them, and checks whether files exist."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 def write_durably(path: Path, content: str | bytes) -> None:
     """Replace ``path`` with ``content`` so that a crash leaves the old or the new file, whole."""
-    aside = path.with_name(f".{path.name}.tmp")
-    aside.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(aside)
-    os.replace(aside, path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(temporary)
+    os.replace(temporary, path)
     sync(path.parent)
 
 

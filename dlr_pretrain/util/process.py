@@ -8,12 +8,13 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-_heard: list[int] = []
+_received: list[int] = []
 
 
 def cores() -> int:
@@ -44,21 +45,23 @@ def prepare() -> None:
     Signals are remembered until the run can act on them (``stop_requested``). Ctrl-C is not: it ends an import at once.
     """
     die_with_agent()
-    for number in stop_signals():
-        if number != signal.SIGINT:
-            signal.signal(number, lambda n, _frame: _heard.append(n))
+    _handle(lambda number, _frame: _received.append(number))
 
 
 def stop_requested() -> bool:
     """Whether a stop was requested after ``prepare``, before the run installed its own handlers."""
-    return bool(_heard)
+    return bool(_received)
 
 
-def deafen() -> None:
+def ignore_stop_signals() -> None:
     """Call this last: otherwise a repeated request to stop would kill the process while the interpreter ends."""
+    _handle(signal.SIG_IGN)
+
+
+def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     for number in stop_signals():
         if number != signal.SIGINT:
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, handler)
 
 
 def die_with_agent() -> None:
@@ -86,11 +89,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
         mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def resident_memory() -> int:
-    """The memory that this process holds; its peak on systems that do not report it."""
-    return _row_of("/proc/self/status", "VmRSS:") or peak_memory()
 
 
 def peak_memory() -> int:
