@@ -56,8 +56,9 @@ from dlr_pretrain.util import process
 process.prepare()
 os.kill(os.getpid(), signal.SIGUSR2)
 assert "torch" not in sys.modules
-from train import main, train
-sys.exit(main(train))
+from dlr_pretrain import cli
+from dlr_pretrain.__main__ import train
+sys.exit(cli.main(train))
 """
 
 
