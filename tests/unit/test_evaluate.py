@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import ValidationSet, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models import build
 from dlr_pretrain.train.evaluate import STRIPES, Evaluator, galore_perplexity, halves
-from dlr_pretrain.train.ranks import Ranks
-from tests.conftest import forked
 
 
 def ranks(rank: int = 0, world_size: int = 1, add=lambda tensor: tensor):
@@ -104,32 +100,6 @@ def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
     assert sorted(a + b) == list(range(sequences)) and abs(len(a) - len(b)) <= min(sequences, STRIPES) / 2
     which = np.isin(np.arange(sequences), b)
     assert np.count_nonzero(which[1:] != which[:-1]) == min(sequences, STRIPES) - 1
-
-
-@pytest.mark.usefixtures("no_export")
-def test_a_checkpoint_has_one_perplexity_on_any_ranks_and_for_any_micro_batch(words, train, tmp_path, monkeypatch):
-    """Real ranks, each with its own part of the validation set, and a model that a run has left."""
-    folder = train(tmp_path / "run", "dlr=on", "train.steps=6")
-    choice = ("eval.tokens=1000", "train.global_batch=64")
-
-    def evaluate(cfg, **_):
-        source = open_source(cfg)
-        tokenizer = open_tokenizer(cfg, source)
-        model = Llama(cfg, tokenizer.vocab_size)
-        model.load_state_dict(load_file(folder / "folded" / "model.safetensors"))
-        with Ranks(cfg) as ranks:
-            whole = validation_set(cfg, source, tokenizer)
-            found = [Evaluator(whole, micro_batch, ranks)(model) for micro_batch in (1, 7, 16)]
-        (tmp_path / f"{ranks.world_size}_{ranks.rank}.json").write_text(json.dumps(found))
-
-    monkeypatch.setattr("dlr_pretrain.train.run.run", evaluate)
-    for ranks in (1, 2):
-        forked(words(*choice), ranks)
-    found = [result for path in tmp_path.glob("*_*.json") for result in json.loads(path.read_text())]
-    assert len(found) == 3 * (1 + 2)
-    assert {result.pop("eval/perplexity_galore") for result in found} == {None}
-    for name, value in found[0].items():
-        assert [result[name] for result in found] == pytest.approx([value] * len(found), rel=1e-6)
 
 
 def test_all_ranks_call_the_model_as_often():
