@@ -82,7 +82,8 @@ class Loop:
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
         cfg, guard = self.cfg, self.guard
-        self.make_up_evaluation()
+        if self.unevaluated is not None:
+            self.evaluate(self.unevaluated)
         guard.raise_if_stopped(self.step)
         if self.step < cfg.train.steps:
             self.update.rehearse()
@@ -131,7 +132,7 @@ class Loop:
             record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
             record |= self.meter.record(step, outcome)
             if due.evaluate and step == self.step:
-                improved = self.evaluate(record, at_once=due.merge or self.cfg.checkpoint.keep_best)
+                improved = self.evaluate(record)
             else:
                 self.report(record)
         return improved
@@ -153,30 +154,26 @@ class Loop:
         with self.meter.paused(), record_function(UNTIMED):
             yield
 
-    def evaluate(self, record: dict, at_once: bool) -> bool:
+    def evaluate(self, record: dict) -> bool:
         """Evaluate, and complete and report ``record`` with the result; returns whether the result is to be kept.
 
-        Unless ``at_once``, a request to stop puts the evaluation off. The next start makes up for it.
+        A request to stop puts the evaluation off, unless something depends on it or a merge follows: the next start
+        makes up for it.
         """
-        at_once = at_once or self.step == self.cfg.train.steps
-        found = None
+        cfg, found = self.cfg, None
+        at_once = cfg.checkpoint.keep_best or merge_due(cfg, self.step) or self.step == cfg.train.steps
         if at_once or not self.guard.stopping:
             with self.untimed(), self.weights.with_residual():
                 found = self.evaluator(self.weights.model, not at_once)
+        self.unevaluated = record if found is None else None
         if found is None:
-            self.guard.stopping, self.unevaluated = True, record
+            self.guard.stopping = True
             return False
         self.report(record | found)
         if (loss := found["eval/loss"]) is None or not loss < self.best:
             return False
         self.best = loss
-        return self.cfg.checkpoint.keep_best
-
-    def make_up_evaluation(self) -> None:
-        """Make the evaluation that the start before this one put off."""
-        if self.unevaluated is not None:
-            record, self.unevaluated = self.unevaluated, None
-            self.evaluate(record, at_once=False)
+        return cfg.checkpoint.keep_best
 
     def probe_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``, if that is due."""
