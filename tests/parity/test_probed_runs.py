@@ -87,6 +87,7 @@ def test_numbers_are_those_of_all_ranks_together_and_their_training_does_not_not
         assert probes(shared)[step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
 
 
+@pytest.mark.full
 def test_numbers_are_those_of_every_way_to_multiply(run):
     """In weight space, by the branch, with masters, and where latents alone are kept."""
     expected = probes(run("weight", *PROBE))[1]

@@ -38,7 +38,7 @@ def test_micro_batches_do_not_change_the_step(train, tmp_path, accumulate, packi
         assert a == pytest.approx(b, rel=2e-5)
 
 
-@pytest.mark.parametrize("accumulate", ["native", "fp32"])
+@pytest.mark.parametrize("accumulate", ["native", pytest.param("fp32", marks=pytest.mark.full)])
 def test_ranks_do_not_change_the_step(train, words, tmp_path, accumulate):
     common = ("backbone=cola", "dlr=on", "train.lr=1e-3", f"train.accumulate={accumulate}", "data.packing=pad")
     alone, shared = train(tmp_path / "1x4", *common, "train.micro_batch=2"), tmp_path / "2x2"

@@ -56,12 +56,11 @@ def test_without_them_a_new_run_has_its_weights_alone(train, tmp_path, origin, c
     assert first.keys() == before.keys() and all(torch.equal(first[name], before[name]) for name in first)
 
 
-@pytest.mark.parametrize("dlr", ["on", "off"])
-def test_an_exported_folder_computes_what_it_did_at_the_start(train, tmp_path, dlr):
+def test_an_exported_folder_computes_what_it_did_at_the_start(train, tmp_path):
     common = ("backbone=cola", "eval.every=1", "train.warmup_steps=2")
     origin = train(tmp_path / "origin", *common, "dlr=on")
     last = read_metrics(origin / "metrics.jsonl")[-1]["eval/loss"]
-    new = train(tmp_path / "new", *common, f"dlr={dlr}", f"run.start_from={origin}/folded")
+    new = train(tmp_path / "new", *common, "dlr=off", f"run.start_from={origin}/folded")
     assert read_metrics(new / "metrics.jsonl")[0]["eval/loss"] == pytest.approx(last, abs=1e-6)  # update 0 has rate 0
 
 
