@@ -44,6 +44,7 @@ class Ranks:
         self.is_main = self.rank == 0
         self.device = _device(cfg)
         self.control: dist.ProcessGroup | None = None
+        self._agreed: Exception | None = None  # an error that every rank raises
         self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
         self.watchdog = Watchdog(self.rank, self.world_size, self.limit)
         process.die_with_agent()
@@ -155,7 +156,8 @@ class Ranks:
             if self.world_size > 1:
                 dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
-            raise own or answer[1]
+            self._agreed = own or answer[1]
+            raise self._agreed
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
@@ -274,7 +276,7 @@ class Ranks:
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        together = error is None or (isinstance(error, Stopped) and self.watchdog.started)
+        together = error in (None, self._agreed) or (isinstance(error, Stopped) and self.watchdog.started)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
         if cause is not None:
