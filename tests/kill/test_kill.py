@@ -105,15 +105,3 @@ def test_workers_die_with_their_agent(words, tmp_path):
     process.kill()
     process.communicate()
     assert workers and gone(workers)
-
-
-@pytest.mark.full
-def test_two_starts_of_one_run(words, tmp_path):
-    given = words(f"run.dir={tmp_path}/run", *STEPS[1:], "train.steps=2000")
-    first = start(given)
-    wait_for_step(tmp_path / "run", 1, first)
-    second = start(given)
-    _, err = second.communicate()
-    first.kill()
-    first.communicate()
-    assert second.returncode != 0 and f"is in use by process {first.pid} on" in err and "Traceback" not in err
