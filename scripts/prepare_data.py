@@ -16,7 +16,6 @@ from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.prepare import prepare
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import TRAINING_TEXT, open_tokenizer, train_tokenizer
-from dlr_pretrain.data.tokens import Entry
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
@@ -63,7 +62,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     kept = 0
     with tqdm(total=len(source.train_shards) + len(source.validation_shards), unit=" shards") as bar:
 
-        def show(entry: Entry, was_there: bool) -> None:
+        def show(was_there: bool) -> None:
             nonlocal kept
             kept += was_there
             bar.update()

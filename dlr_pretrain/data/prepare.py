@@ -13,13 +13,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
 
-from dlr_pretrain.data.documents import CHUNK_CHARACTERS, CHUNK_DOCUMENTS, chunks, token_dtype, tokenise
+from dlr_pretrain.data.documents import CHUNK_CHARACTERS, CHUNK_DOCUMENTS, chunks, tokenise
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.data.tokens import (
@@ -30,58 +29,56 @@ from dlr_pretrain.data.tokens import (
     SPLITS,
     TOKENIZER,
     TOKENS,
-    Entry,
     TokenSource,
-    file_name,
-    mapped,
+    file_names,
+    open_shard,
 )
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import sync, write_durably
 
-UNFINISHED = "unfinished.json"  # the manifest's beginning, until the manifest is written
+UNFINISHED = "unfinished.json"  # the manifest, until all shards are there
 AGAIN = "Fix this and start again: finished shards are kept"
-Job = tuple[Path, str]  # the token shard to make, and the name of the source's shard
+Job = tuple[str, Path]  # the name of the source's shard, and the token shard to make
 
 
 def prepare(
-    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[Entry, bool], None]
+    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[bool], None]
 ) -> TokenSource:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    ``report`` receives each finished shard, and whether it was there before. Raises UserError if the folder holds
+    ``report`` is told of each shard in order whether it was there before. Raises UserError if the folder holds
     something else, the input is unreadable or the output cannot be written.
     """
-    head = {
+    shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
+    manifest = {
         "format": FORMAT,
         "source": {"description": source.describe(), "fingerprint": source.fingerprint},
         "tokenizer": {
             "sha256": tokenizer.fingerprint,
             "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
             "unknown_share": source.unknown_share(tokenizer),
         },
+        "shards": {split: len(own) for split, own in shards.items()},
     }
-    shards = dict(zip(SPLITS, (source.train_shards, source.validation_shards), strict=True))
-    jobs = [(output / file_name(split, i, len(own)), own[i]) for split, own in shards.items() for i in range(len(own))]
-    entries: list[dict] = []
+    jobs = [
+        (name, output / made)
+        for split, own in shards.items()
+        for name, made in zip(own, file_names(split, len(own)), strict=True)
+    ]
     try:
-        _claim(output, head)
+        _claim(output, manifest)
         tokenizer.save(output / TOKENIZER)
-        for entry, was_there in _entries(source, output / TOKENIZER, jobs, workers):
-            entries.append(asdict(entry))
-            report(entry, was_there)
-        count = len(source.train_shards)
-        made = dict(zip(SPLITS, (entries[:count], entries[count:]), strict=True))
-        totals = {name: sum(entry[name] for entry in entries) for name in ("documents", "tokens")}
-        write_durably(output / MANIFEST, json.dumps(head | totals | {"shards": made}, indent=1))
-        for path in (output / UNFINISHED, *output.glob(".*.tokens*")):
+        for was_there in _completed(source, output / TOKENIZER, jobs, workers):
+            report(was_there)
+        write_durably(output / MANIFEST, json.dumps(manifest, indent=1))
+        for path in (output / UNFINISHED, *output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}. {AGAIN}") from error
     return TokenSource(output)
 
 
-def _claim(output: Path, head: dict) -> None:
+def _claim(output: Path, manifest: dict) -> None:
     """Note in the folder what it will hold. Raises UserError if it holds anything else."""
     output.mkdir(parents=True, exist_ok=True)
     found = next((path for path in (output / MANIFEST, output / UNFINISHED) if path.exists()), None)
@@ -90,13 +87,12 @@ def _claim(output: Path, head: dict) -> None:
         if strangers:
             rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
-        write_durably(output / UNFINISHED, json.dumps(head))
+        write_durably(output / UNFINISHED, json.dumps(manifest))
         return
     try:
         there = json.loads(found.read_bytes())
-        same = all(there[name] == head[name] for name in ("format", "tokenizer"))
-        same = same and there["source"]["fingerprint"] == head["source"]["fingerprint"]
-        description = there["source"]["description"]
+        description = there["source"].pop("description")  # names the folder, which may have moved
+        same = there == manifest | {"source": {"fingerprint": manifest["source"]["fingerprint"]}}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{found}: damaged ({error!r}). Delete the folder, or name another") from error
     if not same:
@@ -104,8 +100,8 @@ def _claim(output: Path, head: dict) -> None:
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 
-def _entries(source: TextSource, tokenizer: Path, jobs: list[Job], workers: int) -> Iterator[tuple[Entry, bool]]:
-    """The entry of each job, in order, and whether the shard was there."""
+def _completed(source: TextSource, tokenizer: Path, jobs: list[Job], workers: int) -> Iterator[bool]:
+    """Do each job; whether the shard was there, in order."""
     if workers == 1:
         _start_worker(source, tokenizer)
         yield from map(_complete, jobs)
@@ -135,21 +131,19 @@ def _start_worker(source: TextSource, tokenizer: Path) -> None:
         threading.Thread(target=end, daemon=True).start()
 
 
-def _complete(job: Job) -> tuple[Entry, bool]:
-    """Make a shard, or keep it; whether it was there."""
-    path, shard = job
-    source, tokenizer = _worker
+def _complete(job: Job) -> bool:
+    """Make a shard, unless it is there."""
+    (shard, path), (source, tokenizer) = job, _worker
     try:
-        rows = mapped(path.with_suffix(ROWS), INT64).reshape(-1, 2)
-        mapped(path, np.dtype(token_dtype(tokenizer.vocab_size)), int(rows[-1, 0]))
-        was_there = True
-    except (OSError, ValueError, IndexError):
-        rows, was_there = _write(source, shard, tokenizer, path), False
-    return Entry(shard, len(rows) - 1, int(np.count_nonzero(np.diff(rows[:, 0]))), int(rows[-1, 0])), was_there
+        open_shard(path, tokenizer.vocab_size)
+    except (OSError, ValueError):
+        _write(source, shard, tokenizer, path)
+        return False
+    return True
 
 
-def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> np.ndarray:
-    """Write a token shard, and return its rows."""
+def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
+    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
     rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
     drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ROWS)]
     with drafts[0].open("wb") as file:
@@ -166,4 +160,3 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
     for draft, final in zip(drafts, (path, path.with_suffix(ROWS)), strict=True):
         sync(draft)
         os.replace(draft, final)
-    return written

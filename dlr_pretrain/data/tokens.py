@@ -1,9 +1,9 @@
 """Pre-tokenised shards: a folder that ``scripts/prepare_data.py`` writes and ``data=tokens`` memory-maps.
 
-    manifest.json                     what the shards are and what they were made from; written last
-    tokenizer/                        the tokenizer
-    train-00000-of-01024.tokens       a shard for each shard of the source, in its order; validation-... likewise
-    train-00000-of-01024.rows         its rows
+    manifest.json                 what they were made from, and how many they are; written last
+    tokenizer/                    the tokenizer
+    train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
+    train-00000-of-01024.rows     its rows
 
 A shard is the ids of its documents, little-endian uint16 (int32 above 65,536 ids), each document whole and followed by
 its end of sequence. Its rows are little-endian int64 [rows + 1, 2]: for each row of the source the end of its document
@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,36 +29,30 @@ from dlr_pretrain.util.errors import UserError
 
 FORMAT = 3
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
-SPLITS = ("train", "validation")
 TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
 INT64 = np.dtype("<i8")
+SPLITS = ("train", "validation")
 TAKEN_TOKENS = 1 << 16  # taken at once, or one longer document: this bounds the memory of a stream
 PREPARE = "Make it with scripts/prepare_data.py"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A shard in the manifest."""
-
-    source: str  # name of the shard that it was made from
-    rows: int
-    documents: int  # rows that are not left out
-    tokens: int
+def file_names(split: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{split}-{index:05d}-of-{count:05d}{TOKENS}" for index in range(count))
 
 
-def file_name(split: str, index: int, count: int) -> str:
-    return f"{split}-{index:05d}-of-{count:05d}{TOKENS}"
+def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a shard and its rows, memory-mapped. Raises OSError or ValueError if they are not whole."""
+    tokens = _mapped(path, np.dtype(token_dtype(vocab_size)).newbyteorder("<"))
+    rows = _mapped(path.with_suffix(ROWS), INT64).reshape(-1, 2)
+    if not len(rows) or rows[-1, 0] != len(tokens):
+        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ROWS} tells of others")
+    return tokens, rows
 
 
-def mapped(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
-    """The array of a file, memory-mapped. Raises OSError or ValueError if it cannot be, or has another length."""
+def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
     with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        raw = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    found = np.frombuffer(raw, dtype)
-    if count is not None and len(found) != count:
-        raise ValueError(f"{path.name} has {size:,} bytes, and {count * dtype.itemsize:,} were written")
-    return found
+        size = os.fstat(file.fileno()).st_size  # a file without bytes cannot be mapped
+        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
 
 
 class TokenBlock:
@@ -79,11 +72,12 @@ class TokenBlock:
         starts = np.append(0, ends[:-1])
         index = np.repeat(begins - starts, ends - starts)
         index += np.arange(len(index))
-        return Tokens(self._source.tokens(self._shard)[index], starts)
+        tokens, _ = self._source.shard(self._shard)
+        return Tokens(tokens[index], starts)
 
 
 class TokenSource:
-    """A folder of pre-tokenised shards: a source without texts. Opening it checks all that the manifest says."""
+    """A folder of pre-tokenised shards: a source without texts. Opening it checks that it is whole."""
 
     version: str | None = None
 
@@ -91,33 +85,23 @@ class TokenSource:
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
         try:
-            self._read(json.loads((root / MANIFEST).read_bytes()))
+            manifest = json.loads((root / MANIFEST).read_bytes())
+            if (version := manifest["format"]) != FORMAT:
+                rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
+                raise UserError(f"{root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
+            about = manifest["tokenizer"]
+            self._sha256, self.vocab_size, self._unknown = (about[n] for n in ("sha256", "vocab_size", "unknown_share"))
+            self.fingerprint, self._made_from = (manifest["source"][n] for n in ("fingerprint", "description"))
+            shards = manifest["shards"]
+            self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
         except FileNotFoundError:
             raise UserError(f"data.root={root}: no {MANIFEST}, so no finished folder of tokens. {PREPARE}") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again") from error
         self._check_tokenizer(tokenizer_path)
-        for name, entry in self.entries.items():
-            self.tokens(name)
-            if self._rows(name)[-1, 0] != entry.tokens:
-                raise UserError(f"{root / name}: damaged or foreign: its rows end elsewhere. {PREPARE} again")
-
-    def _read(self, manifest: dict) -> None:
-        if (version := manifest["format"]) != FORMAT:
-            rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
-            raise UserError(f"{self.root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
-        self._sha256: str = manifest["tokenizer"]["sha256"]
-        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
-        self._unknown: float = manifest["tokenizer"]["unknown_share"]
-        self.fingerprint: str = manifest["source"]["fingerprint"]
-        self._made_from: str = manifest["source"]["description"]
-        self._dtype = np.dtype(token_dtype(self.vocab_size)).newbyteorder("<")
-        entries = {split: [Entry(**entry) for entry in manifest["shards"][split]] for split in SPLITS}
-        names = {split: tuple(file_name(split, i, len(own)) for i in range(len(own))) for split, own in entries.items()}
-        self.train_shards, self.validation_shards = (names[split] for split in SPLITS)
-        self.entries = {n: e for split in SPLITS for n, e in zip(names[split], entries[split], strict=True)}
-        if not all(names.values()):
-            raise ValueError("a split without shards")
+        for name in self.validation_shards:
+            self.shard(name)
+        self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
 
     def _check_tokenizer(self, given: Path | None) -> None:
         for path in filter(None, (self.tokenizer_path, given)):
@@ -128,28 +112,18 @@ class TokenSource:
                 fix = "Leave tokenizer.path out" if path == given else "Put the original back"
                 raise UserError(f"{path}: {rule}. {fix}, or prepare the tokens again")
 
-    def _mapped(self, name: str, suffix: str, dtype: np.dtype, count: int) -> np.ndarray:
-        """A file of a shard. Each use maps it anew: pages that stay mapped count as memory of this process."""
-        path = (self.root / name).with_suffix(suffix)
+    def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and the rows of a shard. Each use maps them anew: pages that stay mapped count as memory."""
         try:
-            return mapped(path, dtype, count)
+            return open_shard(self.root / name, self.vocab_size)
         except (OSError, ValueError) as error:
-            rule = f"{error.strerror}" if isinstance(error, OSError) else f"damaged or foreign: {error}"
-            raise UserError(f"{path}: {rule}. {PREPARE} again: it keeps the sound shards") from error
-
-    def tokens(self, shard: str) -> np.ndarray:
-        """The ids of a shard."""
-        return self._mapped(shard, TOKENS, self._dtype, self.entries[shard].tokens)
-
-    def _rows(self, shard: str) -> np.ndarray:
-        return self._mapped(shard, ROWS, INT64, 2 * (self.entries[shard].rows + 1)).reshape(-1, 2)
+            rule = error.strerror if isinstance(error, OSError) else f"damaged or foreign: {error}"
+            raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
         if tokenizer.fingerprint != self._sha256:
             raise UserError(f"{tokenizer.path}: not the tokenizer that {self.root} was tokenised with")
-        count = self.entries[shard].rows
-        while first < count:
-            rows = self._rows(shard)
+        while first < len(rows := self.shard(shard)[1]) - 1:
             characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
             closed = np.searchsorted(np.cumsum(characters), documents.BLOCK_CHARACTERS)
             numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
@@ -162,6 +136,5 @@ class TokenSource:
         return self._unknown
 
     def describe(self) -> str:
-        total = sum(self.entries[name].tokens for name in self.train_shards)
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
-        return f"{self.root}: {shards} of tokens ({total:,} to train on), made from {self._made_from}"
+        return f"{self.root}: {shards} of tokens ({self._total:,} to train on), made from {self._made_from}"

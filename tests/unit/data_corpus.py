@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf
 
 from dlr_pretrain import config
+from dlr_pretrain.config.compose import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
 
@@ -29,20 +32,19 @@ NASTY = [
 ]  # fmt: skip
 
 
+@cache
+def composed(data: str) -> DictConfig:
+    with session():
+        words = ("scale=tiny", "dlr=on", "precision=fp32", "parallel=ddp", "logger=jsonl")
+        return compose("train", [*words, f"data={data}", "device=cpu"])
+
+
 def make_config(data: str = "c4_local", **keys) -> config.Config:
-    """A real configuration of the smallest scale; ``train__seq_len=8`` sets train.seq_len."""
-    groups = {"scale": "tiny", "backbone": "lowrank", "dlr": "on", "optimizer": "adamw", "data": data}
-    groups |= {"precision": "fp32", "parallel": "ddp", "logger": "jsonl"}
-    groups |= {"probe": "on", "profile": "on"}  # which nothing here reads; "off" is made from these
-    tree = OmegaConf.load(config.CONFIG_DIR / "train.yaml")
-    for name in ("defaults", "hydra"):
-        tree.pop(name, None)
-    for group, option in groups.items():
-        tree = OmegaConf.merge(tree, {group: OmegaConf.load(config.CONFIG_DIR / group / f"{option}.yaml")})
+    """A configuration of the smallest scale, not checked by the rules; ``train__seq_len=8`` sets train.seq_len."""
+    tree = composed(data).copy()
     for name, value in keys.items():
         OmegaConf.update(tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value)
-    tree = OmegaConf.to_container(tree, resolve=True)
-    cfg, problems = config.parse(tree, {name: tree[name] for name in ("backbone", "optimizer")})
+    cfg, problems = config.parse(OmegaConf.to_container(tree, resolve=True))
     assert cfg is not None, problems
     return cfg
 

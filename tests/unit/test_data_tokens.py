@@ -2,12 +2,14 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers.models
 import tokenizers.pre_tokenizers
@@ -42,7 +44,7 @@ def make(root: Path, model: Path, output: Path, workers: int = 1) -> list[bool]:
     """Prepare, and return of each shard whether it was there."""
     kept: list[bool] = []
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
-    prepare(source, tokenizer, output, workers, lambda _, was_there: kept.append(was_there))
+    prepare(source, tokenizer, output, workers, kept.append)
     return kept
 
 
@@ -89,7 +91,7 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     own = {"tokenizer__path": tmp_path / "words.json", "tokenizer__eos": "END", "data__bad_rows": "skip"}
     text = opened(make_config("local", data__root=tmp_path / "text", data__held_out=0.1, **keys, **own))
     made = prepare(*text[1:], tmp_path / "tokens", 1, lambda *_: None)
-    assert sum(entry.documents for entry in made.entries.values()) == 800 and made.vocab_size == 70_001
+    assert made.vocab_size == 70_001 and made.shard(made.train_shards[0])[0].dtype == np.int32
     tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
     assert same(*(global_batches(*each, 2, 200) for each in (text, tokens)))  # several epochs
     one, two = (validation_set(*each) for each in (text, tokens))
@@ -185,10 +187,16 @@ if __name__ == "__main__":
 """
     (tmp_path / "program.py").write_text(program)
     os.mkfifo(root / "fifo")
-    with subprocess.Popen([sys.executable, tmp_path / "program.py"]) as parent, open(root / "fifo", "rb") as fifo:
-        assert fifo.read(2) == b"xx"
+    fifo = os.open(root / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+    with subprocess.Popen([sys.executable, tmp_path / "program.py"]) as parent:
+        ended = os.pidfd_open(parent.pid)
+        for _ in range(2):
+            assert ended not in select.select([fifo, ended], [], [])[0]
+            assert os.read(fifo, 1) == b"x"
         parent.kill()
-        assert fifo.read() == b""  # the end: nobody has it open any more
+    select.select([fifo], [], [])
+    assert os.read(fifo, 1) == b""  # the end: nobody has it open any more
+    os.close(fifo), os.close(ended)
 
 
 def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
@@ -251,13 +259,12 @@ ONE = "train-00001-of-00003.tokens"
 @pytest.mark.parametrize(
     ("damage", "rule"),
     [
-        (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign: .*\d bytes, and .* were written"),
-        (lambda f: cut((f / ONE).with_suffix(".rows")), r"train-00001-of-00003\.rows: damaged or foreign"),
+        (lambda f: cut(f / ONE), rf"{ONE}: damaged or foreign"),
+        (lambda f: cut((f / ONE).with_suffix(".rows")), rf"{ONE}: damaged or foreign"),
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
         (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no finished folder of tokens. Make it with scripts"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
-        (lambda f: rewrite(f, lambda m: m["shards"]["train"].clear()), "manifest.json: damaged"),
-        (lambda f: rewrite(f, lambda m: m["shards"]["train"][0].update(tokens=7)), "train-00000.*damaged or foreign"),
+        (lambda f: rewrite(f, lambda m: m["shards"].update(train=4)), "train-00000-of-00004.tokens: No such file"),
         (lambda f: rewrite(f, lambda m: m.update(format=9)), "format 9, and this version reads format"),
         (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: no such file"),
     ],
