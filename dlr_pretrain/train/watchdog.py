@@ -78,9 +78,7 @@ class Watchdog:
     def report(self, error: BaseException) -> tuple[RankLost, bool]:
         """The error to raise for a failed collective, and whether this rank prints it; writes down its stacks."""
         self._dump("".join(traceback.format_exception(error)))
-        beats = self._listen()
-        reason = first_line(error).partition(". This is typically")[0]
-        return self._lost(beats, f"{suspicion(beats)} ({reason})"), self._speaks(beats)
+        return self._verdict(first_line(error).partition(". This is typically")[0])
 
     # ------------------------------------------------------------------------------------------------
     # In the thread
@@ -101,9 +99,8 @@ class Watchdog:
             dumped = True
             self._dump(f"no progress for {self._still:.0f} s after step {self.step}")
             if strict:  # every rank that stands still ends itself
-                beats = self._listen()
-                lost = self._lost(beats, f"no step for {self._still:.0f} s: {suspicion(beats)}")
-                leave(lost, say=self._speaks(beats))
+                lost, speaks = self._verdict(f"no step for {self._still:.0f} s")
+                leave(lost, say=speaks)
 
     def _beat(self) -> None:
         where, waits = place(sys._current_frames().get(threading.main_thread().ident or 0))
@@ -131,6 +128,17 @@ class Watchdog:
     # ------------------------------------------------------------------------------------------------
     # What is known of the other ranks
 
+    def _verdict(self, reason: str) -> tuple[RankLost, bool]:
+        """The error that names the ranks that the others wait for, and whether this rank prints it.
+
+        The lowest rank prints that is not silent.
+        """
+        beats = self._listen()
+        speaker = min((beat["rank"] for beat in beats if not beat["silent"]), default=self.rank)
+        stacks = f"The ranks' stacks are in {self._folder / 'stacks'}. " if self._token else ""
+        text = f"{suspicion(beats)} ({reason}). {stacks}The same command continues from the last checkpoint"
+        return RankLost(text), self.rank == speaker
+
     def _listen(self) -> list[dict]:
         """The heartbeats of all ranks, and whether each is ``silent``: this takes as long as every live rank beats."""
         if not self._token:
@@ -156,14 +164,6 @@ class Watchdog:
                 if record.get("token") == self._token:
                     records[rank] = record
         return records
-
-    def _speaks(self, beats: list[dict]) -> bool:
-        """Whether this rank prints the message: the lowest one does that is not silent."""
-        return self.rank == min((beat["rank"] for beat in beats if not beat["silent"]), default=self.rank)
-
-    def _lost(self, beats: list[dict], text: str) -> RankLost:
-        stacks = f"The ranks' stacks are in {self._folder / 'stacks'}. " if self._token else ""
-        return RankLost(f"{text}. {stacks}The same command continues from the last checkpoint")
 
 
 def suspicion(beats: list[dict]) -> str:
