@@ -35,19 +35,15 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """Count a training step that has ended, and end the profile when its trace is written."""
+        """Count a training step that has ended."""
         if self.profile is not None:
             self.profile.step()
-            if self.written:
-                self.__exit__()
 
     def __exit__(self, *_) -> None:
         """End the profile, complete or not."""
-        if self.profile is None:
-            return
-        ended, self.profile = self.profile, None
-        ended.stop()
-        if not self.written:
+        if self.profile is not None:
+            self.profile.stop()
+        if self.profile is not None and not self.written:
             self.console.say(f"warning: no profile: profile.start={self.cfg.profile.start} was not reached")
 
     def _write(self, ended: profile) -> None:

@@ -21,7 +21,6 @@ from dlr_pretrain.util.errors import Stopped, first_line
 from dlr_pretrain.util.files import is_there, write_durably
 from dlr_pretrain.util.history import read_metrics
 
-BACKLOG = 10_000  # records that may wait for a view; later ones are left out of it until it catches up
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
 CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
 VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
@@ -54,7 +53,7 @@ class View:
         self.thread.start()
 
     def log(self, record: dict) -> None:
-        if self.records.qsize() < BACKLOG:
+        if self.thread.is_alive():
             self.records.put(record)
 
     def __enter__(self) -> View:
