@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
+from dlr_pretrain.util.text import table as markdown_table
 
 Columns = Mapping[str, Callable[[dict], str | None]]
 
@@ -45,17 +46,10 @@ def write(found: dict, title: str, columns: Columns, file: Path | None) -> None:
 
 
 def table(columns: Columns, variants: Sequence[dict]) -> str:
-    """A Markdown table, padded so that its source is readable too, without the columns that have no value."""
+    """A Markdown table without the columns that have no value."""
     filled = {name: [cell(variant) or "" for variant in variants] for name, cell in columns.items()}
     filled = {name: cells for name, cells in filled.items() if any(cells)}
-    widths = [max(map(len, [name, *cells])) for name, cells in filled.items()]
-
-    def line(first: str, *others: str) -> str:
-        cells = (other.rjust(width) for other, width in zip(others, widths[1:], strict=True))
-        return "| " + " | ".join((first.ljust(widths[0]), *cells)) + " |"
-
-    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
-    return "\n".join([line(*filled), f"|{rule}|", *(line(*row) for row in zip(*filled.values(), strict=True))])
+    return markdown_table([*filled], zip(*filled.values(), strict=True), right=range(1, len(filled)))
 
 
 def ratio(variant: dict) -> str:

@@ -32,6 +32,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.tune import Design, Trial, compare, remarks
+from dlr_pretrain.util.text import table as markdown_table
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "evidence.md"
@@ -109,10 +110,9 @@ def paper() -> pd.DataFrame:
 def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right: Iterable[int]) -> str:
     """Markdown; the columns whose indices are in ``right`` are aligned to the right. Settings that are all the same are
     left out."""
-    rule = ["---:" if i in right else "---" for i in range(len(header))]
     alike = header[0] == "Setting" and len({row[0] for row in rows}) == 1
-    lines = [f"| {' | '.join(row[alike:])} |" for row in (header, rule, *rows)]
-    return "\n".join([*lines, "", *(f"* {note}" for note in notes)])
+    shown = markdown_table(header[alike:], [row[alike:] for row in rows], [i - alike for i in right])
+    return "\n".join([shown, "", *(f"* {note}" for note in notes)])
 
 
 def tune(piece: Piece) -> str:

@@ -5,7 +5,6 @@ The first colours are those of Okabe and Ito (2008), which can be told apart wit
 
 from __future__ import annotations
 
-import math
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
@@ -77,33 +76,23 @@ def subplots(n: int, width: float = 4.2, height: float = 3.3):
 
 def log_scale(axis) -> None:
     """A logarithmic axis whose ticks are plain numbers: 700, 800, 900, 1,000."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import AutoLocator, NullLocator, StrMethodFormatter
 
     low, high = axis.get_data_interval()
-    span = math.log10(high / low) if 0 < low < high else 1.0
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(
-        MaxNLocator(7, steps=[1, 2, 5, 10]) if span < 1 else LogLocator(subs=(1, 2, 5) if span < 3 else (1,))
-    )
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    if high < 10 * low:  # a power of ten may not be in view
+        axis.set_major_locator(AutoLocator())
+        axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
 
 
 def legend(ax) -> None:
-    """Names in the axes, or to their right if there are many: then the figure grows until its panel has enough room."""
-    names = ax.get_legend_handles_labels()[1]
-    if not names:
-        return
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if len(names) > CROWDED else {}
-    size = ax.legend(frameon=False, fontsize=8, **beside).get_window_extent()
-    if beside:
-        figure, grid = ax.figure, ax.get_gridspec()
-        width, height = grid.ncols * (size.width / figure.dpi + 3.5), grid.nrows * (size.height / figure.dpi + 0.7)
-        figure.set_size_inches(max(figure.get_figwidth(), width), max(figure.get_figheight(), height))
-
-
-def wrapped(label: str) -> str:
-    return textwrap.fill(label, 44, break_long_words=False, subsequent_indent="  ")
+    """Names in the axes, or beside them in a wider figure if there are many."""
+    if len(ax.get_legend_handles_labels()[1]) > CROWDED:
+        ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        ax.figure.set_figwidth(ax.figure.get_figwidth() + 4)
+    elif ax.get_legend_handles_labels()[1]:
+        ax.legend(frameon=False, fontsize=8)
 
 
 def save(figure, folder: Path, name: str, caption: str) -> Picture:
@@ -162,7 +151,7 @@ def _curve(ax, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, mar
     ``mark`` tells it from other groups of its method, which have its colour.
     """
     style, last = look(of.method.iloc[0]), final(of, "ppl")
-    label = wrapped(f"{of.label.iloc[0]}: {last.text(',.1f') if last else 'unfinished'}")
+    label = textwrap.fill(f"{of.label.iloc[0]}: {last.text(',.1f') if last else 'unfinished'}", 44)
     wide, at = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
     is_evaluation = column.startswith("eval/")
     if is_evaluation:

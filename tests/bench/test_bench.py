@@ -56,6 +56,7 @@ def test_the_interval_of_a_median_is_the_narrowest_of_95_percent(n, rank):
     assert covered >= 0.95 > narrower
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_parity_check_passes_what_is_right_and_stops_what_is_not(precision):
     """A residual of another strength does not pass, and neither does a NaN."""
@@ -83,6 +84,7 @@ def test_peers_and_we_score_the_same_targets():
     assert torch.equal(targets[:, :-1], labels[:, 1:]) and (targets[:, -1] == IGNORE).all()
 
 
+@pytest.mark.full
 def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkeypatch):
     code, found = bench("step", *TINY, *QUICK, "--variant", "dlr=off", "--variant", "dlr=on")
     assert code == 0 and list(found) == ["dlr=off", "dlr=off, once more", "dlr=on"]
@@ -116,7 +118,8 @@ def build_wrong(*shape, **options):
 """
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(bench, tmp_path, precision, capsys):
     overrides, file = joined(TINY, [f"precision={precision}"]), tmp_path / "peer.py"
     file.write_text(ADAPTER.format(overrides=overrides))
@@ -134,6 +137,7 @@ def test_logits_are_the_same_bits_before_and_after_folding(bench):
     assert found["branch, unfolded"]["difference"] > 0
 
 
+@pytest.mark.full
 def test_a_data_source_is_measured(bench, corpus, monkeypatch):
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)  # pytest keeps its cores
     place = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
@@ -161,6 +165,7 @@ def test_the_plan_tells_the_memory_of_an_eager_step(overrides):
     assert isolated(given)["peak"] == pytest.approx(peak_bytes(cfg, cfg.planned_vocab_size, 1), rel=0.005)
 
 
+@pytest.mark.full
 def test_what_cannot_be_measured_is_refused(bench, capsys):
     for part, *more in (
         ("step", "train.clip=fast"), ("step", "--variant", "dlr=on", "--variant", "train.seq_len=64"),

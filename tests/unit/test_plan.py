@@ -15,7 +15,7 @@ from dlr_pretrain.analysis import memory as measuring
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
 from dlr_pretrain.analysis.paper import facts, recipe
 from dlr_pretrain.analysis.plan import folded_parameters, paper_measured, plan, render
-from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, convention, counts, printed_memory, token_budget
+from dlr_pretrain.analysis.table1 import UNREACHABLE, compare, counts, printed_memory, token_budget
 from dlr_pretrain.analysis.table1 import render as render_table1
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -42,7 +42,7 @@ def closed_form(scale: str, backbone: str) -> int:
     return 2 * V * d + (2 * layers + 1) * d + layers * block
 
 
-@pytest.mark.parametrize("backbone", ["full", "lowrank", "cola", "lora"])
+@pytest.mark.parametrize("backbone", ["full", "cola"])
 def test_parameters_are_those_of_the_closed_form_to_the_unit(backbone):
     """Those of the others follow from their FLOPs (test_flops.py), and from the recipes of Table 1."""
     for scale in SHAPES:
@@ -96,7 +96,7 @@ def test_every_cell_of_table_1_agrees_that_can_and_the_others_say_why():
 def test_recipes_have_the_papers_parameters_and_memory():
     """One scale of the table; all of it is in the test above."""
     for row in facts("table1").query("scale == '130m'").itertuples():
-        if row.method != "sltrain" and (convention(row.method) != "b" or "dlr" in row.method):
+        if row.method in ("full", "galore", "lora", "cola+dlr", "lax+dlr"):  # every convention but sltrain's
             of = counts(config("scale=130m", *recipe(row.method)))
             ours = round(of.trained / 1e6), float(printed_memory(row.method, "130m", of))
             assert ours == (row.params_m, row.mem_gb), row.method
