@@ -134,7 +134,8 @@ def _normal(key: str, value: str, line: CommandLine) -> str:
     if key not in GROUPS and "." not in key:
         meant = nearest(key, [*GROUPS, *KEYS])
         if meant in GROUPS:
-            line.problems.append(Problem(key, value, "no such key", f"Did you mean {meant}={value}?"))
+            written, value = value, "jsonl" if meant == "logger" and SWITCH.get(value.lower()) == "off" else value
+            line.problems.append(Problem(key, written, "no such key", f"Did you mean {meant}={value}?"))
             key = meant
     if key in SWITCHES:
         value = ",".join(SWITCH.get(option.strip().strip("'\"").lower(), option) for option in value.split(","))

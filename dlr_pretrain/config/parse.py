@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -135,22 +134,22 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
     converted = _convert(value, hint)
     if converted is MISSING:
         kinds = " or ".join([f"must be {KINDS[hint]}", *words, *(["null"] if optional else [])])
-        problems.append(Problem(name, value, kinds, _quotes(name, value, hint)))
+        text = hint is str and isinstance(value, (int, float))
+        fix = f"Quote a number that is meant as text: \"{name}='...'\"" if text else spec.about.get("off", "")
+        problems.append(Problem(name, value, kinds, fix))
     elif rule := _broken_bound(converted, spec.about):
-        problems.append(Problem(name, value, rule))
+        off = "null switches it off" if optional else spec.about.get("off", "")
+        problems.append(Problem(name, value, rule, "" if converted else off))
     return converted
-
-
-def _quotes(name: str, value: object, hint: object) -> str:
-    """The fix for a number that is quoted and should not be, or the other way round; else empty."""
-    if hint is str and isinstance(value, (int, float)):
-        return f"Quote a number that is meant as text: \"{name}='...'\""
-    number = re.fullmatch(r"[+-]?[\d_]*\.?\d+(e[+-]?\d+)?", value, re.IGNORECASE) if isinstance(value, str) else None
-    return "A quoted number is text: leave the quotes out" if number and hint in (int, float) else ""
 
 
 def _convert(value: Any, hint: object) -> Any:
     """``value`` as a ``hint``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers."""
+    if hint in (int, float) and isinstance(value, str):  # of a variable: ${oc.env:LR}
+        try:
+            value = float(value)
+        except ValueError:
+            return MISSING
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if hint is bool:
         return BOOLS.get(str(value).lower(), MISSING)

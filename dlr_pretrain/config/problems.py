@@ -51,28 +51,44 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
 
-SYNONYMS = {  # the names of other trainers, and ours
-    "batch_size": "train.global_batch",
-    "total_batch_size": "train.global_batch",
-    "grad_accum": "train.micro_batch",
-    "gradient_accumulation": "train.micro_batch",
-    "gradient_accumulation_steps": "train.micro_batch",
-    "per_device_train_batch_size": "train.micro_batch",
-    "learning_rate": "train.lr",
-    "max_steps": "train.steps",
-    "num_training_steps": "train.steps",
-    "max_length": "train.seq_len",
-    "block_size": "train.seq_len",
-    "dtype": "precision",
-    "model": "backbone",
-    "model_config": "scale",
-    "wandb": "logger",
-    "data.path": "data.root",
-    "data.dir": "data.root",
-    "data.name": "data.dataset",
-    "data.tokenizer": "tokenizer.path",
-    "output_dir": "run.dir",
+# What users of other trainers type (transformers, GaLore's and CoLA's scripts, nanoGPT, torchtitan), and our keys. Most
+# are known by their last part; those with a dot, by the whole.
+FOREIGN = {
+    "train.global_batch": "batch_size total_batch_size global_batch_size train_batch_size",
+    "train.micro_batch": "grad_accum gradient_accumulation gradient_accumulation_steps per_device_train_batch_size "
+    "local_batch_size device_batch_size",
+    "train.lr": "learning_rate",
+    "train.min_lr_ratio": "min_lr min_lr_factor",
+    "train.lr_decay": "scheduler lr_scheduler lr_scheduler_type decay_type",
+    "train.lr_decay_steps": "lr_decay_iters decay_steps",
+    "train.warmup_steps": "warmup_iters num_warmup_steps",
+    "train.steps": "max_steps num_training_steps max_iters iterations",
+    "train.seq_len": "max_length block_size sequence_length context_length",
+    "train.clip": "grad_clip grad_clipping max_grad_norm clip_grad max_norm gradient_clip_val",
+    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint ac",
+    "eval.every": "eval_every eval_interval eval_steps",
+    "eval.tokens": "eval_iters eval_tokens",
+    "checkpoint.every": "save_every save_steps save_interval checkpoint_interval",
+    "checkpoint.keep_last": "save_total_limit keep_latest_k",
+    "log.every": "logging_steps log_interval log_freq",
+    "run.dir": "output_dir out_dir save_dir dump_folder",
+    "run.start_from": "resume_from_checkpoint continue_from",
+    "optimizer.weight_decay": "wd",
+    "data.root": "data.path data.dir data_path data_dir dataset_path",
+    "data.dataset": "data.name dataset_name",
+    "data.text_key": "text_field dataset_text_field text_column",
+    "tokenizer.path": "data.tokenizer tokenizer_name tokenizer_path",
+    "scale.num_layers": "n_layer n_layers num_hidden_layers",
+    "scale.num_heads": "n_head n_heads num_attention_heads",
+    "scale.hidden_size": "n_embd d_model dim",
+    "backbone.rank": "lora_r r",
+    "precision": "dtype bf16 mixed_precision",
+    "backbone": "model peft_model",
+    "scale": "model_config flavor",
+    "logger": "wandb report_to wandb_log",
+    "device": "use_cpu",
 }
+SYNONYMS = {name: key for key, names in FOREIGN.items() for name in names.split()}
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:

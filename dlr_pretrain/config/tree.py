@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
+ONLY_THE_LAST = "A number of train.steps or more leaves the last step alone"
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
@@ -30,12 +31,13 @@ def key(
     lt: float | None = None,
     identity: bool = True,
     fixed: bool = False,
+    off: str = "",
 ) -> Any:
     """A documented key with its default and bounds.
 
     ``default`` may be an interpolation such as ``${scale.rank}``. ``identity`` says whether the value takes part in the
     mathematics of the run: such a value must not change on resume. A ``fixed`` key says what an option is: its YAML
-    file sets it, the command line cannot.
+    file sets it, the command line cannot. ``off`` says what switches the thing off, where neither 0 nor null does.
     """
     return field(default=default, metadata={n: v for n, v in locals().items() if n != "default"})
 
@@ -174,14 +176,18 @@ class Train:
 
 @dataclass
 class Eval:
-    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False)
+    every: int = key(
+        "steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False, off=ONLY_THE_LAST
+    )
     tokens: int = key("real tokens of validation text, or all there is", 10_000_000, ge=1)
     packing: Literal["packed", "pad"] = key("packed, or one padded document each, as in published numbers", "pad")
 
 
 @dataclass
 class Checkpoint:
-    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False)
+    every: int = key(
+        "steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False, off=ONLY_THE_LAST
+    )
     keep_last: int = key("newest checkpoints kept", 2, ge=1, identity=False)
     keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1, identity=False)
     keep_best: bool = key("and the one of the lowest evaluation loss, saved as it is found", False, identity=False)

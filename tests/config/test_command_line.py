@@ -147,7 +147,13 @@ def test_options_and_recipes_of_ones_own(own):
          "train.lr=1,2: several values for one run. train.py -m runs each. Or quote: \"train.lr='1,2'\""),
         ("dlr={enabled: true}", "dlr.enabled=true: belongs to the option that is chosen by dlr=<option>, "
          "and cannot be set by itself. Choose another option: dlr=<option>"),
-        ("train.lr='1e-3'", "train.lr=1e-3: must be a number. A quoted number is text: leave the quotes out"),
+        ("train.clip=0", "train.clip=0: must be greater than 0. null switches it off"),
+        ("eval.every=0",
+         "eval.every=0: must be at least 1. A number of train.steps or more leaves the last step alone"),
+        ("checkpoint.every=null", "checkpoint.every=null: must be a whole number. "
+         "A number of train.steps or more leaves the last step alone"),
+        ("train.lr_decay=0.1", "train.lr_decay=0.1: must be one of cosine, linear"),
+        ("wandb=false", "wandb=false: no such key. Did you mean logger=jsonl?"),
         ("hydra.sweeper.nope=1", "configuration: Could not override 'hydra.sweeper.nope'. "
          "To append to your config use +hydra.sweeper.nope=1"),
     ],

@@ -28,7 +28,7 @@ from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.probing import probed
-from dlr_pretrain.config.problems import nearest
+from dlr_pretrain.config.problems import FOREIGN, SYNONYMS, nearest
 from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.deploy import card
 from dlr_pretrain.launch.state import FINGERPRINTS
@@ -158,13 +158,27 @@ def test_all_problems_are_found_at_once(tree):
         ("train.seed", "seed"),
         ("train.weight_decay", "optimizer.weight_decay"),
         ("data.path", "data.root"),
-        ("train.batch_size", "train.global_batch"),
+        ("train.max_grad_norm", "train.clip"),
+        ("output_dir", "run.dir"),
         ("train.foo", None),
         ("xyz", None),
     ],
 )
 def test_nearest_key(name, near):
     assert nearest(name, all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})) == near
+
+
+def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
+    known = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
+    assert set(FOREIGN) <= known and not set(SYNONYMS) & known
+    assert len(SYNONYMS) > 70
+    for name, key in SYNONYMS.items():
+        assert nearest(name if "." in name else f"train.{name}", known) == key
+
+
+def test_numbers_of_the_environment_are_numbers(monkeypatch):
+    monkeypatch.setenv("MY_LR", "1e-3")
+    assert load(["scale=tiny", "data=sample", "logger=jsonl", "train.lr=${oc.env:MY_LR}"]).train.lr == 1e-3
 
 
 def test_one_problem_is_one_line_and_several_are_a_list():
