@@ -78,12 +78,6 @@ def chunks(texts: Iterable[str | None], documents: int, characters: int) -> Iter
         yield taken
 
 
-def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[TextBlock]:
-    """The blocks of a shard's texts."""
-    for block in chunks(texts, BLOCK_DOCUMENTS, BLOCK_CHARACTERS):
-        yield TextBlock(block, tokenizer)
-
-
 class TextBlock:
     """A block of texts, which are tokenised when they are taken."""
 

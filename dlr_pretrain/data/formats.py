@@ -12,7 +12,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from itertools import groupby, islice
 from typing import Any, BinaryIO, NamedTuple
@@ -28,18 +28,16 @@ FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "tex
            ".arrow": "arrow"}  # fmt: skip
 SUFFIXES = tuple(FORMATS) + tuple(name + packed for name in FORMATS for packed in COMPRESSED.values())
 FETCH = "Fetch this shard again"
-STRANGERS = [
-    (b"version https://git-lfs", "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
-    (b"PK\3\4", "a zip archive", "Unpack it"),
-    (b"7z\xbc\xaf", "a 7z archive", "Unpack it"),
-    (b"%PDF", "a PDF document", "Convert it to text"),
-    (b"\0\5\x16\7", "an AppleDouble file of macOS", "Delete it"),
-    (b"\xff\xfe", "UTF-16 text", "Convert it to UTF-8"),
-    (b"\xfe\xff", "UTF-16 text", "Convert it to UTF-8"),
-    (b"<!doctype", "an HTML page, perhaps an error of the server", FETCH),
-    (b"<html", "an HTML page, perhaps an error of the server", FETCH),
-    (b"<?xml", "XML, perhaps an error of the server", FETCH),
-    (bytes(64), "full of zeros, as of a download that broke off", FETCH),
+STRANGERS = [  # how a file begins, what it is, and the fix
+    ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
+    ((b"PK\3\4",), "a zip archive", "Unpack it"),
+    ((b"7z\xbc\xaf",), "a 7z archive", "Unpack it"),
+    ((b"%PDF",), "a PDF document", "Convert it to text"),
+    ((b"\0\5\x16\7",), "an AppleDouble file of macOS", "Delete it"),
+    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
+    ((b"<!doctype", b"<html"), "an HTML page, perhaps an error of the server", FETCH),
+    ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
+    ((bytes(64),), "full of zeros, as of a download that broke off", FETCH),
 ]
 DAMAGED = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors and OSErrors
 
@@ -79,8 +77,8 @@ def _head(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     finally:
         stream.seek(0)
     text = head.removeprefix(BOM).lstrip().lower()
-    for magic, what, fix in STRANGERS:
-        if head.startswith(magic) or text.startswith(magic):
+    for magics, what, fix in STRANGERS:
+        if head.startswith(magics) or text.startswith(magics):
             raise UserError(f"{file.address}: is {what}. {fix}")
     return head
 
@@ -102,9 +100,7 @@ def _kind(file: File, head: bytes, kind: str | None) -> str:
     elif kind == "lines" and text.startswith(b"["):
         wrong = "is a JSON array, and a shard holds one JSON object a line. Convert it: jq -c '.[]' FILE > FILE.jsonl"
     elif kind == "lines" and text.split(b"\n")[0].strip() == b"{":
-        wrong = (
-            "is one JSON object over several lines, and a shard holds one a line. Convert it: jq -c . FILE > FILE.jsonl"
-        )
+        wrong = "is one JSON object over several lines, not one a line. Convert it: jq -c . FILE > FILE.jsonl"
     elif kind == "text" and b"\0" in head:
         wrong = "is binary, not text. Leave it out"
     if wrong or kind is None:
@@ -118,11 +114,8 @@ def _decompressed(stream: BinaryIO, compression: str) -> Any:
         import pyarrow
 
         return pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-    if compression == ".gz":
-        return gzip.GzipFile(fileobj=stream)
-    if compression == ".bz2":
-        return bz2.BZ2File(stream)
-    return lzma.LZMAFile(stream) if compression == ".xz" else stream
+    opened: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return opened[compression](stream) if compression else stream
 
 
 def rows(
@@ -167,7 +160,7 @@ def _paragraphs(lines: Iterable[bytes]) -> Iterator[str]:
             yield b"\n".join(line.rstrip(b"\r\n") for line in run).decode("utf-8", "replace")
 
 
-def _batches(kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[Any]:
+def _batches(kind: str, stream: io.BufferedReader, text_key: str, start: int) -> Iterator[Any]:
     """The record batches of a parquet file, an arrow file, or an arrow stream as ``save_to_disk`` writes it; from row
     ``start`` on. Row groups of parquet before that are not read."""
     import pyarrow
@@ -179,7 +172,7 @@ def _batches(kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator
         while group < file.num_row_groups and start >= (size := file.metadata.row_group(group).num_rows):
             group, start = group + 1, start - size
         found = file.iter_batches(256, row_groups=range(group, file.num_row_groups), columns=[column])
-    elif _begins(stream, b"ARROW1"):
+    elif stream.peek(6).startswith(b"ARROW1"):
         opened = pyarrow.ipc.open_file(stream)
         found = map(opened.get_batch, range(opened.num_record_batches))
     else:
@@ -188,12 +181,6 @@ def _batches(kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator
         if start < len(batch):
             yield batch.slice(start)
         start = max(0, start - len(batch))
-
-
-def _begins(stream: BinaryIO, magic: bytes) -> bool:
-    found = stream.read(len(magic))
-    stream.seek(0)
-    return found == magic
 
 
 def _field(schema: Any, text_key: str) -> list[str]:

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import sample
-from dlr_pretrain.data.documents import Block, text_blocks
+from dlr_pretrain.data import documents, sample
 from dlr_pretrain.data.files import File, find, open_file, pinned
 from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -84,8 +83,10 @@ def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
 
 
 def _matching(root: str, split: str, pattern: str | None) -> list[File]:
-    found = find(root, pattern) if pattern is not None else []
-    if pattern is not None and not found:
+    """The files that the glob of a split matches; none without a glob."""
+    if pattern is None:
+        return []
+    if not (found := find(root, pattern)):
         where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
         raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
     return found
@@ -191,9 +192,11 @@ class TextSource:
                     log.warning("left out (data.bad_rows=skip): %s%s", error, more)
                 yield None
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
+    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[documents.Block]:
         """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
-        return text_blocks(self.read(shard, first, step), tokenizer)
+        rows = self.read(shard, first, step)
+        for texts in documents.chunks(rows, documents.BLOCK_DOCUMENTS, documents.BLOCK_CHARACTERS):
+            yield documents.TextBlock(texts, tokenizer)
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
         """The share of the first documents that the tokenizer cannot express."""

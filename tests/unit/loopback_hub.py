@@ -88,12 +88,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def tree(self, folder: str, recursive: bool) -> list[dict]:
         """What lies in a folder: files, and folders as the hub tells them."""
-        below = [name for name in self.hub.files if not folder or name.startswith(folder + "/")]
         start = len(folder) + 1 if folder else 0
-        parents = {str(above) for name in below for above in PurePosixPath(name).parents} - {".", folder}
-        folders = [name for name in sorted(parents) if name.startswith(folder) and name != folder]
+        below = [name for name in self.hub.files if name.startswith(f"{folder}/") or not folder]
+        folders = {str(above) for name in below for above in PurePosixPath(name).parents} - {".", folder}
         found = [self.entry(name) for name in below]
-        found += [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in folders]
+        found += [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in sorted(folders)
+                  if name.startswith(folder)]  # fmt: skip
         return [entry for entry in found if recursive or "/" not in entry["path"][start:]]
 
     def entry(self, name: str) -> dict:

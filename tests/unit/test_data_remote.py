@@ -11,9 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_corpus import LetterTokenizer, global_batches, make_config, run_python, same, write_shards
+from huggingface_hub import constants
 from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
-from dlr_pretrain.data import files, load_tokenizer, open_source
+from dlr_pretrain.data import files, load_tokenizer, open_source, open_tokenizer
 from dlr_pretrain.util.errors import UserError
 
 TOKENIZER = LetterTokenizer()
@@ -32,6 +33,10 @@ def hub(shards, monkeypatch):
     monkeypatch.setattr(files, "RANGE_BYTES", 500)  # so small that a shard has many
     with ExitStack() as opened:
         yield opened.enter_context(serving_here(Hub(shards), monkeypatch))
+
+
+class NoTokenizer:
+    tokenizer_path = None
 
 
 def read(source):
@@ -97,7 +102,8 @@ def test_a_folder_keeps_what_is_fetched(hub, tmp_path):
     assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".gz"] * 4  # and nothing half fetched
 
 
-def test_any_dataset_and_other_formats(hub, tmp_path):
+def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "RANGE_BYTES", 5000)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50)
     hub.files |= {"data/train-0.parquet": (tmp_path / "a.parquet").read_bytes()}
     hub.files |= {"data/validation.jsonl": b'{"text": "one"}\n'}
@@ -121,28 +127,19 @@ def test_a_plain_web_server(shards, tmp_path):
         server.shutdown()
 
 
-@pytest.mark.parametrize("answer", ["none", "closed"])
-def test_a_hub_that_does_not_answer_is_told(answer, tmp_path):
-    """Source and tokenizer end with what to use offline instead of waiting as for a hub that has answered before."""
-    program = """
-        from data_corpus import make_config
-        from dlr_pretrain.data import files, open_source, open_tokenizer, tokenizer
-        from dlr_pretrain.util.errors import UserError
-        files.FIRST_CONTACT_SECONDS = tokenizer.FIRST_CONTACT_SECONDS = 0.5
-        class Source:
-            tokenizer_path = None
-        for ask in (lambda: open_source(make_config("c4")), lambda: open_tokenizer(make_config("c4"), Source)):
-            try:
-                ask()
-            except UserError as error:
-                print("data=sample" in str(error))
-    """
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_hub_that_does_not_answer_is_told(listens, tmp_path, monkeypatch):
+    """Source and tokenizer end with what to use offline, and do not wait as for a hub that has answered before."""
+    monkeypatch.setattr(files, "FIRST_CONTACT_SECONDS", 0.5)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
-        if answer == "none":
+        if listens:
             deaf.listen(0)
-        output, _ = run_python(program, tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{deaf.getsockname()[1]}")
-    assert output == "True\nTrue\n"
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        for ask in (lambda: open_source(make_config("c4")), lambda: open_tokenizer(make_config("c4"), NoTokenizer)):
+            with pytest.raises(UserError, match=r"did not answer: .*data=sample"):
+                ask()
 
 
 def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, model):
