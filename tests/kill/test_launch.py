@@ -22,11 +22,11 @@ def save(number, frame):
     time.sleep(float(sys.argv[2]))
     open(f"{sys.argv[1]}/saved{os.environ['RANK']}", "w").close()
     signal.signal(number, signal.SIG_IGN)
-    sys.exit(int(sys.argv[4]))
-if sys.argv[3] == "hears":
-    signal.signal(signal.SIGTERM, save), signal.signal(signal.SIGUSR1, save), signal.signal(signal.SIGHUP, save)
+    sys.exit(int(sys.argv[3]))
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, save)
 open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w").close()
-time.sleep(60)
+time.sleep(6000)
 """
 
 
@@ -42,10 +42,10 @@ def launch(*words: str) -> subprocess.Popen:
     )
 
 
-def launch_stub(folder, seconds: float = 0, hears: str = "hears", code: int = 75) -> subprocess.Popen:
+def launch_stub(folder, seconds: float = 0, code: int = 75) -> subprocess.Popen:
     """Two workers that save for ``seconds``, once they are ready, and end with ``code``."""
     (folder / "worker.py").write_text(WORKER)
-    process = launch(str(folder / "worker.py"), str(folder), str(seconds), hears, str(code))
+    process = launch(str(folder / "worker.py"), str(folder), str(seconds), str(code))
     while len(list(folder.glob("ready*"))) < 2 and process.poll() is None:
         time.sleep(0.05)
     return process
