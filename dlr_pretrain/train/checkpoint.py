@@ -205,9 +205,6 @@ class Received(Stored):
         self.ranks.broadcast([tensor])
         return tensor
 
-    def rows(self, first: int, end: int) -> Tensor:
-        return self.whole()[first:end]
-
 
 @dataclass
 class Checkpoint:
