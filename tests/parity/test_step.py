@@ -92,12 +92,6 @@ def test_tiny_rates_leave_the_start_and_dlr_is_its_offset(train, tmp_path):
         torch.testing.assert_close(on[name] - off[name], expected, rtol=0, atol=1e-7, msg=name)
 
 
-def steps_and_newest(folder):
-    """The logged steps, and the newest checkpoint."""
-    steps = [r["step"] for r in read_metrics(folder / "metrics.jsonl")]
-    return steps, max((folder / "checkpoints").iterdir())
-
-
 def test_ranks_that_drift_apart_are_not_saved(words, tmp_path, monkeypatch):
     """As where equal gradients give unequal singular vectors on unequal GPUs."""
     update = Update.__call__
@@ -127,7 +121,8 @@ def test_data_that_fail_on_one_rank_stop_all_with_the_reason_and_the_work_saved(
     given = words(f"run.dir={tmp_path}/run", "train.global_batch=2", "train.micro_batch=1", "train.steps=1000")
     with pytest.raises(AssertionError, match=rf"rank 1: {second}: document 60") as failed:
         forked([w if "data.root" not in w else f"data.root={shards}" for w in given], 2)
-    steps, newest = steps_and_newest(tmp_path / "run")
+    steps = [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    newest = max((tmp_path / "run" / "checkpoints").iterdir())
     assert newest.name == f"step_{steps[-1]:08d}" and f"step {steps[-1] + 1} was not taken" in str(failed.value)
 
 
