@@ -17,9 +17,9 @@ from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.slurm import Queued, ending, last_job
-from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import EXIT_STOPPED, UserError
+from dlr_pretrain.util.files import EXPIRY, read_beat
 from dlr_pretrain.util.history import newest_first
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
@@ -74,7 +74,7 @@ def _state(run: PlannedRun, queue: Mapping[str, Queued]) -> tuple[str, str]:
     if queued := queue.get(job.get("job", "")):
         waits = queued.state in WAITING
         return "pending" if waits else "running", queued.reason if waits and queued.reason not in USUAL else ""
-    if _beat(run.dir) > max(job.get("ended", 0.0), time.time() - heartbeat.EXPIRY):
+    if _beat(run.dir) > max(job.get("ended", 0.0), time.time() - EXPIRY):
         return "running", ""
     if said and said["name"] != "running" and said["time"] > job.get("time", 0.0):
         return said["name"], said["reason"]
@@ -91,7 +91,7 @@ def _death(job: dict) -> tuple[str, str]:
 def _beat(run_dir: Path) -> float:
     """The time when a process, perhaps on another machine, last renewed the lease of the run directory; 0 if never."""
     try:
-        return float(heartbeat.read(run_dir / ".lock")["beat"])
+        return float(read_beat(run_dir / ".lock")["beat"])
     except (OSError, ValueError, TypeError, KeyError):
         return 0.0
 

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import UserError, leave
-from dlr_pretrain.util.heartbeat import EXPIRY
+from dlr_pretrain.util.files import EXPIRY, read_beat, write_beat
 
 HEARTBEAT = 10.0  # seconds between two renewals of the lease
 POLL = 1.0  # seconds between two reads of somebody else's lease
@@ -145,13 +144,13 @@ class Lease:
 
     def _write(self, beat: float) -> None:
         lease = {"host": socket.gethostname(), "pid": os.getpid(), "machine": machine(), "token": self.token}
-        heartbeat.write(self._file, lease | {"beat": beat})
+        write_beat(self._file, lease | {"beat": beat})
         os.fsync(self._file)
 
 
 def read(path: Path) -> dict:
     """The lease in a file; {} if it holds none, or a damaged one. Raises FileNotFoundError if there is no file."""
-    lease = heartbeat.read(path)
+    lease = read_beat(path)
     sound = {"host", "pid", "machine", "token"} <= lease.keys() and isinstance(lease.get("beat"), float)
     return lease if sound else {}
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import RankLost, first_line, leave
+from dlr_pretrain.util.files import read_beat, write_beat
 
 INTERVAL = 5.0  # seconds between two heartbeats, at most
 PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0
@@ -109,7 +109,7 @@ class Watchdog:
         with suppress(OSError):  # a full disk, or a file server that is away
             descriptor = os.open(self._folder / ".beats" / str(self.rank), os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                heartbeat.write(descriptor, record)
+                write_beat(descriptor, record)
             finally:
                 os.close(descriptor)
 
@@ -160,7 +160,7 @@ class Watchdog:
         records = {}
         for rank in range(self.world_size):
             with suppress(OSError):
-                record = heartbeat.read(self._folder / ".beats" / str(rank))
+                record = read_beat(self._folder / ".beats" / str(rank))
                 if record.get("token") == self._token:
                     records[rank] = record
         return records

@@ -1,11 +1,15 @@
-"""Writes small files so that a crash cannot damage them, and checks whether files exist."""
+"""Small files that a crash cannot damage, files that other machines write, and heartbeats."""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
+BEAT_BYTES = 512  # length of a heartbeat: one write replaces the whole last one, so that nobody reads half of one
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
@@ -50,3 +54,23 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     while not (held := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return held
+
+
+def write_beat(descriptor: int, record: dict) -> None:
+    """Overwrite the record of a heartbeat, a file that one process renews and others read, also on other machines.
+
+    On a network file system, they see it once the descriptor is synchronised or closed.
+    """
+    os.pwrite(descriptor, json.dumps(record).ljust(BEAT_BYTES).encode(), 0)
+
+
+def read_beat(path: Path) -> dict:
+    """The record of a heartbeat, or {} if it is damaged.
+
+    Opens the file anew each time, because only opening it asks a file server for what others wrote.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -14,8 +14,8 @@ import pytest
 
 from dlr_pretrain.train import lease as module
 from dlr_pretrain.train.lease import Lease
-from dlr_pretrain.util import heartbeat
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.files import write_beat
 
 HOLDER = """
 import sys, time
@@ -35,7 +35,7 @@ def lease(run_dir) -> dict:
 def write_lease(run_dir, beat: float) -> None:
     """As a process of another machine does."""
     descriptor = os.open(run_dir / ".lock", os.O_WRONLY | os.O_CREAT)
-    heartbeat.write(descriptor, {"host": "elsewhere", "pid": 7, "machine": "other", "token": "theirs", "beat": beat})
+    write_beat(descriptor, {"host": "elsewhere", "pid": 7, "machine": "other", "token": "theirs", "beat": beat})
     os.close(descriptor)
 
 
@@ -90,13 +90,13 @@ def test_a_lease_of_another_machine_is_taken_over_if_it_is_not_renewed(tmp_path,
 
 @pytest.mark.parametrize("skew", [-7000.0, 0.0, 7000.0])
 def test_a_holder_on_another_machine_that_renews_it_is_respected(tmp_path, monkeypatch, skew):
-    times, read = iter(range(9)), heartbeat.read
+    times, read = iter(range(9)), module.read_beat
 
     def renewed(path):
         write_lease(tmp_path, time.time() + skew + next(times))
         return read(path)
 
-    monkeypatch.setattr(heartbeat, "read", renewed)
+    monkeypatch.setattr(module, "read_beat", renewed)
     refused = Lease(tmp_path)
     with pytest.raises(UserError, match=r"is in use by process 7 on elsewhere, last heartbeat -?[0-9]+ s ago"):
         refused.acquire()
