@@ -90,8 +90,9 @@ def test_a_run_that_is_out_of_memory_says_what_helps_and_then_goes_on(train, tmp
 
     update = Update.__call__
     monkeypatch.setattr(Update, "__call__", fails)
+    given = ("backbone=cola", "dlr=on", "train.steps=6", "eval.every=6")
     with pytest.raises(UserError) as caught:
-        train(tmp_path / "run", "backbone=cola", "dlr=on")
+        train(tmp_path / "run", *given)
     text = str(caught.value)
     assert caught.value.exit_code == EXIT_FAILED
     assert text.startswith(
@@ -99,7 +100,7 @@ def test_a_run_that_is_out_of_memory_says_what_helps_and_then_goes_on(train, tmp
     )
     assert "train.micro_batch=auto" in text and "scripts/plan.py" in text and "\n" not in text
     monkeypatch.setattr(Update, "__call__", update)
-    assert (train(tmp_path / "run", "backbone=cola", "dlr=on", "train.micro_batch=1") / "folded").exists()
+    assert (train(tmp_path / "run", *given, "train.micro_batch=1") / "folded").exists()
 
 
 @pytest.mark.parametrize("error", [
