@@ -27,17 +27,8 @@ from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
 
-PACKAGES = (
-    "dlr_pretrain",
-    "torch",
-    "numpy",
-    "transformers",
-    "datasets",
-    "sentencepiece",
-    "safetensors",
-    "wandb",
-    "hydra-core",
-)
+PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
+            "hydra-core")  # fmt: skip
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:

@@ -22,7 +22,7 @@ from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
-MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: told, and refused
+MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: a warning, and a refusal
 
 
 @dataclass
