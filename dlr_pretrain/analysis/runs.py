@@ -124,11 +124,8 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for place in map(str, places):
-        own = []
-        for path in sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]:
-            files = [path / "config.yaml"] if (path / "config.yaml").exists() else []
-            files = files or [file for depth in ("*", "*/*") for file in sorted(path.glob(f"{depth}/config.yaml"))]
-            own += [file.parent for file in files]
+        paths = sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]
+        own = [f.parent for path in paths for up in ("", "*/", "*/*/") for f in sorted(path.glob(f"{up}config.yaml"))]
         if not own:
             rule = f"{place}: no run directory there (one has a config.yaml)"
             if len(places) == 1 or not Path(place).is_dir():
