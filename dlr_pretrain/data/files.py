@@ -18,10 +18,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile
 
 from dlr_pretrain.util.errors import UserError, first_line
 
@@ -88,8 +91,6 @@ def _find_remote(root: str, address: str) -> list[File]:
 
 def _file_system(address: str) -> tuple[Any, str]:
     """fsspec's file system for an address, and the path in it."""
-    import fsspec
-
     try:
         return fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
@@ -161,60 +162,35 @@ def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
             wait = min(2 * wait, LONGEST_WAIT_SECONDS)
 
 
-class Retrying(io.RawIOBase):
-    """The bytes of a remote file. What a failed request leaves out is asked for again, from where it stood."""
+class Retrying(AbstractBufferedFile):
+    """The bytes of a remote file. A range that a failed request leaves out is asked for again."""
 
     def __init__(self, file: File):
-        self._file, self._at = file, 0
-        self._stream: Any = None  # of fsspec; None until it is needed, and after an error
+        self._address = file.address
+        self._stream: Any = None  # None until it is needed, and after an error
+        super().__init__(*_file_system(file.address), "rb", RANGE_BYTES, cache_type="none", size=file.size)
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size or 0}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        size, whole = min(len(buffer), RANGE_BYTES), self._file.size
-        if whole is not None and (size := min(size, whole - self._at)) <= 0:
-            return 0
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        end = min(end, self.size)
+        ranges = [(at, min(at + RANGE_BYTES, end)) for at in range(start, end, RANGE_BYTES)]
         try:
-            content = insist(lambda: self._ask(size), self._file.address)
+            return b"".join(insist(partial(self._ask, *one), self._address) for one in ranges)
         except Exception as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self._file.address}: cannot be read: {said[:400]}. {AGAIN}") from error
-        buffer[: len(content)] = content
-        self._at += len(content)
-        return len(content)
+            raise UserError(f"{self._address}: cannot be read: {said[:400]}. {AGAIN}") from error
 
-    def _ask(self, size: int) -> bytes:
+    def _ask(self, start: int, end: int) -> bytes:
         try:
             if self._stream is None:
-                system, path = _file_system(self._file.address)
-                self._stream = system.open(path, "rb", block_size=RANGE_BYTES, cache_type="none")
-            if self._stream.tell() != self._at:
-                self._stream.seek(self._at)
-            content = self._stream.read(size)
-            if not content and self._file.size is not None:
-                raise ConnectionError(f"the answer ended at byte {self._at:,} of {self._file.size:,}")
+                self._stream = self.fs.open(self.path, "rb", block_size=RANGE_BYTES, cache_type="none")
+            self._stream.seek(start)
+            content = self._stream.read(end - start)
+            if len(content) < end - start:
+                raise ConnectionError(f"the answer ended at byte {start + len(content):,} of {self.size:,}")
             return content
         except Exception:
-            self._drop()
+            self._stream = None
             raise
-
-    def _drop(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(Exception):  # it has failed before
-                stream.close()
-
-    def close(self) -> None:
-        self._drop()
-        super().close()
 
 
 def open_file(file: File, cache: str | None = None) -> BinaryIO:
@@ -232,7 +208,8 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
     if file.size is not None:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
     whole = tempfile.TemporaryFile()  # noqa: SIM115 (a server that names no length sends no ranges; the caller closes it)
-    _fetch(file, whole)
+    system, path = _file_system(file.address)
+    whole.write(insist(lambda: system.cat_file(path), file.address))
     whole.seek(0)
     return whole
 
@@ -242,15 +219,10 @@ def _cached(file: File, path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too
         try:
-            with draft.open("wb") as target:
-                _fetch(file, target)
+            with draft.open("wb") as target, open_file(file) as source:
+                shutil.copyfileobj(source, target, RANGE_BYTES)
                 os.fsync(target.fileno())
             os.replace(draft, path)
         finally:
             draft.unlink(missing_ok=True)
     return path.open("rb")
-
-
-def _fetch(file: File, target: IO[bytes]) -> None:
-    with io.BufferedReader(Retrying(file), RANGE_BYTES) as source:
-        shutil.copyfileobj(source, target, RANGE_BYTES)
