@@ -106,9 +106,9 @@ def _completed(source: TextSource, tokenizer: Path, jobs: list[Job], workers: in
         _start_worker(source, tokenizer)
         yield from map(_complete, jobs)
         return
-    # The fork server has none of this process's threads; where there is none, processes start anew.
-    has_server = "forkserver" in multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if has_server else "spawn")
+    # The fork server has none of this process's threads. It imports once for all workers.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(min(workers, len(jobs)), context, _start_worker, (source, tokenizer)) as pool:
         try:
             yield from pool.map(_complete, jobs)
