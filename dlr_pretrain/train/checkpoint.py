@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -111,17 +110,10 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
     return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path), "rows": rows}}
 
 
-def commit(
-    folder: Path,
-    step: int,
-    parts: dict[str, dict],
-    state: dict[str, Any],
-    keep: tree.Checkpoint,
-    evaluations: Mapping[int, float] | None = None,
-) -> Path:
+def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
     """Make the parts in ``folder`` the checkpoint of ``step``, durably; then delete those that ``keep`` does not keep.
 
-    ``evaluations`` holds the evaluation loss of each evaluated step.
+    The best checkpoint is that of ``state["best_step"]``.
     """
     final = folder.parent / name_of(step)
     content = {"format": FORMAT, "state": state, "files": parts}
@@ -131,21 +123,17 @@ def commit(
     os.rename(folder, final)
     sync(final.parent)
     with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
-        _delete_superfluous(final, keep, evaluations or {})
+        _delete_superfluous(final, keep, state.get("best_step"))
     return final
 
 
-def _delete_superfluous(newest: Path, keep: tree.Checkpoint, evaluations: Mapping[int, float]) -> None:
+def _delete_superfluous(newest: Path, keep: tree.Checkpoint, best: int | None) -> None:
     """Later ones than ``newest`` stay: another start of the run, which took over from this one, has written them."""
     ours = [d for d in directories(newest.parent) if step_of(d) <= step_of(newest)]
-    kept = set(ours[: keep.keep_last])
-    if keep.keep_every is not None:
-        kept |= {d for d in ours if step_of(d) % keep.keep_every == 0}
-    losses = {d: evaluations.get(step_of(d), math.nan) for d in ours if keep.keep_best}
-    finite = [d for d, loss in losses.items() if math.isfinite(loss)]
-    kept |= set(sorted(finite, key=losses.__getitem__)[:1])
-    for directory in ours:
-        if directory not in kept:
+    for directory in ours[keep.keep_last :]:
+        step = step_of(directory)
+        every = keep.keep_every is not None and step % keep.keep_every == 0
+        if not (every or (keep.keep_best and step == best)):
             _delete(directory)
 
 

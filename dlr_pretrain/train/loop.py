@@ -76,7 +76,7 @@ class Loop:
         self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
-        self.best = math.inf  # the lowest evaluation loss
+        self.best, self.best_step = math.inf, 0  # the lowest evaluation loss, and where it was found
         self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
 
     def fit(self, loader: TrainLoader) -> None:
@@ -172,7 +172,7 @@ class Loop:
         self.report(record | found)
         if (loss := found["eval/loss"]) is None or not loss < self.best:
             return False
-        self.best = loss
+        self.best, self.best_step = loss, self.step
         return cfg.checkpoint.keep_best
 
     def probe_gradients(self, batch: Batch) -> None:
@@ -206,7 +206,8 @@ class Loop:
                 "tokens": self.tokens,
                 "real_tokens": self.real_tokens,
                 "skipped": self.guard.state(),
-                "best": self.best if math.isfinite(self.best) else None,
+                "best": self.best if self.best_step else None,
+                "best_step": self.best_step,
                 "unevaluated": self.unevaluated,
                 "streams": streams,
                 "optimizer_layout": self.optimizer.state_layout(),
@@ -224,5 +225,6 @@ class Loop:
         state = found.state
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
         self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
-        self.best = math.inf if state["best"] is None else state["best"]
+        self.best_step = state["best_step"]
+        self.best = state["best"] if self.best_step else math.inf
         self.guard.resume(self.step, state["skipped"])

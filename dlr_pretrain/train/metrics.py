@@ -36,7 +36,6 @@ class MetricsFile:
     """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes.
 
     ``missing`` counts the trained steps, from ``first_step`` to ``resumed_step``, whose lines were lost.
-    ``evaluations`` holds the evaluation loss of each evaluated step.
     """
 
     def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 1):
@@ -44,14 +43,11 @@ class MetricsFile:
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [record for record in sound_records(path)[0] if record["step"] <= resumed_step]
         self.missing = len(set(range(first_step, resumed_step + 1)) - {record["step"] for record in kept})
-        self.evaluations = {record["step"]: record["eval/loss"] for record in kept if record.get("eval/loss")}
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 
     def write(self, record: dict) -> None:
         """Append a line. If the disk does not take it now, it stays in ``unwritten``, and the next call tries again."""
-        if "eval/loss" in record:
-            self.evaluations[record["step"]] = record["eval/loss"]
         self._append(_line(record).encode())
 
     def _append(self, more: bytes = b"") -> None:

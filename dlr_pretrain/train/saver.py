@@ -173,9 +173,8 @@ class Saver:
     def _commit(self, folder: Path, step: int, parts: list[dict[str, dict]], state: dict[str, Any]) -> None:
         self._require_permission()
         files = {name: entry for part in parts for name, entry in part.items()}
-        evaluations = dict(self.metrics.evaluations) if self.metrics is not None else {}
         state = state | {"identity": read_record(self.run_dir).get("identity", {})}
-        checkpoint.commit(folder, step, files, state, self.keep, evaluations)
+        checkpoint.commit(folder, step, files, state, self.keep)
         update_record(self.run_dir, {"saved": step})
 
     def _require_permission(self) -> None:

@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
-from dlr_pretrain.config import ConfigError
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
 from dlr_pretrain.models.precision import STATE_DTYPE
@@ -165,10 +164,3 @@ def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
         torch.testing.assert_close(module(z).T.detach(), b)
 
     on_ranks(act, 3)
-
-
-def test_optimizers_of_matrices_are_refused_with_the_reason():
-    for optimizer in ("muon", "galore", "fira", "loro"):
-        backbone = {"loro": "lowrank", "muon": "cola"}.get(optimizer, "full")
-        with pytest.raises(ConfigError, match=rf"{optimizer}: a matrix optimizer needs whole matrices, and parallel="):
-            config(f"backbone={backbone}", f"optimizer={optimizer}", "parallel=fsdp")

@@ -49,15 +49,6 @@ def test_ranks_do_not_change_the_step(train, words, tmp_path, accumulate):
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.full
-def test_compiled_on_two_ranks_trains_as_eager_does(train, tmp_path):
-    common = ("backbone=cola", "dlr=on", "train.lr=1e-3", "train.steps=4", "eval.every=2")
-    eager = losses(train(tmp_path / "eager", *common))
-    compiled = losses(train(tmp_path / "compiled", *common, "compile=true", ranks=2))
-    for a, b in zip(eager, compiled, strict=True):
-        assert a == pytest.approx(b, rel=2e-5)
-
-
 def test_ranks_that_differ_are_refused(words, tmp_path):
     """Each rank its own rate, as where the command differs between nodes."""
 

@@ -25,12 +25,12 @@ def keeping(last: int, every: int | None = None, best: bool = False) -> tree.Che
     return tree.Checkpoint(every=1, keep_last=last, keep_every=every, keep_best=best)
 
 
-def save(root, step: int, given: Snapshot | None = None, keep=None, evaluations=None, ranks: int = 1) -> Path:
+def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:
     """What the threads of the ranks do, one after the other."""
     given, folder, parts = given or snapshot(step), checkpoint.begin(root, checkpoint.name_of(step)), {}
     for rank in range(ranks):
         parts |= checkpoint.write_part(folder, rank, ranks, checkpoint.share(given, rank, ranks))
-    return checkpoint.commit(folder, step, parts, given.state, keep or keeping(2), evaluations)
+    return checkpoint.commit(folder, step, parts, given.state, keep or keeping(2))
 
 
 def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
@@ -103,10 +103,10 @@ def test_the_newest_those_of_every_so_many_steps_and_the_best_are_kept(tmp_path)
     for step in range(1, 11):
         save(tmp_path / "every", step, keep=keeping(1, every=4))
     assert names(tmp_path / "every") == {"step_00000004", "step_00000008", "step_00000010"}
-    losses = {2: 3.0, 3: 2.0, 4: float("nan"), 5: 2.5, 7: 2.25}
     for step in range(1, 8):
-        evaluations = {at: loss for at, loss in losses.items() if at <= step}
-        save(tmp_path / "best", step, keep=keeping(1, best=True), evaluations=evaluations)
+        given = snapshot(step)
+        given.state["best_step"] = min(step, 3)
+        save(tmp_path / "best", step, given, keeping(1, best=True))
     assert names(tmp_path / "best") == {"step_00000003", "step_00000007"}
 
 
