@@ -155,43 +155,42 @@ def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> 
     return model.requires_grad_(False)
 
 
-def _batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple]:
-    """For a few sequences at a time, a mask [n, seq_len], false on padding, and (ids, targets[, documents])."""
+def _batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+    """(ids, targets[, documents]) of a few sequences at a time."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
         tokens, lengths = (torch.from_numpy(a[some]).to(device) for a in (validation.tokens, validation.lengths))
-        real = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
-        yield real, inputs_and_targets(tokens, lengths, validation.separator)
+        yield inputs_and_targets(tokens, lengths, validation.separator)
 
 
 def _compare(
     models: dict[str, Llama], validation: ValidationSet, device: torch.device
 ) -> tuple[bool, dict[str, float]]:
-    """Whether the logits of "trained" and "after" are equal; perplexities and errors of "after" against "before" over
-    all positions but the padding."""
-    identical, targets = True, 0
-    losses, error, size, count = {"before": 0.0, "after": 0.0}, 0.0, 0.0, 0
-    for real, (ids, target, *documents) in _batches(validation, device):
+    """Whether the logits of "trained" and "after" are equal; perplexities, and errors of the logits of "after" against
+    those of "before", over all targets."""
+    identical, targets, error, size = True, 0, 0.0, 0.0
+    losses = {"before": 0.0, "after": 0.0}
+    for ids, target, *documents in _batches(validation, device):
         logits = {name: model.logits(ids, *documents) for name, model in models.items()}
         identical &= torch.equal(logits["trained"], logits["after"])
-        before, after = (logits[name][real].float() for name in losses)
+        scored = target != IGNORE
+        before, after = (logits[name][scored].float() for name in losses)
         for name, wide in (("before", before), ("after", after)):
-            losses[name] += F.cross_entropy(wide, target[real], ignore_index=IGNORE, reduction="sum").item()
-        targets += (target != IGNORE).sum().item()
-        error += (after - before).abs().sum(dtype=torch.float64).item()
-        size += before.abs().sum(dtype=torch.float64).item()
-        count += before.numel()
+            losses[name] += F.cross_entropy(wide, target[scored], reduction="sum").item()
+        targets += len(before)
+        error += (after - before).abs().mean(1, dtype=torch.float64).sum().item()
+        size += before.abs().mean(1, dtype=torch.float64).sum().item()
     return identical, {
         "targets": targets,
         **{f"perplexity_{name}": math.exp(loss / targets) for name, loss in losses.items()},
-        "logits_mean_absolute_error": error / count,
+        "logits_mean_absolute_error": error / targets,
         "logits_mean_relative_error": error / size,
     }
 
 
 def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
     """Median milliseconds of a forward pass of each model, in turns, its input in words, and its peak of memory."""
-    ids, _, *documents = next(_batches(validation, device))[1]
+    ids, _, *documents = next(_batches(validation, device))
     gpu = device.type == "cuda"
     times: dict[str, list[float]] = {name: [] for name in models}
     peaks: dict[str, int | None] = dict.fromkeys(models)
