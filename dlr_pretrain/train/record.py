@@ -105,7 +105,7 @@ def record_start(run_dir: Path, world_size: int, device: torch.device, text: str
 
 def update_record(run_dir: Path, entries: dict) -> None:
     """Put ``entries`` into ``manifest.json``, and take out those that are None."""
-    record = {"starts": []} | read_record(run_dir) | entries
+    record = {"identity": {}, "starts": []} | read_record(run_dir) | entries
     kept = {name: value for name, value in record.items() if value is not None}
     write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
 

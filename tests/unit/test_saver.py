@@ -36,7 +36,6 @@ CONSOLE = SimpleNamespace(say=print)
 
 
 def saver_of(folder, ranks=ALONE, lease=None) -> Saver:
-    ranks.is_main and update_record(folder, {"identity": {"seed": 1}})
     return Saver(folder, ranks, keeping(9), lease, None, CONSOLE)
 
 
@@ -65,6 +64,7 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for_and_a_save_waits_
 ):
     opened, write, given = threading.Event(), checkpoint.write_part, snapshot(1)
     monkeypatch.setattr(checkpoint, "write_part", lambda *rest: opened.wait(600) and write(*rest))
+    update_record(tmp_path, {"identity": {"seed": 1}})
     with saver_of(tmp_path) as saving:
         saving.save(1, given)
         given.model["w"].fill_(9)
