@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from omegaconf import OmegaConf
 
 from dlr_pretrain.config import Config, to_dict
@@ -28,7 +26,8 @@ PEFT = """
 For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
 """
 OF_THE_MACHINE = ("run", "logger", "log", "checkpoint", "device")  # sections that say nothing about the model
-PATHS = (("data", "root"), ("data", "cache"), ("tokenizer", "path"), ("train", "init_from"))
+PATHS = tuple(("data", key) for key in ("root", "cache", "train_files", "validation_files"))
+PATHS += (("tokenizer", "path"), ("train", "init_from"))
 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) -> str:
@@ -74,9 +73,6 @@ def _configuration(cfg: Config) -> str:
     tree = {section: value for section, value in to_dict(cfg).items() if section not in OF_THE_MACHINE}
     for section, key in PATHS:
         tree[section].pop(key)
-    for key in ("train_files", "validation_files"):
-        if os.path.isabs(tree["data"][key] or ""):
-            tree["data"].pop(key)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
