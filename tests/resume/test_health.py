@@ -14,7 +14,7 @@ from tests.resume.test_resume import assert_same, final
 pytestmark = pytest.mark.usefixtures("no_export")
 
 
-@pytest.mark.parametrize("step", [10, 15])
+@pytest.mark.parametrize("step", [10, pytest.param(15, marks=pytest.mark.full)])
 def test_an_evaluation_that_is_due_when_the_run_is_stopped_waits_for_the_next_start(train, tmp_path, monkeypatch, step):
     whole = final(train(tmp_path / "whole"))
     update, evaluated, call = Update.__call__, [], Evaluator.__call__
