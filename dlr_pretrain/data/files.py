@@ -151,7 +151,9 @@ def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
             status = getattr(answer, "status_code", None) or getattr(error, "status", None)
             allowed = PATIENCE_SECONDS if patience is None or status is not None else patience
             gated = "GatedRepo" in (getattr(answer, "headers", None) or {}).get("X-Error-Code", "")
-            final = gated or status in FINAL or isinstance(error, (FileNotFoundError, PermissionError, UserError))
+            offline = type(error).__name__ == "OfflineModeIsEnabled"  # of huggingface_hub
+            denied = isinstance(error, (FileNotFoundError, PermissionError, UserError))
+            final = gated or offline or denied or status in FINAL
             if final or time.monotonic() - since >= allowed:
                 raise
             headers = getattr(answer, "headers", None) or getattr(error, "headers", None) or {}

@@ -30,7 +30,7 @@ SEED = 20260
 TRAIN_SHARDS = 4
 VALIDATION_SHARE = 0.03
 TOKENIZER_FILE, DIGEST = "spiece.model", "text.sha256"
-PIECES = 8192
+VOCAB_SIZE = 8192
 OPTIONAL = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip",
             "lib2to3", "distutils", "__pycache__"}  # fmt: skip
 SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # nodes whose bodies may hold docstrings
@@ -85,7 +85,7 @@ def build(folder: Path, progress: Callable[[str], None]) -> None:
         lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
         (folder / f"sample-{name}.json.gz").write_bytes(gzip.compress(lines, mtime=0))
     (folder / DIGEST).write_text(hashlib.sha256(json.dumps(documents).encode()).hexdigest())
-    train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], PIECES)
+    train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], VOCAB_SIZE)
 
 
 def harvest() -> Iterator[str]:

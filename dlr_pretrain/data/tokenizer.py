@@ -268,7 +268,7 @@ def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:
     return rows
 
 
-def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
+def train_tokenizer(path: Path, documents: list[str], vocab_size: int) -> None:
     """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
     from sentencepiece import SentencePieceTrainer
 
@@ -279,8 +279,8 @@ def train_tokenizer(path: Path, documents: list[str], pieces: int) -> None:
             sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TRAINING_TEXT),
             model_writer=model,
             model_type="unigram",
-            vocab_size=pieces,
-            hard_vocab_limit=False,  # a small text may yield fewer pieces
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,  # a small text may yield fewer tokens
             character_coverage=0.9999,
             pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
             num_threads=min(cores(), 8),

@@ -8,5 +8,5 @@ from dlr_pretrain.data.tokenizer import train_tokenizer
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("tokenizer") / "spiece.model"
-    train_tokenizer(path, ["a word and more of the words in a text, and one <extra_id_3> two"] * 3, pieces=40)
+    train_tokenizer(path, ["a word and more of the words in a text, and one <extra_id_3> two"] * 3, vocab_size=40)
     return path
