@@ -130,12 +130,12 @@ def estimate(values: Sequence[float], level: float) -> dict:
     """The mean of at least one value, with its interval at ``level`` by Student's t; None for what one value lacks."""
     from scipy.stats import t
 
-    found = {"n": len(values), "mean": statistics.fmean(values), "level": level, "std": None, "low": None, "high": None}
-    if len(values) > 1:
-        found["std"] = statistics.stdev(values)
-        error = found["std"] / math.sqrt(len(values))
-        found["low"], found["high"] = map(float, t.interval(level, len(values) - 1, found["mean"], error))
-    return found
+    n, mean = len(values), statistics.fmean(values)
+    if n == 1:
+        return {"n": n, "mean": mean, "level": level, "std": None, "low": None, "high": None}
+    std = statistics.stdev(values)
+    reach = float(t.ppf((1 + level) / 2, n - 1)) * std / math.sqrt(n)  # t.interval gives NaN for equal values
+    return {"n": n, "mean": mean, "level": level, "std": std, "low": mean - reach, "high": mean + reach}
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def test_an_estimate_is_the_textbooks():
     reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
     assert (found["n"], found["mean"], found["std"]) == (3, 5.0, pytest.approx(math.sqrt(13)))
     assert (found["low"], found["high"]) == pytest.approx((5 - reach, 5 + reach), rel=1e-6)
+    assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0, 2.0], 0.95)["high"]) == (2.0, 2.0)
     assert estimate([2.0], 0.95) == {"n": 1, "mean": 2.0, "level": 0.95, "std": None, "low": None, "high": None}
 
 
