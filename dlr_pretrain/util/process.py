@@ -44,8 +44,20 @@ def prepare() -> None:
 
     Signals are remembered until the run can act on them (``stop_requested``). Ctrl-C is not: it ends an import at once.
     """
+    open_standard_streams()
     die_with_agent()
     _handle(lambda number, _frame: _received.append(number))
+
+
+def open_standard_streams() -> None:
+    """Give the null device to a standard stream that was closed: the next file that is opened would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
 
 
 def stop_requested() -> bool:
