@@ -33,8 +33,8 @@ from dlr_pretrain.deploy.export import deployed, export
 from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import IGNORE
 
@@ -122,9 +122,9 @@ def consistency(
     logits; None where there is nothing to compare: a run of branches, or logits of weights that were cast or merged.
     """
     trained = _model(cfg, state, device)
-    publisher = Publisher(trained)
+    merged = MergedResiduals(trained)
     masters = STATE_DTYPE[cfg.precision.name] != WORKING_DTYPE[cfg.precision.name]
-    publisher.publish({n: state[n].to(device) for n, _ in trained.named_parameters()} if masters else None)
+    merged.merge({n: state[n].to(device) for n, _ in trained.named_parameters()} if masters else None)
     models = {
         "before": _model(replace(cfg, dlr=replace(cfg.dlr, impl="branch")), state, device),
         "trained": trained,
@@ -137,7 +137,7 @@ def consistency(
     kept = own is cfg and weights["lm_head.weight"].dtype == folded["lm_head.weight"].dtype
     identical, found = _compare(models, validation, device)
     return {
-        "layers": len(publisher.carrying),
+        "layers": len(merged.carrying),
         "parameters_before": sum(p.numel() for p in trained.parameters()),
         "parameters_after": sum(p.numel() for p in models["after"].parameters()),
         "weights_identical": same if comparable else None,

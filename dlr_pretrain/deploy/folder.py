@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dlr_pretrain.models.shapes import listed, misfits
+from dlr_pretrain.models.start import listed, misfits
 from dlr_pretrain.util.errors import UserError, first_line
 
 

@@ -2,7 +2,7 @@
 
 Output i of an up-projection receives, beside (B z)_i, a copy of latent g(i) = floor(i / K), scaled by
 beta = alpha / sqrt(K), with K = ceil(d_out / r) copies per latent (the last r - ceil(d_out / K) latents get none). So
-y = (B + beta R^T) z exactly, and only the d_out entries (i, g(i)) of B are touched. The residual is *published* into
+y = (B + beta R^T) z exactly, and only the d_out entries (i, g(i)) of B are touched. The residual is *merged* into
 the weights for forward and backward and taken out again before any other code reads them. Gradients reach B
 unchanged, weight decay acts on B alone, and folding leaves the residual in.
 
@@ -23,12 +23,22 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.publisher import Publisher, require_restored, residuals
-from dlr_pretrain.models.residual import GROUPINGS, Residual, columns_of, with_branch
+from dlr_pretrain.models.merged import MergedResiduals, require_restored
+from dlr_pretrain.models.residual import (
+    GROUPINGS,
+    Residual,
+    UpProjection,
+    columns_of,
+    full_name,
+    learned_alpha,
+    residuals,
+    with_branch,
+)
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
 
@@ -78,7 +88,8 @@ def attach_dlr(
         raise ValueError("train_b=False: B stays zero, and neither learn_alpha nor keep_output can act through it")
     targets = dict(_up_projections(module, match))
     _require_fit(module, targets, learn_alpha, keep_output)
-    for name, linear in targets.items():
+    for name, target in targets.items():
+        linear = cast(UpProjection, target)
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
         linear.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
@@ -105,13 +116,13 @@ def active(module: nn.Module) -> Iterator[None]:
     ``load_state_dict`` raise RuntimeError before they change any B, and other changes raise it at the end.
     Learned alphas get their gradients at the end.
     """
-    publisher = Publisher(module)
-    with publisher.active():
+    merged = MergedResiduals(module)
+    with merged.active():
         yield
-    for _, linear in publisher.carrying:
-        if hasattr(linear, "dlr_alpha") and linear.weight.grad is not None:
-            gradient = linear.residual.strength_gradient(linear.weight.grad)
-            linear.dlr_alpha.grad = gradient.to(linear.dlr_alpha.dtype)
+    for _, up in merged.carrying:
+        alpha = learned_alpha(up)
+        if alpha is not None and up.weight.grad is not None:
+            alpha.grad = up.residual.strength_gradient(up.weight.grad).to(alpha.dtype)
 
 
 def fold_(module: nn.Module) -> int:
@@ -148,30 +159,30 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     """A copy of ``state`` (parameter name -> value of B or its master) with every residual folded in."""
     folded = {name: value.clone() for name, value in state.items()}
     for name, linear in residuals(module):
-        value = folded[f"{name}.weight".lstrip(".")]
-        alpha = folded.pop(f"{name}.dlr_alpha".lstrip("."), None)
-        folded.pop(f"{name}.dlr_mark".lstrip("."), None)
+        value = folded[full_name(name, "weight")]
+        alpha = folded.pop(full_name(name, "dlr_alpha"), None)
+        folded.pop(full_name(name, "dlr_mark"), None)
         linear.residual.add(value, alpha)
     return folded
 
 
 def marks(module: nn.Module) -> dict[str, Tensor]:
     """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to belong to ``module``."""
-    return {f"{name}.dlr_mark".lstrip("."): _mark(linear) for name, linear in residuals(module)}
+    return {full_name(name, "dlr_mark"): _mark(linear) for name, linear in residuals(module)}
 
 
 def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
     """The learned alphas, by parameter name."""
-    return {f"{n}.dlr_alpha".lstrip("."): m.dlr_alpha for n, m in residuals(module) if hasattr(m, "dlr_alpha")}
+    return {full_name(n, "dlr_alpha"): m.dlr_alpha for n, m in residuals(module) if hasattr(m, "dlr_alpha")}
 
 
 def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The gradients of the learned alphas, formed from ``gradients`` (parameter name -> gradient of a weight)."""
     found = {}
     for name, linear in residuals(module):
-        gradient = gradients.get(f"{name}.weight".lstrip("."))
+        gradient = gradients.get(full_name(name, "weight"))
         if hasattr(linear, "dlr_alpha") and gradient is not None:
-            found[f"{name}.dlr_alpha".lstrip(".")] = linear.residual.strength_gradient(gradient)
+            found[full_name(name, "dlr_alpha")] = linear.residual.strength_gradient(gradient)
     return found
 
 
@@ -204,7 +215,7 @@ def decay_towards_offsets(module: nn.Module, masters: Mapping[str, Tensor] | Non
     for name, linear in module.named_modules():
         offset = getattr(linear, "offset", None)
         if isinstance(offset, Residual):
-            weight = linear.weight if masters is None else masters[f"{name}.weight".lstrip(".")]
+            weight = linear.weight if masters is None else masters[full_name(name, "weight")]
             offset.add(weight, share=share)
 
 
@@ -216,7 +227,7 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
             for down, up in FACTOR_NAMES:
                 a, b = getattr(parent, down, None), getattr(parent, up, None)
                 if isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and a.out_features == b.in_features:
-                    yield f"{name}.{up}".lstrip("."), b
+                    yield full_name(name, up), b
     else:
         chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
         for name, linear in module.named_modules():
@@ -231,7 +242,7 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
     users: dict[int, list[str]] = {}
     for name, m in module.named_modules():
         for leaf, p in m.named_parameters(recurse=False):
-            users.setdefault(id(p), []).append(f"{name}.{leaf}".lstrip("."))
+            users.setdefault(id(p), []).append(full_name(name, leaf))
     for name, linear in targets.items():
         here = name or "the module"
         if hasattr(linear, "residual"):
@@ -248,24 +259,24 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
 
 
-def _mark_as_unfolded(linear: nn.Module, state: dict, prefix: str, local_metadata: dict) -> None:
+def _mark_as_unfolded(linear: UpProjection, state: dict, prefix: str, local_metadata: dict) -> None:
     if getattr(linear, "residual", None) is not None:
         state[f"{prefix}dlr_mark"] = _mark(linear)
 
 
-def _mark(linear: nn.Module) -> Tensor:
+def _mark(linear: UpProjection) -> Tensor:
     """[beta, checksum of the columns]. If alpha is learned, the state holds it, and beta / alpha replaces beta."""
     residual = linear.residual
     beta = 1 / residual.divisor if hasattr(linear, "dlr_alpha") else residual.beta
     return torch.tensor([beta, residual.checksum], dtype=torch.float64)
 
 
-def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
+def _check_mark(linear: UpProjection, state: dict, prefix: str, *_) -> None:
     residual = getattr(linear, "residual", None)
     if residual is None:
         return
-    if residual.saved is not None:
-        raise RuntimeError(f"{prefix}weight holds the published residual; load outside `active`")
+    if residual.merged:
+        raise RuntimeError(f"{prefix}weight holds the merged residual; load outside `active`")
     mark = state.pop(f"{prefix}dlr_mark", None)
     if f"{prefix}weight" not in state:
         return
@@ -280,7 +291,7 @@ def _check_mark(linear: nn.Module, state: dict, prefix: str, *_) -> None:
         raise RuntimeError(f"{prefix}weight {rule}. Attach with the same grouping, seed and names of modules")
 
 
-def _refuse_while_active(linear: nn.Linear, prefix: str, keep_vars: bool) -> None:
+def _refuse_while_active(linear: UpProjection, prefix: str, keep_vars: bool) -> None:
     residual = getattr(linear, "residual", None)
-    if residual is not None and residual.saved is not None:
-        raise RuntimeError(f"{prefix}weight holds the published residual; save outside `active`")
+    if residual is not None and residual.merged:
+        raise RuntimeError(f"{prefix}weight holds the merged residual; save outside `active`")

@@ -10,8 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import Llama, build
@@ -45,44 +44,23 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
     """
     d, depth = cfg.scale.hidden_size, cfg.scale.num_layers
     cfg = replace(cfg, train=replace(cfg.train, activation_checkpointing="none"))
-    shallow = [_products(cfg, vocab_size, layers) for layers in (min(depth, 2), min(depth, 3))]
-    beyond = max(depth - 3, 0)  # blocks are equal from the second on
-    a_token, once = (last + beyond * (last - first) for first, last in zip(*shallow, strict=True))
-    return a_token + once / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
+    first, last = (_products(cfg, vocab_size, micro_batch, layers) for layers in (min(depth, 2), min(depth, 3)))
+    products = last + max(depth - 3, 0) * (last - first)  # blocks are equal from the second on
+    return products / (micro_batch * cfg.train.seq_len) + 6.0 * cfg.train.seq_len * d * depth
 
 
-def _products(cfg: Config, vocab_size: int, num_layers: int) -> tuple[int, int]:
-    """FLOPs of all products except attention's with ``num_layers`` blocks: per position, and once per micro-batch."""
+def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
+    """FLOPs of a micro-batch in all products except attention's, with ``num_layers`` blocks."""
     cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
     with torch.device("meta"):
         model = Llama(cfg, vocab_size, grouped=False)  # no padding
+        ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64)
     for name, p in build(cfg, vocab_size, torch.device("meta")).named_parameters():
         if not p.requires_grad:
             model.get_parameter(name).requires_grad_(False)
-    few, many = (_count(model, positions) for positions in (8, 16))
-    a_position = (many - few) // 8
-    return a_position, few - 8 * a_position
-
-
-def _count(model: Llama, positions: int) -> int:
-    ids = torch.zeros(1, positions, dtype=torch.int64, device="meta")
-    with attention_as_on_a_gpu(), _Products() as products:
+    with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
-    model.zero_grad()
-    return products.flops
-
-
-class _Products(TorchDispatchMode):
-    """Sums the FLOPs of all matrix products except those inside attention."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        packet = func.overloadpacket
-        if packet in flop_registry and "attention" not in str(packet):
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=out)
-        return out
+    return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
 
 @contextmanager

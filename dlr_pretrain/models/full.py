@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+from dlr_pretrain.models.linear import Group, GroupSpec, SeededInit, Stack
 
 
-class Full(Group):
+class Full(Group[nn.Linear]):
     """y = W x, W ~ N(0, 0.02^2)."""
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[nn.Linear], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         if grouped:
             self.w = Stack(projections, spec.pad_in, spec.pad_out)
@@ -22,9 +22,9 @@ class Full(Group):
         return nn.Linear(spec.d_in, spec.d_out, bias=False)
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            p.weight.copy_(draw.normal(f"{prefix}{name}.weight", p.weight.shape, 0.02))
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        for name, p in self.named(prefix):
+            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, 0.02))
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:

@@ -34,7 +34,7 @@ class PlainPath:
     def __init__(self, cfg: Config, vocab_size: int):
         if cfg.dlr.impl == "branch":
             self.model = build(cfg, vocab_size, META)
-        else:  # the published weights already hold the residual
+        else:  # the merged weights already hold the residual
             with META:
                 self.model = Llama(cfg, vocab_size, grouped=False)
 

@@ -7,12 +7,13 @@ variant that the DLR paper describes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, GroupSpec, Stack
+from dlr_pretrain.models.linear import GroupSpec, SeededInit, Stack
 from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
 
 NORM_EPS = 1e-6
@@ -28,7 +29,7 @@ class LinearGate(nn.Module):
     def forward(self, c: Tensor) -> Tensor:
         return c * self.weight
 
-    def init_(self, draw: Draw, name: str) -> None:
+    def init_(self, seeded: SeededInit, name: str) -> None:
         self.weight.fill_(1.0)
 
 
@@ -44,10 +45,10 @@ class TensorGate(nn.Module):
     def forward(self, c: Tensor) -> Tensor:
         return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
 
-    def init_(self, draw: Draw, name: str) -> None:
-        """Draw both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
+    def init_(self, seeded: SeededInit, name: str) -> None:
+        """SeededInit both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
         for key, e in self.named_parameters():
-            e.copy_(draw.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
+            e.copy_(seeded.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
 
 
 class DenseGate(nn.Linear):
@@ -56,12 +57,17 @@ class DenseGate(nn.Linear):
     def __init__(self, rank: int):
         super().__init__(rank, rank)
 
-    def init_(self, draw: Draw, name: str) -> None:
+    def init_(self, seeded: SeededInit, name: str) -> None:
         for key, value in self.named_parameters():
-            value.copy_(draw.uniform(f"{name}.{key}", value.shape, self.in_features**-0.5))
+            value.copy_(seeded.uniform(f"{name}.{key}", value.shape, self.in_features**-0.5))
 
 
-GATES = {"linear": LinearGate, "tensor": TensorGate, "dense": DenseGate}  # identity has no parameters
+Gate = LinearGate | TensorGate | DenseGate
+GATES: dict[str, Callable[[int], Gate]] = {
+    "linear": LinearGate,
+    "tensor": TensorGate,
+    "dense": DenseGate,
+}  # identity has no parameters
 
 
 def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
@@ -70,18 +76,22 @@ def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
     return torch.einsum("...gce,gcf->...gfe", c, e2).flatten(-2)
 
 
+def stacked(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """The parameters ``name`` of equal ``modules``, [G, ...]."""
+    return torch.stack([getattr(module, name) for module in modules])
+
+
 class LaxProjection(LowRankProjection):
     """The factors of one projection and, from the second block on, its gate and norm if they have parameters."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec.d_in, spec.d_out, knobs["rank"])
-        if spec.block > 0 and knobs["gate"] in GATES:
-            self.gate = GATES[knobs["gate"]](knobs["rank"])
-        if spec.block > 0 and knobs["norm"] != "none":
-            self.norm = nn.LayerNorm(knobs["rank"] if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS)
+        super().__init__(spec.d_in, spec.d_out, rank := knobs["rank"])
+        gated, normed = spec.block > 0 and knobs["gate"] in GATES, spec.block > 0 and knobs["norm"] != "none"
+        self.gate: Gate | None = GATES[knobs["gate"]](rank) if gated else None
+        self.norm = nn.LayerNorm(rank if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS) if normed else None
 
 
-class Lax(LowRank):
+class Lax(LowRank[LaxProjection]):
     """y = B z, z = norm(A x + G(c)), where the same projection of the previous block passes on the latent c.
 
     Knob ``crossing``: "pre_act", z = phi(norm(A x + G(c))); "post_act", z = norm(phi(A x) + G(c)). With ``recursive``
@@ -89,24 +99,26 @@ class Lax(LowRank):
     instead of the latent.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[LaxProjection], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         crossed = spec.block > 0
         self.latent_norm, self.output_norm = (crossed and knobs["norm"] == n for n in ("latent", "output"))
         if grouped and crossed and knobs["gate"] == "dense":
-            self.dense_gate = Stack([p.gate for p in projections], knobs["rank"], knobs["rank"])
+            self.dense_gate = Stack(
+                [p.gate for p in projections if isinstance(p.gate, DenseGate)], knobs["rank"], knobs["rank"]
+            )
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
         return LaxProjection(spec, knobs)
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        super().init_(draw, prefix)
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            if hasattr(p, "gate"):
-                p.gate.init_(draw, f"{prefix}{name}.gate")
-            if hasattr(p, "norm"):
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        super().init_(seeded, prefix)
+        for name, p in self.named(prefix):
+            if p.gate is not None:
+                p.gate.init_(seeded, f"{name}.gate")
+            if p.norm is not None:
                 p.norm.reset_parameters()
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -127,24 +139,24 @@ class Lax(LowRank):
         kind = self.knobs["gate"]
         if kind == "identity":
             return c
-        gates = [p.gate for p in self.projections]
+        gates = [p.gate for p in self.projections if p.gate is not None]
         if not self.grouped:
             return torch.stack([gate(c_p) for gate, c_p in zip(gates, c.unbind(-2), strict=True)], dim=-2)
         if kind == "linear":
-            return c * torch.stack([gate.weight for gate in gates])
+            return c * stacked(gates, "weight")
         if kind == "tensor":
-            return two_sided(c, torch.stack([gate.e1 for gate in gates]), torch.stack([gate.e2 for gate in gates]))
-        return self.dense_gate.batched(c).movedim(0, -2) + torch.stack([gate.bias for gate in gates])
+            return two_sided(c, stacked(gates, "e1"), stacked(gates, "e2"))
+        return self.dense_gate.batched(c).movedim(0, -2) + stacked(gates, "bias")
 
     def normalise(self, h: Tensor) -> Tensor:
         """h [..., G, r] -> its LayerNorm over r."""
         if not self.latent_norm:
             return h
-        norms = [p.norm for p in self.projections]
+        norms = [p.norm for p in self.projections if p.norm is not None]
         if not self.grouped:
             return torch.stack([norm(h_p) for norm, h_p in zip(norms, h.unbind(-2), strict=True)], dim=-2)
-        weight, bias = (torch.stack([getattr(norm, name) for norm in norms]) for name in ("weight", "bias"))
-        return torch.addcmul(bias, F.layer_norm(h, h.shape[-1:], eps=NORM_EPS), weight)
+        normed = F.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
+        return torch.addcmul(stacked(norms, "bias"), normed, stacked(norms, "weight"))
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """z [..., G, r] -> [norm](B z), one [..., pad_out] per projection; the padding stays zero."""
@@ -152,7 +164,8 @@ class Lax(LowRank):
         if not self.output_norm:
             return y
         d_out, padding = self.spec.d_out, y[0].shape[-1] - self.spec.d_out
-        y = tuple(p.norm(y_p[..., :d_out]) for p, y_p in zip(self.projections, y, strict=True))
+        norms = [p.norm for p in self.projections if p.norm is not None]
+        y = tuple(norm(y_p[..., :d_out]) for norm, y_p in zip(norms, y, strict=True))
         return tuple(F.pad(y_p, (0, padding)) for y_p in y) if padding else y
 
 

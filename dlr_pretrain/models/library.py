@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.models.dlr import active, residuals
-from dlr_pretrain.models.spectrum import factors
+from dlr_pretrain.models.lowrank import factors
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -127,8 +127,8 @@ class TrainsWithDlr:
 
     def training_step(self, model: nn.Module, *args, **kwargs):
         with active(model):
-            return super().training_step(model, *args, **kwargs)
+            return super().training_step(model, *args, **kwargs)  # type: ignore[misc]  # that of the trainer
 
     def prediction_step(self, model: nn.Module, *args, **kwargs):
         with active(model):
-            return super().prediction_step(model, *args, **kwargs)
+            return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]  # likewise

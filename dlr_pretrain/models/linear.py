@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.util.errors import UserError
+
+P = TypeVar("P", bound=nn.Module)  # the class of a backbone's projections
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,8 @@ class GroupSpec:
     block: int
 
 
-class Draw:
-    """Draws initial values that depend on (seed, parameter name) alone, not on device, number of ranks or backbone."""
+class SeededInit:
+    """Initial values that depend on (seed, parameter name) alone, not on device, number of ranks or backbone."""
 
     def __init__(self, seed: int):
         self.seed = seed
@@ -57,6 +60,22 @@ class Draw:
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
+class Factors(nn.Module):
+    """The factors of one projection: ``a.weight`` is A [rank, d_in], ``b.weight`` is B [d_out, rank]."""
+
+    def __init__(self, d_in: int, d_out: int, rank: int):
+        super().__init__()
+        self.a = nn.Linear(d_in, rank, bias=False)
+        self.b = nn.Linear(rank, d_out, bias=False)
+
+
+class HasWeight(Protocol):
+    """A module with a ``weight`` [d_out, d_in], such as ``nn.Linear``."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+
 class Stack:
     """The weights of ``linears`` (G matrices [d_out, d_in]) as views of one zero-padded storage.
 
@@ -66,7 +85,7 @@ class Stack:
     ``pad_out``.
     """
 
-    def __init__(self, linears: list[nn.Linear], pad_in: int, pad_out: int):
+    def __init__(self, linears: Sequence[HasWeight], pad_in: int, pad_out: int):
         self.linears = linears
         self.pad_in, self.pad_out = pad_in, pad_out
         self.tie()
@@ -100,7 +119,7 @@ class Stack:
         return all(slot.data_ptr() == linear.weight.data_ptr() for slot, linear in pairs)
 
     @property
-    def leaves(self) -> list[nn.Parameter]:
+    def leaves(self) -> list[Tensor]:
         return [linear.weight for linear in self.linears]
 
     def shared(self, x: Tensor) -> Tensor:
@@ -167,7 +186,7 @@ class _OwnInput(torch.autograd.Function):
         return dz, None, *(g[: ctx.d_out] for g in dw)
 
 
-class Group(ABC):
+class Group(ABC, Generic[P]):
     """Projections of one shape that read the same input; the base of every backbone.
 
     A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
@@ -177,17 +196,17 @@ class Group(ABC):
 
     deployed_dense = False  # whether the layers are deployed as the weights of ``dense``, in a plain LLaMA
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[P], knobs: dict[str, Any], grouped: bool):
         self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
 
     @staticmethod
     @abstractmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
+    def projection(spec: GroupSpec, knobs: dict[str, Any]) -> nn.Module:
         """The parameters of one projection."""
 
     @abstractmethod
-    def init_(self, draw: Draw, prefix: str) -> None:
-        """Draw the initial values of the projections, whose full names are ``prefix + name``."""
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        """SeededInit the initial values of the projections, whose full names are ``prefix + name``."""
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> the input of ``expand``, and the tensor for the same group of the next block (or None)."""
@@ -210,10 +229,9 @@ class Group(ABC):
             f"{type(self).__name__} layers are not a single matrix: they cannot be merged into the weights of a LLaMA"
         )
 
-    def tie(self) -> None:
-        """Restore the common storage after the parameters were moved, cast or copied."""
-        for stack in self.stacks():
-            stack.tie()
+    def named(self, prefix: str = "") -> Iterator[tuple[str, P]]:
+        """The projections, each with its name after ``prefix``."""
+        return ((f"{prefix}{name}", p) for name, p in zip(self.spec.names, self.projections, strict=True))
 
     def stacks(self) -> list[Stack]:
         return [value for value in vars(self).values() if isinstance(value, Stack)]
@@ -226,7 +244,7 @@ class GroupHolder(nn.Module):
         super().__init__()
         self.register_load_state_dict_post_hook(_tie_again)
 
-    def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict, grouped: bool) -> Group:
+    def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict[str, Any], grouped: bool) -> Group:
         """Register the projections of ``spec`` as children under their own names, and return their group."""
         projections = [layer.projection(spec, knobs) for _ in spec.names]
         for name, projection in zip(spec.names, projections, strict=True):
@@ -237,8 +255,10 @@ class GroupHolder(nn.Module):
         return [value for value in vars(self).values() if isinstance(value, Group)]
 
     def tie(self) -> None:
+        """Restore the common storages after the parameters were moved, cast or copied."""
         for group in self.groups():
-            group.tie()
+            for stack in group.stacks():
+                stack.tie()
 
     def _apply(self, fn: Callable, recurse: bool = True):
         super()._apply(fn, recurse)
@@ -262,7 +282,7 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 @torch.no_grad()
-def share_memory_(model: nn.Module, chosen: Callable[[nn.Linear], bool]) -> None:
+def share_memory_(model: nn.Module, chosen: Callable[[Any], bool]) -> None:
     """Put every stack whose linears are all ``chosen`` into one storage, so that one kernel can reach all of them.
 
     When the model is moved, cast, copied or loaded by ``load_state_dict``, each stack gets a storage of its own again.

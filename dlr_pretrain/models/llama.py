@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
-from dlr_pretrain.models.linear import Draw, Group, GroupHolder, GroupSpec
+from dlr_pretrain.models.linear import Group, GroupHolder, GroupSpec, SeededInit
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -158,7 +159,7 @@ class Block(nn.Module):
         arguments = (x, cos, sin, bias, carried)
         if self.checkpointing == "none":
             return self.run(*arguments)
-        selective = {}
+        selective: dict[str, Any] = {}
         # A policy costs an eager block time. Compiled, one that keeps nothing is needed in torch 2.11, which otherwise
         # keeps the products of autograd functions.
         if self.checkpointing == "latent" or torch.compiler.is_compiling():
@@ -233,25 +234,25 @@ class Llama(nn.Module):
         compiled = partial(torch.compile, dynamic=False, fullgraph=True)
         self.score = compiled(score)
         if whole:
-            self.hidden = compiled(self.hidden)
+            self.hidden = compiled(self.hidden)  # type: ignore[method-assign]  # in place: the model keeps its class
             return
-        for block in self.model.layers:
-            block.forward = compiled(block.forward)  # not block itself: FSDP's hooks stay outside the graph
-        self.model.norm.forward = compiled(self.model.norm.forward)
+        module: nn.Module
+        for module in (*self.model.layers, self.model.norm):
+            module.forward = compiled(module.forward)  # not the module itself: FSDP's hooks stay outside the graph
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """Draw every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
-        draw = Draw(seed)
+        """SeededInit every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
+        seeded = SeededInit(seed)
         for name in ("model.embed_tokens", "lm_head"):
-            weight = self.get_submodule(name).weight
-            weight.copy_(draw.normal(f"{name}.weight", weight.shape, INIT_STD))
+            weight = self.get_parameter(f"{name}.weight")
+            weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
             elif isinstance(module, GroupHolder):
                 for group in module.groups():
-                    group.init_(draw, f"{name}.")
+                    group.init_(seeded, f"{name}.")
 
 
 def build(

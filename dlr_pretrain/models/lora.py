@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
 from dlr_pretrain.util.tensors import at_least_fp32
 
 FROZEN_STD = 0.02
 
 
-class LoraProjection(nn.Module):
+class LoraProjection(Factors):
     """The frozen ``weight`` W0 [d_out, d_in] and the factors ``a`` A [r, d_in] and ``b`` B [d_out, r]."""
 
     def __init__(self, d_in: int, d_out: int, rank: int):
-        super().__init__()
+        super().__init__(d_in, d_out, rank)
         self.weight = nn.Parameter(torch.empty(d_out, d_in), requires_grad=False)
-        self.a = nn.Linear(d_in, rank, bias=False)
-        self.b = nn.Linear(rank, d_out, bias=False)
 
 
-class Lora(Group):
+class Lora(Group[LoraProjection]):
     """y = (W0 + s B A) x, s = alpha / rank.
 
     W0 is drawn from N(0, 0.02^2) or taken from a dense model, and never trained. A starts uniform with bound
@@ -30,7 +28,7 @@ class Lora(Group):
 
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[LoraProjection], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
         if grouped:
@@ -43,10 +41,10 @@ class Lora(Group):
         return LoraProjection(spec.d_in, spec.d_out, knobs["rank"])
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            p.weight.copy_(draw.normal(f"{prefix}{name}.weight", p.weight.shape, FROZEN_STD))
-            p.a.weight.copy_(down_factor(draw, f"{prefix}{name}.a.weight", p.a.weight.shape))
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        for name, p in self.named(prefix):
+            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, FROZEN_STD))
+            p.a.weight.copy_(down_factor(seeded, f"{name}.a.weight", p.a.weight.shape))
             p.b.weight.zero_()
 
     @torch.no_grad()
@@ -65,9 +63,9 @@ class Lora(Group):
         return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], self.scale)
 
 
-def down_factor(draw: Draw, name: str, shape: tuple[int, int]) -> Tensor:
+def down_factor(seeded: SeededInit, name: str, shape: torch.Size) -> Tensor:
     """A [r, d_in], uniform with bound 1/sqrt(d_in)."""
-    return draw.uniform(name, shape, shape[1] ** -0.5)
+    return seeded.uniform(name, shape, shape[1] ** -0.5)
 
 
 def merged(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:

@@ -63,7 +63,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             loss, at_target = score(logits, some, True)
             logits[torch.arange(len(some), device=x.device), some.clamp(min=0)] = at_target[:, 0].to(logits.dtype)
             losses.append(loss)
-            if for_x:
+            if dx is not None:
                 torch.mm(logits, weight, out=dx[rows])
             if for_weight:
                 dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))

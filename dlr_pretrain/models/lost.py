@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, GroupSpec, Stack
-from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
-from dlr_pretrain.models.spectrum import balanced, leading
+from dlr_pretrain.models.linear import GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.lowrank import LowRank, LowRankProjection, balanced, leading
 
 INIT_STD = 0.02  # of W, as for dense layers
 ALIGNMENT = 8  # widths of fast products are multiples of this; the rank that fits the parameter budget is mostly odd
@@ -21,6 +20,8 @@ ALIGNMENT = 8  # widths of fast products are multiples of this; the rank that fi
 class LostProjection(LowRankProjection):
     """The factors of one projection, W_s (``s.weight`` [d_out, k]) and its ``channels`` I in ascending order."""
 
+    channels: Tensor
+
     def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
         super().__init__(d_in, d_out, rank)
         count = max(1, int(sparsity * d_in))
@@ -28,7 +29,7 @@ class LostProjection(LowRankProjection):
         self.register_buffer("channels", torch.arange(count))
 
 
-class Lost(LowRank):
+class Lost(LowRank[LostProjection]):
     """y = gamma B phi(A x) + (1 - gamma) W_s x_I; the latent is (gamma phi(A x), (1 - gamma) x_I).
 
     B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
@@ -38,7 +39,7 @@ class Lost(LowRank):
     the first r. "random" draws I. ``init="cola"`` draws A and B as CoLA does; W_s are still columns of W.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[LostProjection], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.gamma, self.rank = knobs["gamma"], knobs["rank"]
         self.width = self.rank + projections[0].s.in_features
@@ -52,15 +53,14 @@ class Lost(LowRank):
         return LostProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            name = f"{prefix}{name}"
-            dense = draw.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
-            channels = torch.randperm(self.spec.d_in, generator=draw.generator(f"{name}.channels"))
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        for name, p in self.named(prefix):
+            dense = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
+            channels = torch.randperm(self.spec.d_in, generator=seeded.generator(f"{name}.channels"))
             p.channels.copy_(channels[: len(p.channels)].sort().values)
             self.start_projection_from_(p, dense)
         if self.knobs["init"] == "cola":
-            super().init_(draw, prefix)
+            super().init_(seeded, prefix)
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:

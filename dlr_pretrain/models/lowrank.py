@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
-from dlr_pretrain.models.spectrum import factors
+from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class LowRankProjection(nn.Module):
+class LowRankProjection(Factors):
     """The two factors of one projection, and theta if a learned s = tanh(theta) scales its latents."""
 
+    theta: nn.Parameter | None
+
     def __init__(self, d_in: int, d_out: int, rank: int, learned_scale: bool = False):
-        super().__init__()
-        self.a = nn.Linear(d_in, rank, bias=False)
-        self.b = nn.Linear(rank, d_out, bias=False)
-        if learned_scale:
-            self.theta = nn.Parameter(torch.empty(()))
+        super().__init__(d_in, d_out, rank)
+        self.theta = nn.Parameter(torch.empty(())) if learned_scale else None
 
 
-class LowRank(Group):
+Q = TypeVar("Q", bound=LowRankProjection)
+
+
+class LowRank(Group[Q]):
     """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
 
     Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
@@ -30,7 +33,7 @@ class LowRank(Group):
     starts at 1. ``b_gain`` multiplies the initial B.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[Q], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         if grouped:
             self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
@@ -41,24 +44,24 @@ class LowRank(Group):
         return LowRankProjection(spec.d_in, spec.d_out, knobs["rank"], knobs.get("learn_latent_scale", False))
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            for factor in ("a", "b"):
-                self.init_factor_(draw, f"{prefix}{name}.{factor}.weight", p.get_submodule(factor).weight)
-            if hasattr(p, "theta"):
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        for name, p in self.named(prefix):
+            self.init_factor_(seeded, f"{name}.a.weight", p.a.weight)
+            self.init_factor_(seeded, f"{name}.b.weight", p.b.weight)
+            if p.theta is not None:
                 p.theta.fill_(1.0)
 
-    def init_factor_(self, draw: Draw, name: str, weight: Tensor) -> None:
-        """Draw A [r, d_in] or B [d_out, r]."""
+    def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
+        """SeededInit A [r, d_in] or B [d_out, r]."""
         gain = self.knobs.get("b_gain", 1.0) if name.endswith(".b.weight") else 1.0
         match self.knobs.get("init", "cola"):
             case "cola":
                 std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
-                weight.copy_(draw.normal(name, weight.shape, gain * std))
+                weight.copy_(seeded.normal(name, weight.shape, gain * std))
             case "xavier":
-                weight.copy_(draw.normal(name, weight.shape, gain * (2 / sum(weight.shape)) ** 0.5))
+                weight.copy_(seeded.normal(name, weight.shape, gain * (2 / sum(weight.shape)) ** 0.5))
             case "kaiming":
-                weight.copy_(draw.uniform(name, weight.shape, gain * weight.shape[1] ** -0.5))
+                weight.copy_(seeded.uniform(name, weight.shape, gain * weight.shape[1] ** -0.5))
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
@@ -90,7 +93,9 @@ class LowRank(Group):
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
         z = self.activate(self.down(x))
         if self.knobs.get("learn_latent_scale", False):
-            scale = torch.stack([p.theta for p in self.projections]).tanh()  # may be wider than z (bf16_sr, FSDP)
+            scale = torch.stack(
+                [p.theta for p in self.projections if p.theta is not None]
+            ).tanh()  # may be wider than z (bf16_sr, FSDP)
             return z * scale.to(z.dtype)[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
@@ -108,6 +113,38 @@ def latent_scale(tensors: dict[str, Tensor], knobs: dict) -> float | Tensor:
         theta = tensors["theta"]
         return theta.to(at_least_fp32(theta.dtype)).tanh()
     return knobs.get("latent_scale", 1.0)
+
+
+def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """U [m, k], S [k], Vh [k, n] of the k = ``rank`` largest singular values of ``weight`` [m, n], in float64.
+
+    They come from the eigenvectors of the smaller Gram matrix. For the sizes here this is several times faster than an
+    SVD, which finds all vectors of both sides. In float64 the squared condition number loses no precision that the
+    weights have.
+
+    The sign of a pair of singular vectors is arbitrary, but a nonlinearity between the factors makes it matter.
+    Libraries and devices choose it differently. Here the largest entry of the shorter side's vector is positive.
+    """
+    wide = weight.double()
+    if weight.shape[0] > weight.shape[1]:
+        u, s, vh = leading(wide.T, rank)
+        return vh.T, s, u.T
+    u = torch.linalg.eigh(wide @ wide.T).eigenvectors.flip(-1)[:, :rank]
+    u = u * u.gather(0, u.abs().argmax(0, keepdim=True)).sign()
+    projected = u.T @ wide
+    s = projected.norm(dim=1)
+    return u, s, projected / s[:, None].clamp_min(torch.finfo(s.dtype).tiny)
+
+
+def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """B [m, rank] and A [rank, n]: B A is the best approximation of ``weight`` [m, n], and B^T B = A A^T."""
+    return balanced(*leading(weight, rank))
+
+
+def balanced(u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor]:
+    """B = U sqrt(S) and A = sqrt(S) Vh."""
+    root = s.sqrt()
+    return u * root, root[:, None] * vh
 
 
 BACKBONE = LowRank

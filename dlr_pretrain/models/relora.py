@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dlr_pretrain.models.linear import Draw
+from dlr_pretrain.models.linear import SeededInit
 from dlr_pretrain.models.lora import Lora, down_factor, merged
 from dlr_pretrain.util import sharded
 
@@ -20,7 +20,7 @@ class Relora(Lora):
     """
 
     @torch.no_grad()
-    def merge_(self, state: Mapping[str, Tensor], draw: Draw, prefix: str, number: int) -> list[str]:
+    def merge_(self, state: Mapping[str, Tensor], seeded: SeededInit, prefix: str, number: int) -> list[str]:
         """Do merge ``number`` (counted from 1) on ``state`` (parameter name -> tensor): W0 += s B A, a new A, B = 0.
 
         Returns the names of the factors, which start anew. The new A depends on the draw's seed, the parameter's name
@@ -31,7 +31,7 @@ class Relora(Lora):
             w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
             own_w, own_a, own_b = (sharded.local_rows(state[name]) for name in (w, a, b))  # the same rows of W0 and B
             own_w.copy_(merged(own_w, own_b, sharded.gathered(state[a]), self.scale))
-            own_a.copy_(sharded.own_part(state[a], down_factor(draw, f"{a}/{number}", state[a].shape)))
+            own_a.copy_(sharded.own_part(state[a], down_factor(seeded, f"{a}/{number}", state[a].shape)))
             own_b.zero_()
             factors += [a, b]
         return factors

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +41,7 @@ class Residual:
         self.rows = torch.arange(d_out)
         self.contiguous = columns is None
         self.columns = self.rows // self.copies if columns is None else columns
-        self.saved: tuple[Tensor, Tensor] | None = None  # the weight and B's entries, while published
-        self.version = 0  # autograd's version of the weight right after publishing
-        self._places: dict[tuple, Tensor] = {}  # layout of a weight -> places of its entries
-        self._betas: Tensor | None = None
+        self.merged = False  # whether the weight holds B + beta R^T at present
 
     @property
     def beta(self) -> float:
@@ -65,11 +61,6 @@ class Residual:
         own, at = self._entries_of(weight)
         own[at] = entries
 
-    @property
-    def untouched(self) -> bool:
-        """Whether the weight is unchanged since publishing, or the residual is not published at all."""
-        return self.saved is None or sharded.local_rows(self.saved[0])._version == self.version
-
     def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The rows of ``weight`` that this rank holds, and the indices of the entries in them."""
         self._follow(weight.device)
@@ -80,26 +71,17 @@ class Residual:
 
     def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
-        beta = self.beta if alpha is None else alpha.to(at_least_fp32(weight.dtype)) / self.divisor
-        self.write(weight, plus(self.entries(weight), share * beta, weight.dtype))
+        self.write(weight, plus(self.entries(weight), share * self.strength(weight.dtype, alpha), weight.dtype))
+
+    def strength(self, dtype: torch.dtype, alpha: Tensor | None) -> Tensor | float:
+        """beta, as it is added to a weight of ``dtype``; ``alpha`` is the learned one, if any."""
+        return self.beta if alpha is None else alpha.to(at_least_fp32(dtype)) / self.divisor
 
     def places(self, weight: Tensor) -> Tensor:
         """The positions of the entries in the storage of ``weight``, counted in values from its start."""
         own = sharded.local_rows(weight)
-        layout = own.storage_offset(), *own.stride(), own.shape[0], own.device, getattr(weight, "device_mesh", None)
-        if layout not in self._places:
-            rows, columns = self._entries_of(weight)[1]
-            self._places[layout] = layout[0] + rows * layout[1] + columns * layout[2]
-        return self._places[layout]
-
-    def betas(self, entries: Tensor, alpha: Tensor | None = None) -> Tensor:
-        """beta for each of ``entries``, in the dtype of the addition: fp32 (fp64 for fp64)."""
-        dtype = at_least_fp32(entries.dtype)
-        if alpha is not None:
-            return (alpha.to(dtype) / self.divisor).expand(len(entries))
-        if self._betas is None or self._betas.dtype != dtype or self._betas.device != entries.device:
-            self._betas = entries.new_full(self.rows.shape, self.beta, dtype=dtype)
-        return self._betas[: len(entries)]
+        rows, columns = self._entries_of(weight)[1]
+        return int(own.storage_offset()) + rows * own.stride(0) + columns * own.stride(1)
 
     def strength_gradient(self, gradient: Tensor) -> Tensor:
         """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): the gradient of B is that of B + beta R^T.
@@ -149,56 +131,49 @@ def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
     return (entries.to(at_least_fp32(entries.dtype)) + betas).to(dtype)
 
 
-@dataclass(frozen=True)
-class Shared:
-    """The entries that ``residuals`` change in ``tensors`` of one storage. One kernel reads or writes all of them."""
+class UpProjection(nn.Linear):
+    """The type of a linear layer that carries a residual; its class in fact stays what it was, or is a ``Branch``."""
 
-    residuals: Sequence[Residual]
-    tensors: Sequence[Tensor]
-
-    def read(self) -> Tensor:
-        """The entries of all tensors, one tensor after another."""
-        return self._memory[self._places]
-
-    def write(self, values: Tensor) -> None:
-        self._memory[self._places] = values
-        torch.autograd.graph.increment_version([sharded.local_rows(tensor) for tensor in self.tensors])
-
-    @cached_property
-    def _memory(self) -> Tensor:
-        first = sharded.local_rows(self.tensors[0]).detach()
-        return first.as_strided((first.untyped_storage().nbytes() // first.element_size(),), (1,), 0)
-
-    @cached_property
-    def _places(self) -> Tensor:
-        return joined([r.places(t) for r, t in zip(self.residuals, self.tensors, strict=True)])
+    residual: Residual
+    dlr_alpha: nn.Parameter  # only if alpha is learned
+    dlr_folded: bool  # only once the residual was folded, and is gone
+    offset: Residual  # only if it was an initial value of the weight, towards which the weight decays
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
+    """The up-projections that carry a residual, with their names."""
+    carrying = ((name, m) for name, m in module.named_modules() if isinstance(getattr(m, "residual", None), Residual))
+    return [(name, cast(UpProjection, m)) for name, m in carrying]
 
 
-def by_memory(tensors: Sequence[tuple[Tensor, ...]]) -> list[list[int]]:
-    """The indices of ``tensors`` in groups: in a group all first tensors share a storage, and so do all second ones."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, some in enumerate(tensors):
-        groups.setdefault(tuple(sharded.local_rows(t).untyped_storage()._cdata for t in some), []).append(i)
-    return list(groups.values())
+def learned_alpha(up: nn.Linear) -> nn.Parameter | None:
+    return getattr(up, "dlr_alpha", None)
 
 
-class Branch:
+def full_name(module: str, leaf: str) -> str:
+    """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
+    return f"{module}.{leaf}" if module else leaf
+
+
+class Branch(nn.Linear):
     """The paper's residual path, mixed into the class of a linear layer: y + beta R^T z.
 
     It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
     """
 
+    residual: Residual
+
     def forward(self, z: Tensor) -> Tensor:
-        learned = getattr(self, "dlr_alpha", None)  # detached: ``strength_gradient`` gives its gradient here too
+        learned = learned_alpha(self)  # detached: ``strength_gradient`` gives its gradient here too
         beta = self.residual.beta if learned is None else learned.detach() / self.residual.divisor
         return super().forward(z) + beta * self.residual.duplicate(z)
 
 
-@cache
-def with_branch(linear: type[nn.Linear]) -> type[nn.Linear]:
+_BRANCHES: dict[type, type] = {}
+
+
+def with_branch(linear: type) -> type:
     """One class for all layers of a class, so that equal blocks share one compiled graph."""
-    return type(f"Branch{linear.__name__}", (Branch, linear), {})
+    if linear not in _BRANCHES:
+        _BRANCHES[linear] = type(f"Branch{linear.__name__}", (Branch, linear), {})
+    return _BRANCHES[linear]

@@ -6,27 +6,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Draw, Group, GroupSpec, Stack
+from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
 from dlr_pretrain.models.lora import down_factor
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class SltrainProjection(nn.Module):
+class SltrainProjection(Factors):
     """A [r, d_in], B [d_out, r], and S [d_out, d_in] as its trained ``values`` at the sorted flat positions ``index``.
 
     S has int(sparsity d_in d_out) entries.
     """
 
+    index: Tensor
+
     def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
-        super().__init__()
+        super().__init__(d_in, d_out, rank)
         entries = int(sparsity * d_in * d_out)
-        self.a = nn.Linear(d_in, rank, bias=False)
-        self.b = nn.Linear(rank, d_out, bias=False)
         self.values = nn.Parameter(torch.empty(entries))
         self.register_buffer("index", torch.empty(entries, dtype=torch.int64))
 
 
-class Sltrain(Group):
+class Sltrain(Group[SltrainProjection]):
     """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
 
     Forward and backward each form the dense matrix and drop it. With ``grouped=False`` (``parallel=fsdp``), forward
@@ -35,7 +35,7 @@ class Sltrain(Group):
 
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Module], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[SltrainProjection], knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
         if grouped:
@@ -47,13 +47,12 @@ class Sltrain(Group):
         return SltrainProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
 
     @torch.no_grad()
-    def init_(self, draw: Draw, prefix: str) -> None:
-        for name, p in zip(self.spec.names, self.projections, strict=True):
-            own = f"{prefix}{name}"
-            p.a.weight.copy_(down_factor(draw, f"{own}.a.weight", p.a.weight.shape))
+    def init_(self, seeded: SeededInit, prefix: str) -> None:
+        for own, p in self.named(prefix):
+            p.a.weight.copy_(down_factor(seeded, f"{own}.a.weight", p.a.weight.shape))
             p.b.weight.zero_()
-            p.values.copy_(draw.uniform(f"{own}.values", p.values.shape, self.spec.d_in**-0.5))
-            order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=draw.generator(f"{own}.index"))
+            p.values.copy_(seeded.uniform(f"{own}.values", p.values.shape, self.spec.d_in**-0.5))
+            order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=seeded.generator(f"{own}.index"))
             p.index.copy_(order[: len(p.index)].sort().values)
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
@@ -61,13 +60,13 @@ class Sltrain(Group):
             formed = (form(p.b.weight, p.a.weight, p.values, p.index, self.scale) for p in self.projections)
             return tuple(F.linear(z, weight) for weight in formed)
         rows, count = z.flatten(0, -2), len(self.projections)
-        tensors = self.a.storage, self.b.storage, *(p.index for p in self.projections)
+        a, b, index = self.a.storage, self.b.storage, [p.index for p in self.projections]
         leaves = *self.a.leaves, *self.b.leaves, *(p.values for p in self.projections)
         if torch.is_grad_enabled():
-            y = _Formed.apply(rows, self.scale, *tensors, *leaves)
+            y = _Formed.apply(rows, self.scale, a, b, *index, *leaves)
         else:  # for dynamo, as in Stack
             values = [p.values for p in self.projections]
-            y = rows @ _form_group(self.scale, *tensors[:2], tensors[2:], values, self.spec.d_in).flatten(0, 1).T
+            y = rows @ _form_group(self.scale, a, b, index, values, self.spec.d_in).flatten(0, 1).T
         return y.view(*z.shape[:-1], count, -1).unbind(-2)
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:

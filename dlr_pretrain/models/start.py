@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
-from dlr_pretrain.models.shapes import listed, misfits
+from dlr_pretrain.models.residual import learned_alpha, residuals
 from dlr_pretrain.util.errors import UserError
 
+MOST = 10  # lines of a list in a message
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -77,7 +78,7 @@ class FolderStart:
         for name in left:
             own[name].copy_(self.read(name))
         for _, linear in residuals(model):
-            linear.residual.add(linear.weight, getattr(linear, "dlr_alpha", None), share=-1.0)
+            linear.residual.add(linear.weight, learned_alpha(linear), share=-1.0)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -94,7 +95,7 @@ def _wrong_shapes(files: dict[str, Path], expected: dict[str, torch.Size]) -> li
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if files.get(name) == path}  # noqa: SIM118
-    strange = {name: () for name in files if name not in expected}  # also those that no file has
+    strange: dict[str, list[int]] = {name: [] for name in files if name not in expected}  # also those that no file has
     return misfits(strange | shapes, expected)
 
 
@@ -114,3 +115,19 @@ def _wrong_facts(path: Path, cfg: Config) -> list[str]:
         for name, value in wanted.items()
         if found.get(name, value) != value
     ]
+
+
+def misfits(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
+    """One line for each tensor that is missing, unknown to the model, or of another shape than in the model."""
+    wrong = [f"{name}: missing" for name in expected if name not in found]
+    wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
+    return wrong + [
+        f"{name}: has shape {list(found[name])} instead of {list(shape)}"
+        for name, shape in expected.items()
+        if name in found and list(found[name]) != list(shape)
+    ]
+
+
+def listed(wrong: Sequence[str]) -> list[str]:
+    """The first ``MOST`` lines, and a line that counts the rest."""
+    return [*wrong[:MOST], *([f"and {len(wrong) - MOST} more"] if len(wrong) > MOST else [])]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.util.tensors import at_least_fp32
-
-COUNTER_BYTES = 4
 
 
 class Adam(torch.optim.Optimizer):
@@ -21,7 +20,7 @@ class Adam(torch.optim.Optimizer):
     once, as in the fused kernels. A parameter without a gradient does not change. Counters are tensors on the CPU.
     """
 
-    heartbeat = staticmethod(iter)  # iterates over an update's parameters; a run's version reports each to its watch
+    heartbeat: Callable[[Iterable], Iterable] = staticmethod(iter)  # a run's version reports progress to its watch
     index: int | None = None  # the update's index in the run, from 0; None if unknown
 
     def __init__(self, groups: list[dict], knobs: dict):
@@ -29,17 +28,17 @@ class Adam(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closures here
         for group in self.param_groups:
             self.update_group(group)
 
     def update_group(self, group: dict) -> None:
         for p in self.heartbeat(group["params"]):
             if p.grad is not None:
-                self.update(p, group)
+                self.update(p, p.grad, group)
 
-    def update(self, p: Tensor, group: dict) -> None:
-        direction, step = self.direction(p, p.grad, group)
+    def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
+        direction, step = self.direction(p, gradient, group)
         move(p, direction, step, group["lr"] * group["weight_decay"])
 
     def direction(self, p: Tensor, gradient: Tensor, group: dict) -> tuple[Tensor, float]:
@@ -67,8 +66,3 @@ def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
     if decay > 0:
         w.mul_(1 - decay)
     p.copy_(w)
-
-
-def state_bytes(p: Tensor) -> int:
-    """Bytes of two moments in the dtype of ``p``, and of a counter."""
-    return 2 * p.numel() * p.element_size() + COUNTER_BYTES

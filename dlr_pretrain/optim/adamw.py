@@ -10,7 +10,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim import adam
 from dlr_pretrain.optim.parameters import decay_groups
 from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 
@@ -30,9 +29,6 @@ def build(
     groups = decay_groups(parameters, knobs["weight_decay"], undecayed, knobs.get("b_lr", 1.0))
     if rounding_seed is not None:
         return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
+    fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there
     betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]
     return [torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused, foreach=not fused)]
-
-
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    return sum(map(adam.state_bytes, parameters.values()))

@@ -8,7 +8,6 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import COUNTER_BYTES
 from dlr_pretrain.optim.parameters import decay_groups
 from dlr_pretrain.optim.quantized import torchao_optim, whole_blocks
 from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
@@ -47,15 +46,3 @@ def _quantised(p: Tensor, block_size: int) -> bool:
         ranks, (rows, *row) = p.device_mesh.size(), p.shape
         fewest = (rows - -(-rows // ranks) * (ranks - 1)) * math.prod(row)
     return fewest >= SMALLEST and whole_blocks(p, block_size)
-
-
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    return sum(_state_bytes(p, knobs["block_size"]) for p in parameters.values())
-
-
-def _state_bytes(p: Tensor, block_size: int) -> int:
-    """Bytes of two moments and a counter. A quantised moment has codes, fp32 scales and an fp32 map of 256 values."""
-    moment = p.numel() * p.element_size()
-    if _quantised(p, block_size):
-        moment = p.numel() + p.numel() // block_size * 4 + 256 * 4
-    return 2 * moment + COUNTER_BYTES

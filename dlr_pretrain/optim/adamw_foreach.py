@@ -11,4 +11,3 @@ from functools import partial
 from dlr_pretrain.optim import adamw
 
 build = partial(adamw.build, fused=False)
-state_bytes = adamw.state_bytes

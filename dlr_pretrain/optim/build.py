@@ -56,9 +56,17 @@ def build(
 def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
     """Bytes of all state tensors after an update of every parameter, counters included, as in ``state_tensors``.
 
-    Only shapes and dtypes are read: the parameters may be on the meta device.
+    The update runs on the meta device: of the parameters only names, shapes and dtypes matter.
     """
-    return _module(choice).state_bytes(dict(parameters), choice.knobs)
+    shaped = {name: torch.empty_like(p, device="meta", requires_grad=False) for name, p in parameters.items()}
+    for p in shaped.values():
+        p.grad = torch.empty_like(p)
+    optimizer = build(choice, shaped)
+    for part in optimizer.parts:
+        if isinstance(part, Adam):
+            part.index = 0
+        part.step()
+    return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
 def _module(choice: Choice):
@@ -107,16 +115,8 @@ class Optimizer:
             for suffix, tensor in quantized.stored(value, self.parameters[name]).items()
         }
 
-    def state_layout(self) -> dict[str, dict]:
-        """The metadata of quantised entries ``<parameter>/<entry>`` that their tensors do not hold, as JSON values."""
-        return {
-            f"{name}/{entry}": quantized.layout(value)
-            for name, entry, value in self._entries()
-            if quantized.is_quantized(value)
-        }
-
-    def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored], layout: Mapping[str, dict]) -> None:
-        """Restore ``state_tensors`` and ``state_layout``, bit for bit, in each parameter's own memory layout.
+    def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
+        """Restore ``state_tensors``, bit for bit, in each parameter's own memory layout.
 
         ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. If these rows cut a block of
         quantised state, the state is restored by value and is not quantised from then on. Raises UserError for state of
@@ -134,10 +134,7 @@ class Optimizer:
         for full, stored in by_entry.items():
             name, entry = full.rsplit("/", 1)
             p, part = self.parameters[name], self.part_of[name]
-            if full in layout:
-                state = quantized.restored(stored, layout[full], p)
-            else:
-                state = _own(p, part, entry, stored[""])
+            state = _own(p, part, entry, stored[""]) if "" in stored else quantized.restored(stored, p)
             part.state[sharded.local_rows(p)][entry] = state
 
     @torch.no_grad()
@@ -187,7 +184,7 @@ def _step(
         else:
             group["lr"] = own
     if _reads_found_inf(part):
-        part.grad_scale, part.found_inf = None if factor is None else factor.reciprocal(), skip
+        vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
     elif exact is not None and exact != 1.0:
         gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(gradients, exact)

@@ -8,19 +8,11 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim import galore
-from dlr_pretrain.optim.parameters import block_matrices
-from dlr_pretrain.util.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
     """Fira on the matrices of the blocks, plain Adam at the same rate on all others."""
     return [Fira(galore.groups(parameters, knobs, undecayed), knobs)]
-
-
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    """Bytes of GaLore's state, and of a norm for each matrix."""
-    norms = sum(at_least_fp32(p.dtype).itemsize for p in block_matrices(parameters).values())
-    return galore.state_bytes(parameters, knobs) + norms
 
 
 class Fira(galore.GaLore):
@@ -34,14 +26,14 @@ class Fira(galore.GaLore):
         super().__init__(groups, knobs)
         self.limiter = knobs["limiter"]
 
-    def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
+    def full(self, p: Tensor, gradient: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
         state, along = self.state[p], 1 if p.shape[0] >= p.shape[1] else 0
         size = reduced.to(direction.dtype).norm(dim=along, keepdim=True)
         phi = direction.norm(dim=along, keepdim=True) / (size + 1e-8)
-        rest = (p.grad - self.scale * galore.back(reduced, state["projector"], p)) * phi
+        rest = (gradient - self.scale * galore.back(reduced, state["projector"], p)) * phi
         norm = rest.norm()
         if "residual_norm" in state:
             excess = (norm / (state["residual_norm"] + 1e-8)).clamp(min=self.limiter) / self.limiter
             rest, norm = rest / excess, norm / excess
         state["residual_norm"] = norm
-        return super().full(p, reduced, direction) + rest
+        return super().full(p, gradient, reduced, direction) + rest

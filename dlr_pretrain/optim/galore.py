@@ -7,8 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import COUNTER_BYTES, Adam, move
-from dlr_pretrain.optim.adam import state_bytes as adam_bytes
+from dlr_pretrain.optim.adam import Adam, move
 from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, without
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -25,13 +24,6 @@ def groups(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str
     return [*({**group, "projected": True} for group in projected), *({**group, "projected": False} for group in plain)]
 
 
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    """Bytes of the state. A projected matrix has a projector [r, min(m, n)] and two moments of r x max(m, n)."""
-    matrices, rank = block_matrices(parameters), knobs["rank"]
-    entries = sum(rank * (min(p.shape) + 2 * max(p.shape)) * p.element_size() for p in matrices.values())
-    return entries + len(matrices) * COUNTER_BYTES + sum(map(adam_bytes, without(parameters, matrices).values()))
-
-
 class GaLore(Adam):
     """Runs Adam on a projection of each matrix's gradient G [m, n]: R = G P^T if m >= n, else R = P^T G.
 
@@ -44,17 +36,17 @@ class GaLore(Adam):
         super().__init__(parameter_groups, knobs)
         self.rank, self.scale, self.refresh_every = knobs["rank"], knobs["update_scale"], knobs["refresh_every"]
 
-    def update(self, p: Tensor, group: dict) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
         if not group["projected"]:
-            return super().update(p, group)
+            return super().update(p, gradient, group)
         state = self.state[p]
         if int(state.get("step", 0)) % self.refresh_every == 0:
-            state["projector"] = projector(p.grad, self.rank)
-        reduced = project(p.grad, state["projector"])
+            state["projector"] = projector(gradient, self.rank)
+        reduced = project(gradient, state["projector"])
         direction, step = self.direction(p, reduced, group)
-        move(p, self.full(p, reduced, direction), step, group["lr"] * group["weight_decay"])
+        move(p, self.full(p, gradient, reduced, direction), step, group["lr"] * group["weight_decay"])
 
-    def full(self, p: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
+    def full(self, p: Tensor, gradient: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
         """The direction for the whole matrix, in fp32 (fp64 for fp64), from Adam's ``direction`` for ``reduced``."""
         return self.scale * back(direction, self.state[p]["projector"], p)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim.adam import Adam, move
-from dlr_pretrain.optim.adam import state_bytes as adam_bytes
 from dlr_pretrain.optim.parameters import decay_groups, without
 
 A, B = ".a.weight", ".b.weight"
@@ -29,10 +28,6 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
     return [Loro(groups, knobs, parameters["model.embed_tokens.weight"].shape[1])]
 
 
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    return sum(map(adam_bytes, parameters.values()))
-
-
 class Loro(Adam):
     """Adam on pairs of factors; every ``exact_every``-th update of the run is an exact step.
 
@@ -49,9 +44,7 @@ class Loro(Adam):
         self.exact_every, self.hidden_size = knobs["exact_every"], hidden_size
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        if self.index is None:
-            raise ValueError("LORO's exact steps go by the run's count of updates: give Optimizer.update its index")
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
         super().step()
         if self.is_exact:
             for state in self.state.values():
@@ -60,6 +53,8 @@ class Loro(Adam):
 
     @property
     def is_exact(self) -> bool:
+        if self.index is None:
+            raise ValueError("LORO's exact steps go by the run's count of updates: give Optimizer.update its index")
         return (self.index + 1) % self.exact_every == 0
 
     def update_group(self, group: dict) -> None:
@@ -67,10 +62,13 @@ class Loro(Adam):
             return super().update_group(group)
         for b, a in self.heartbeat(zip(group["params"][::2], group["params"][1::2], strict=True)):
             if b.grad is not None and a.grad is not None:
-                self.update_pair(b, a, group)
+                self.update_pair(b, a, self.direction(b, b.grad, group), self.direction(a, a.grad, group), group)
 
-    def update_pair(self, b: Tensor, a: Tensor, group: dict) -> None:
-        (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
+    def update_pair(
+        self, b: Tensor, a: Tensor, of_b: tuple[Tensor, float], of_a: tuple[Tensor, float], group: dict
+    ) -> None:
+        """Move B and A along Adam's directions, which come with the step size."""
+        (db, step), (da, _) = of_b, of_a
         if self.is_exact:
             new_b, new_a = retract(b.to(db.dtype), a.to(da.dtype).T, db, da.T, step)
             b.copy_(new_b)

@@ -26,9 +26,3 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
         adjust_lr_fn="match_rms_adamw",
     )
     return [muon, *adamw.build(without(parameters, matrices), knobs, undecayed)]
-
-
-def state_bytes(parameters: dict[str, Tensor], knobs: dict) -> int:
-    matrices = block_matrices(parameters)
-    momentum = sum(p.numel() * p.element_size() for p in matrices.values())
-    return momentum + adamw.state_bytes(without(parameters, matrices), knobs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ from dlr_pretrain.util.sharded import Stored
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+class Quantized(Tensor):
+    """The type of torchao's 8-bit state, which is imported only where it is used."""
+
+    codes: Tensor
+    scale: Tensor
+    qmap: Tensor
+    block_size: int
+
+
 def torchao_optim():
     """The module of torchao's optimizers, imported without the package's warnings about its other parts."""
     with without_warnings():
@@ -28,7 +38,7 @@ def torchao_optim():
     return torchao.optim
 
 
-def is_quantized(value: Tensor) -> bool:
+def is_quantized(value: Tensor) -> TypeGuard[Quantized]:
     return type(value) not in PLAIN
 
 
@@ -48,9 +58,9 @@ def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
     """
     if not is_quantized(value):
         return {"": sharded.shard_like(p, value) if value.dim() else value}
-    scale, shape = value.scale, (p.numel() // value.block_size,)
+    scale, shape = value.scale, torch.Size([p.numel() // value.block_size])
     if sharded.is_sharded(p) and p.shape[1:].numel() % value.block_size == 0:
-        scale, shape = scale.view(len(value), -1), (len(p), p.shape[1:].numel() // value.block_size)
+        scale, shape = scale.view(len(value), -1), torch.Size([len(p), p.shape[1:].numel() // value.block_size])
     return {
         ".codes": sharded.shard_like(p, value.codes),
         ".scale": sharded.shard_like(p, scale, shape),
@@ -58,33 +68,27 @@ def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
     }
 
 
-def layout(value: Tensor) -> dict:
-    """The metadata that ``stored`` omits, as JSON: rule, whether values are signed, block size and nominal dtype."""
-    dtype = str(value.dtype).removeprefix("torch.")
-    return {"rule": "blockwise_8bit", "signed": value.signed, "block_size": value.block_size, "dtype": dtype}
+def restored(tensors: Mapping[str, Tensor | Stored], p: Tensor) -> Tensor:
+    """The inverse of ``stored`` for ``p``, on its device; the result shares no memory with ``tensors``.
 
-
-def restored(tensors: Mapping[str, Tensor | Stored], described: Mapping, p: Tensor) -> Tensor:
-    """The inverse of ``stored`` and ``layout`` for ``p``, on its device; the result shares no memory with ``tensors``.
-
-    If some rank's rows of ``p`` cut a block, the result is a plain tensor of the same values.
+    The block size follows from the number of scales, and a map with negative values is that of signed ones. If some
+    rank's rows of ``p`` cut a block, the result is a plain tensor of the same values.
     """
     torchao_optim()
     from torchao.optim.subclass_8bit import OptimState8bit
 
-    if described["rule"] != "blockwise_8bit":
-        raise ValueError(f"optimizer state quantised by {described['rule']}, which is not known here")
-    block, signed, dtype = described["block_size"], described["signed"], getattr(torch, described["dtype"])
     scale, qmap = sharded.whole(tensors[".scale"]).flatten(), sharded.whole(tensors[".map"])
+    block, signed = p.numel() // len(scale), bool(qmap.min() < 0)
     if not whole_blocks(p, block):
-        everything = OptimState8bit(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=dtype)
+        everything = OptimState8bit(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=p.dtype)
         return sharded.own_part(p, everything.dequantize()).to(p.device, copy=True)
     codes = sharded.own_part(p, tensors[".codes"])
     if sharded.is_sharded(p):
-        first, end = (row * p.shape[1:].numel() // block for row in sharded.span(p))
-        scale = scale[first:end]
+        row = p.shape[1:].numel()
+        first, end = sharded.span(p)
+        scale = scale[first * row // block : end * row // block]
     parts = [part.to(p.device, copy=True).contiguous() for part in (codes, scale, qmap)]
-    return OptimState8bit(*parts, signed, dtype=dtype)
+    return OptimState8bit(*parts, signed, dtype=p.dtype)
 
 
 def decoded(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:

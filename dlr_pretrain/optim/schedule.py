@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from dlr_pretrain.config import Config
 
 
 def rate(cfg: Config, update: int) -> float:
     """The learning rate of update ``update`` (counted from 0) in the run ``cfg``."""
-    t, knobs, merge_every = cfg.train, cfg.optimizer.knobs, cfg.backbone.knobs.get("merge_every")
-    span = {"steps": t.steps, "warmup": cfg.warmup_steps, "peak": t.lr, "min_ratio": t.min_lr_ratio}
+    t = cfg.train
+    knobs: dict[str, Any] = cfg.optimizer.knobs
+    backbone: dict[str, Any] = cfg.backbone.knobs
+    span = t.steps, cfg.warmup_steps, t.lr, t.min_lr_ratio
     if cfg.own_schedule:
         every, shift = knobs["exact_every"], knobs["shift"]
-        shift = span["warmup"] // every * every if shift is None else shift  # restarts follow exact steps
-        return loro(update, **span, every=every, restart=knobs["restart_warmup"], shift=shift)
-    since_merge = 1.0 if merge_every is None else restarted(update, merge_every, cfg.backbone.knobs["restart_warmup"])
-    return since_merge * decayed(update, **span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
+        shift = cfg.warmup_steps // every * every if shift is None else shift  # restarts follow exact steps
+        return loro(update, *span, every=every, restart=knobs["restart_warmup"], shift=shift)
+    since_merge = 1.0
+    if "merge_every" in backbone:
+        since_merge = restarted(update, backbone["merge_every"], backbone["restart_warmup"])
+    return since_merge * decayed(update, *span, decay=cfg.lr_decay_steps, shape=t.lr_decay)
 
 
 def merge_due(cfg: Config, step: int) -> bool:
     """Whether ReLoRA merges after update ``step`` (counted from 1); never after the last."""
-    every = cfg.backbone.knobs.get("merge_every")
+    every: Any = cfg.backbone.knobs.get("merge_every")
     return every is not None and step % every == 0 and step < cfg.train.steps
 
 
 def restarts(cfg: Config) -> tuple[int, int] | None:
     """(updates between restarts of the rate of ``cfg``, updates over which it then rises); None without restarts."""
-    knobs, backbone = cfg.optimizer.knobs, cfg.backbone.knobs
+    knobs: dict[str, Any] = cfg.optimizer.knobs
+    backbone: dict[str, Any] = cfg.backbone.knobs
     if cfg.own_schedule:
         return knobs["exact_every"], knobs["restart_warmup"]
     return (backbone["merge_every"], backbone["restart_warmup"]) if "merge_every" in backbone else None

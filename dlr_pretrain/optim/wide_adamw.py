@@ -52,14 +52,14 @@ class WideAdamW(torch.optim.Optimizer):
         self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
         with _a_graph_for_each_shape() if self.compiled else nullcontext():
             for group in self.param_groups:
                 for p in group["params"]:
                     if p.grad is not None:
-                        self.update(p, group)
+                        self.update(p, p.grad, group)
 
-    def update(self, p: Tensor, group: dict) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
@@ -68,7 +68,7 @@ class WideAdamW(torch.optim.Optimizer):
         keys = None if self.rounding_keys is None else self.rounding_keys.get(p)
         moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
         numbers = group["weight_decay"], *group["betas"], group["eps"]
-        for w, g, m, v, of_piece in self.pieces(p.detach(), p.grad, *moments, keys):
+        for w, g, m, v, of_piece in self.pieces(p.detach(), gradient, *moments, keys):
             self.advance(w, g, m, v, state["step"], group["lr"], skip, self.grad_scale, of_piece, *numbers)
         state["step"].add_(skip == 0)
 

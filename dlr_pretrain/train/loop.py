@@ -210,14 +210,13 @@ class Loop:
                 "best_step": self.best_step,
                 "unevaluated": self.unevaluated,
                 "streams": streams,
-                "optimizer_layout": self.optimizer.state_layout(),
             },
         )
 
     def resume(self, found: Checkpoint) -> None:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
-        self.optimizer.load_state_tensors(found.optimizer, found.state["optimizer_layout"])
+        self.optimizer.load_state_tensors(found.optimizer)
         if len(found.random) == self.ranks.world_size:
             self.ranks.set_random_state(found.random[self.ranks.rank])
         require_tied(self.weights.model)

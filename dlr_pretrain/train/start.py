@@ -164,7 +164,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     found.state |= {"best": None, "best_step": 0, "unevaluated": None, "skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
-        found.state |= {"optimizer_layout": {}, "step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
+        found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
         return say(f"starting from the weights of {found.path}")
     refuse(OPTIMIZER, "optimizer", ", or leave out run.start_optimizer", but=RATES)
     if found.step >= cfg.train.steps:

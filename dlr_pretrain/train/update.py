@@ -11,7 +11,7 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import dlr
-from dlr_pretrain.models.linear import Draw, named_groups, require_tied
+from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
 from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.ranks import Ranks
@@ -109,10 +109,10 @@ class Update:
         it is the same on every rank and after a resume. Source: Lialin et al. (2023).
         """
         knobs: dict = self.cfg.backbone.knobs
-        draw, number, factors = Draw(self.cfg.seed), step // knobs["merge_every"], set()
+        seeded, number, factors = SeededInit(self.cfg.seed), step // knobs["merge_every"], set()
         for prefix, group in named_groups(self.weights.model):
             if isinstance(group, Relora):
-                factors |= set(group.merge_(self.weights.state, draw, prefix, number))
+                factors |= set(group.merge_(self.weights.state, seeded, prefix, number))
         self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number, knobs["prune"])
 
     def rehearse(self) -> None:

@@ -25,8 +25,8 @@ from dlr_pretrain.config.tree import Train
 from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.models.publisher import Publisher
 from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train.checkpoint import Stored
@@ -124,15 +124,15 @@ class Weights:
     def with_residual(self) -> Iterator[None]:
         """Within this context the model multiplies by state plus residual, rounded once. Outside, the state holds B."""
         if self.masters is not None:
-            self._publisher.publish(self.masters)
+            self._merged.merge(self.masters)
             yield
         else:
-            with self._publisher.active():
+            with self._merged.active():
                 yield
 
     @cached_property
-    def _publisher(self) -> Publisher:
-        return Publisher(self.model)
+    def _merged(self) -> MergedResiduals:
+        return MergedResiduals(self.model)
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:

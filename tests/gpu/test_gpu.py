@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import Choice
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, build, fold_
 from dlr_pretrain.models.llama import attention, attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
-from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.metrics import MetricsFile
@@ -75,24 +73,17 @@ def gradients(trainer: Loop) -> tuple[float, torch.Tensor]:
     ("bf16", 2e-3, 3e-2),  # fused kernels keep in fp32 what eager rounds to 8 bits (4e-3 on a CPU)
     ("bf16_mixed", 2e-3, 3e-2),
 ])  # fmt: skip
-@pytest.mark.parametrize("backbone", ["lowrank", "cola", "lost", "lax", "cola_lax"])
+@pytest.mark.parametrize("backbone", ["lowrank", "cola", "lost", "lax", "cola_lax", "full", "sltrain", "lora"])
 def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, loss_bound, gradient_bound):
     """Loss within a relative bound; the gradient within one of its norm. Without its residual it moves by 1.2."""
-    choice = (f"precision={precision}", f"backbone={backbone}")
+    dense = backbone in ("full", "sltrain", "lora")
+    choice = (f"precision={precision}", f"backbone={backbone}", "dlr=off" if dense else "dlr=on")
     eager, compiled = (gradients(trainer(*choice, f"compile={c}")) for c in ("false", "true"))
     assert compiled[0] == pytest.approx(eager[0], rel=loss_bound)
     assert (compiled[1] - eager[1]).norm() < gradient_bound * eager[1].norm()
-    without = gradients(trainer(*choice, "dlr=off", "compile=true"))
-    assert (without[1] - eager[1]).norm() > 0.5 * eager[1].norm()
-
-
-@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bf16", 3e-2)])
-@pytest.mark.parametrize("backbone", ["full", "sltrain", "lora"])
-def test_the_compiled_step_of_a_dense_product_equals_the_eager_one(trainer, backbone, precision, bound):
-    choice = ("dlr=off", f"precision={precision}", f"backbone={backbone}")
-    eager, compiled = (gradients(trainer(*choice, f"compile={c}")) for c in ("false", "true"))
-    assert compiled[0] == pytest.approx(eager[0], rel=2e-3)
-    assert (compiled[1] - eager[1]).norm() < bound * eager[1].norm()
+    if not dense:
+        without = gradients(trainer(*choice[:2], "dlr=off", "compile=true"))
+        assert (without[1] - eager[1]).norm() > 0.5 * eager[1].norm()
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
@@ -205,35 +196,20 @@ def test_gradients_between_masked_documents_are_finite_at_every_length(trainer):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_publishing_is_undone_bit_for_bit_and_folds_as_on_the_cpu(dtype):
+def test_merging_is_undone_bit_for_bit_and_folds_as_on_the_cpu(dtype):
     on_gpu = build(config(), VOCAB, DEVICE, dtype)
     on_cpu = build(config(), VOCAB, torch.device("cpu"), dtype)
     before = {name: p.detach().clone() for name, p in on_gpu.named_parameters()}
     assert all(torch.equal(p.cpu(), dict(on_cpu.named_parameters())[name]) for name, p in before.items())
     for _ in range(2):
         with active(on_gpu):
-            published = {name: p.detach().clone() for name, p in on_gpu.named_parameters()}
+            merged = {name: p.detach().clone() for name, p in on_gpu.named_parameters()}
         assert all(torch.equal(p, before[name]) for name, p in on_gpu.named_parameters())
-    changed = {name for name in before if not torch.equal(before[name], published[name])}
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
     assert changed == {name for name in before if name.endswith(".b.weight")}
     assert fold_(on_gpu) == fold_(on_cpu) == 7 * 8
     for (name, p), q in zip(on_gpu.named_parameters(), on_cpu.parameters(), strict=True):
-        assert torch.equal(p, published[name]) and torch.equal(p.cpu(), q), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_masked_update_changes_nothing(dtype):
-    knobs = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-    p = torch.randn(65, 37, device=DEVICE).to(dtype).requires_grad_()
-    optimizer = optim.build(Choice("adamw", knobs), {"p": p})
-    for skip in (0.0, 0.0, 1.0):
-        before = [p.detach().clone(), *(s.clone() for s in optimizer.state_tensors().values())]
-        p.grad = torch.full_like(p, math.nan) if skip else torch.randn_like(p)
-        optimizer.update(0.1, skip=torch.tensor(skip, device=DEVICE))
-        after = [p.detach(), *optimizer.state_tensors().values()]
-    assert len(before) == len(after) == 4
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert optimizer.state_tensors()["p/step"].item() == 2
+        assert torch.equal(p, merged[name]) and torch.equal(p.cpu(), q), name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, residuals
 from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.precision import STATE_DTYPE
-from dlr_pretrain.models.publisher import Publisher
-from dlr_pretrain.models.residual import Residual, Shared
+from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.train.weights import Weights
 from tests.parity.reference import VOCAB, r_transposed, small
 
@@ -108,30 +108,30 @@ def trajectory(cfg, steps: int, decay: float, offset: bool = False, towards_offs
     return folded_state(model, model.state_dict()), loss.item()
 
 
-@pytest.mark.parametrize("variant", PAIRS + VARIANTS)
+@pytest.mark.parametrize("variant", ["cola", *(pytest.param(v, marks=pytest.mark.full) for v in PAIRS[2:] + VARIANTS)])
 def test_weight_space_and_branch_train_alike(variant):
-    weight = trajectory(small(*variant.split(), "dlr=on"), 100, 0.1)
-    branch = trajectory(small(*variant.split(), "dlr=on", "dlr.impl=branch"), 100, 0.1)
+    weight = trajectory(small(*variant.split(), "dlr=on"), 30, 0.1)
+    branch = trajectory(small(*variant.split(), "dlr=on", "dlr.impl=branch"), 30, 0.1)
     assert weight[1] == pytest.approx(branch[1], rel=1e-12)
     for name in weight[0]:
         torch.testing.assert_close(weight[0][name], branch[0][name], rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("variant", PAIRS)
+@pytest.mark.parametrize("variant", ["cola", pytest.param("lost", marks=pytest.mark.full)])
 def test_weight_decay_alone_separates_dlr_from_an_initial_offset(variant):
     cfg = small(*variant.split(), "dlr=on")
 
     def distance(a, b):
         return max((a[0][n] - b[0][n]).abs().max().item() for n in a[0])
 
-    assert distance(trajectory(cfg, 60, 0.0), trajectory(cfg, 60, 0.0, offset=True)) < 1e-12
-    decayed = trajectory(cfg, 60, 1.0)
-    assert distance(decayed, trajectory(cfg, 60, 1.0, offset=True)) > 1e-3
-    assert distance(decayed, trajectory(cfg, 60, 1.0, offset=True, towards_offset=True)) < 1e-12
+    assert distance(trajectory(cfg, 20, 0.0), trajectory(cfg, 20, 0.0, offset=True)) < 1e-12
+    decayed = trajectory(cfg, 20, 1.0)
+    assert distance(decayed, trajectory(cfg, 20, 1.0, offset=True)) > 1e-3
+    assert distance(decayed, trajectory(cfg, 20, 1.0, offset=True, towards_offset=True)) < 1e-12
 
 
-@pytest.mark.parametrize("variant", (*PAIRS, VARIANTS[-1]))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("variant", ("cola", "lost", VARIANTS[-1]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype, variant):
     model = build(small(*variant.split(), "dlr=on"), VOCAB, torch.device("cpu"), dtype)
     before = {name: p.clone() for name, p in model.state_dict().items()}
@@ -161,13 +161,13 @@ def test_fold_adds_beta_at_its_entries_and_nothing_elsewhere():
         torch.testing.assert_close(p - before[name], expected, rtol=0, atol=1e-15)
 
 
-def test_masters_publish_the_sum_rounded_once():
+def test_merging_masters_rounds_the_sum_once():
     model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
-    publisher = Publisher(model)
-    for _ in range(2):  # publishing again starts from the masters
-        publisher.publish(masters)
+    merger = MergedResiduals(model)
+    for _ in range(2):  # merging again starts from the masters
+        merger.merge(masters)
     folded = folded_state(model, masters)
     for name, p in model.named_parameters():
         assert folded[name].dtype == torch.float32
@@ -187,7 +187,7 @@ class Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_mixed"])
-def test_publishing_takes_as_many_kernels_for_any_depth(precision):
+def test_merging_takes_as_many_kernels_for_any_depth(precision):
     def kernels(layers: int) -> int:
         cfg = small("cola", "dlr=on", f"precision={precision}", layers=layers)
         weights = Weights(build(cfg, VOCAB, torch.device("cpu"), STATE_DTYPE[precision]), precision)
@@ -201,25 +201,10 @@ def test_publishing_takes_as_many_kernels_for_any_depth(precision):
     assert kernels(2) == kernels(5) <= 12
 
 
-def test_publishing_into_memories_of_their_own_reads_writes_and_restores_each_and_sums_once():
-    """As under FSDP, where every parameter has one."""
-
-    def kernels(layers: int) -> int:
-        model = nn.Sequential(*(Layer() for _ in range(layers)))
-        attach_dlr(model)
-        with active(model):
-            pass
-        with Kernels() as kernels, active(model):
-            pass
-        return kernels.count
-
-    assert kernels(5) - kernels(2) == 3 * (5 - 2)
-
-
-def test_weights_that_are_moved_are_published_where_they_are():
+def test_weights_that_are_moved_are_workingwhere_they_are():
     model = nn.Sequential(Layer(), Layer(rank=3))
     attach_dlr(model)
-    publisher, up = Publisher(model), model[0].up
+    merger, up = MergedResiduals(model), model[0].up
 
     def other_parameter():
         up.weight = nn.Parameter(up.weight.detach().clone())
@@ -233,34 +218,11 @@ def test_weights_that_are_moved_are_published_where_they_are():
     for move in (lambda: None, other_parameter, other_memory, other_layout, model.double, lambda: None):
         move()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with publisher.active():
-            published = {name: p.detach().clone() for name, p in model.named_parameters()}
+        with merger.active():
+            working = {name: p.detach().clone() for name, p in model.named_parameters()}
         expected = folded_state(model, before)
-        assert all(torch.equal(published[name], expected[name]) for name in before)
+        assert all(torch.equal(working[name], expected[name]) for name in before)
         assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("fails", [0, 1])
-def test_b_comes_back_when_publishing_fails_half_way(monkeypatch, fails):
-    """Two memories: the second is not reached, or not written."""
-    model = nn.Sequential(Layer(), Layer(rank=3))
-    attach_dlr(model)
-    before = copy.deepcopy(model.state_dict())
-    write, calls = Shared.write, []
-
-    def failing(self, values):
-        calls.append(self)
-        if len(calls) == fails + 1:
-            raise ZeroDivisionError
-        write(self, values)
-
-    monkeypatch.setattr(Shared, "write", failing)
-    with pytest.raises(ZeroDivisionError), active(model):
-        pass
-    monkeypatch.undo()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    with active(model):
-        assert not torch.equal(before["0.up.weight"], model[0].up.weight)
 
 
 def test_a_backward_pass_after_the_residual_was_taken_out_is_refused():
@@ -291,11 +253,11 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="has a residual already"):
         attach_dlr(layer)
     with active(layer):
-        with pytest.raises(RuntimeError, match="published"):
+        with pytest.raises(RuntimeError, match="merged"):
             layer.state_dict()
-        with pytest.raises(RuntimeError, match="published"):
+        with pytest.raises(RuntimeError, match="merged"):
             fold_(layer)
-        with pytest.raises(RuntimeError, match="published"), active(layer):
+        with pytest.raises(RuntimeError, match="merged"), active(layer):
             pass
     assert fold_(layer) == 1
     with pytest.raises(ValueError, match="folded already"):

@@ -249,8 +249,6 @@ def test_a_learned_alpha_needs_a_weight_that_is_trained():
 @pytest.mark.parametrize("optimizer", [
     lambda p: torch.optim.SGD(p, lr=0.1),
     lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
 ])  # fmt: skip
 def test_an_update_inside_active_is_an_error(optimizer):
     model = layer()

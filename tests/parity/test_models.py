@@ -139,9 +139,12 @@ def test_parameter_counts_to_the_unit(backbone, scale):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax"])
+@pytest.mark.parametrize(
+    "variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax", "lora", "sltrain"]
+)
 def test_compiled_equals_eager(variant):
-    cfg = small(*variant.split(), "dlr=on")
+    factors = variant not in ("lora", "sltrain")
+    cfg = small(*variant.split(), *(["dlr=on"] if factors else []))
     eager = build(cfg, VOCAB, torch.device("cpu"))
     compiled = copy.deepcopy(eager)
     compiled.compile_()

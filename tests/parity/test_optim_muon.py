@@ -65,18 +65,6 @@ def test_muon_follows_its_formula_on_the_matrices_of_blocks_and_adamw_on_the_res
         torch.testing.assert_close(parameters[name].detach(), adamw(start[name], given[name], 0.01), rtol=1e-12, atol=0)
 
 
-def test_one_rate_serves_both_parts_of_muon():
-    """The update of a matrix has about the root mean square of AdamW's, whatever its shape."""
-    for shape in ((64, 64), (16, 256)):
-        p = torch.zeros(shape, requires_grad=True)
-        parameters = {"model.layers.0.w": p, "lm_head.weight": torch.zeros(3, 3, requires_grad=True)}
-        knobs = ADAM | {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
-        optimizer = optim.build(Choice("muon", knobs), parameters)
-        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        optimizer.update(0.1, skip=GO)
-        assert 0.1 * 0.1 < p.detach().square().mean().sqrt() < 0.1 * 0.4
-
-
 def dynamic_map(signed: bool) -> Tensor:
     """The 256 values of dynamic tree quantisation (Dettmers et al., 2022): seven decades, each with a bit more than the
     one below; the sign, where there is one, takes a bit from all.

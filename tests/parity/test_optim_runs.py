@@ -30,12 +30,11 @@ def test_interrupted_equals_undisturbed(train, tmp_path, choice):
         whole = train(tmp_path / "whole", *choice)
         with pytest.raises(Stopped, match="after step 8 of 20"):
             train(tmp_path / "parts", *choice, "train.stop_after=8")
-        layout = load(newest(tmp_path / "parts" / "checkpoints")[0]).state["optimizer_layout"]
+        state = load(newest(tmp_path / "parts" / "checkpoints")[0]).optimizer
         parts = train(tmp_path / "parts", *choice)
     a, b = (load_file(folder / "folded" / "model.safetensors") for folder in (whole, parts))
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
     one, two = ([record["train/loss"] for record in read_metrics(f / "metrics.jsonl")] for f in (whole, parts))
     assert one == two
     assert sum(one[-3:]) < sum(one[:3]) - 0.1
-    assert bool(layout) == eight_bit
-    assert all(described["block_size"] == 256 for described in layout.values())
+    assert any(".codes" in name for name in state) == eight_bit

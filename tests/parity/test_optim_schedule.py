@@ -104,16 +104,3 @@ def test_a_run_takes_the_schedule_of_its_choices(words):
     assert rates(*own) == [loro(t, 60, 6, 0.01, 0.1, every=20, restart=3, shift=0) for t in range(60)]
     shifted = [loro(t, 60, 6, 0.01, 0.1, every=20, restart=3, shift=40) for t in range(60)]
     assert rates(*own, "optimizer.shift=40") == shifted
-
-
-@pytest.mark.parametrize("scale", ["tiny", "60m", "130m", "350m", "1b", "7b"])
-@pytest.mark.parametrize("warmup", [[], ["train.warmup_steps=234"]])
-def test_loros_rate_falls_after_its_exact_steps_and_nowhere_else(scale, warmup):
-    """Whatever the warm-up is. After the exact step at which its authors' cosine begins, theirs does not."""
-    cfg = load([f"scale={scale}", "optimizer=loro", "data=sample", *warmup])
-    every, shift = cfg.optimizer.exact_every, cfg.optimizer.shift
-    falls = {t for t in range(1, cfg.train.steps) if rate(cfg, t) < 1e-5 * cfg.train.lr}
-    exact = set(range(every, cfg.train.steps, every))
-    assert falls <= exact
-    if shift is None:
-        assert exact - falls <= {cfg.warmup_steps // every * every}

@@ -46,8 +46,7 @@ def snapshot(step: int, dtype: torch.dtype = torch.float32) -> Snapshot:
     optimizer = {f"{name}/exp_avg": value.clone() for name, value in model.items()} | {
         "q/step": torch.tensor(step + 0.0)
     }
-    layout = {"q/exp_avg": {"rule": "blockwise_8bit", "signed": True, "block_size": 5}}
-    state = {"step": step, "tokens": 10**13 + step, "streams": {"0": [0, 1, 2, 3, 4]}, "optimizer_layout": layout}
+    state = {"step": step, "tokens": 10**13 + step, "streams": {"0": [0, 1, 2, 3, 4]}}
     return Snapshot(model, optimizer, [torch.get_rng_state(), torch.arange(9, dtype=torch.uint8)], state)
 
 
