@@ -80,10 +80,11 @@ def disturb(model: Llama) -> None:
             p.add_(torch.randn(p.shape, generator=generator, dtype=p.dtype), alpha=0.3)
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-@pytest.mark.parametrize(
-    ("backbone", "variant"), [("lax", VARIANTS[2]), ("lax", VARIANTS[-1]), *(("cola_lax", v) for v in VARIANTS)]
-)
+@pytest.mark.parametrize(("backbone", "variant", "grouped"), [
+    ("lax", VARIANTS[2], True),
+    *(("cola_lax", variant, True) for variant in VARIANTS),
+    *(("cola_lax", variant, False) for variant in (*VARIANTS[:4], VARIANTS[-6])),
+])  # fmt: skip
 def test_loss_and_gradients_equal_the_formula(backbone, variant, grouped):
     cfg = small(backbone, *words(*variant), layers=3)
     assert_follows_formula(cfg, partial(formula, cfg), grouped, disturb)
