@@ -308,7 +308,7 @@ def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(impl):
     assert counter.frame_count == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("impl", ["weight", "branch"])
 def test_compiled_equals_eager_where_inductor_miscompiles_the_literal_formula(impl):
     """512 -> 1376 at rank 128: K = 11 does not divide 1376, and the last group has one row."""

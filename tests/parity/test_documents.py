@@ -125,7 +125,7 @@ def test_no_gradient_flows_from_a_document_to_another(masked):
     assert (rows[before].abs().sum() == 0) == masked
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("backbone", "mode"), [("cola", "latent"), pytest.param("cola_lax", "none", marks=pytest.mark.full)]
 )

@@ -108,7 +108,7 @@ def rms(values: list[float]) -> float:
     return (sum(v * v for v in values) / len(values)) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
 def test_bf16_strays_from_float64_as_far_as_the_plain_model_does(precision):
     stray_alike(precision, "none", lambda model: None)
@@ -132,7 +132,7 @@ def stray_alike(precision: str, kept: str, prepare: Callable[[Llama], object]) -
     assert max(ours.values()) <= 3 * spread, ours
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("variant", ["cola", "cola_lax"])
 def test_compiled_fp32_trains_as_the_plain_model(variant, whole, monkeypatch):
@@ -142,7 +142,7 @@ def test_compiled_fp32_trains_as_the_plain_model(variant, whole, monkeypatch):
     assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_inductors_code_trains_as_the_plain_model():
     cfg, reference, start = both("cola", "fp32")
     found = fast(cfg, start, lambda model: model.compile_())

@@ -138,7 +138,7 @@ def test_nothing_is_kept_for_the_backward_pass_but_gradients_which_become_grad_w
     assert (x.grad.data_ptr(), weight.grad.data_ptr()) == (for_x, for_weight)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_scores_are_those_of_eager(monkeypatch, dtype):
     monkeypatch.setattr(loss, "ROWS", 20)

@@ -144,9 +144,11 @@ def test_parameter_counts_to_the_unit(backbone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant", ["cola", "lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax", "lora", "sltrain"]
-)
+@pytest.mark.parametrize("variant", [
+    "cola",
+    *(pytest.param(v, marks=pytest.mark.full)
+      for v in ("lost backbone.rank=8 backbone.sparsity=0.2", "cola_lax", "lora", "sltrain")),
+])  # fmt: skip
 def test_compiled_equals_eager(variant):
     factors = variant not in ("lora", "sltrain")
     cfg = small(*variant.split(), *(["dlr=on"] if factors else []))

@@ -109,7 +109,7 @@ def test_8_bit_adamw_follows_its_formula(columns):
     assert ((w - plain).abs() > 1e-4).double().mean() > 0.9  # the quantisation is seen
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_compiled_step_is_the_eager_one():
     pytest.importorskip("torchao")
     results = []
