@@ -41,7 +41,7 @@ def extended(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("of", ["gelu", "lion"])
 def test_what_the_page_adds_trains_resumes_and_is_exported(of, extended, corpus):
     (line,) = [
