@@ -71,7 +71,7 @@ FOREIGN = {
     "checkpoint.every": "save_every save_steps save_interval checkpoint_interval",
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "log.every": "logging_steps log_interval log_freq",
-    "run.dir": "output_dir out_dir save_dir dump_folder",
+    "run.dir": "run.name output_dir out_dir save_dir dump_folder",
     "run.start_from": "resume_from_checkpoint continue_from",
     "optimizer.weight_decay": "wd",
     "data.root": "data.path data.dir data_path data_dir dataset_path",

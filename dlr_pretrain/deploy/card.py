@@ -59,8 +59,8 @@ tags: [pre-training, low-rank, {name}{", dlr" if trained.dlr.enabled else ""}]
 {"" if cfg.backbone.name == "full" else PEFT}
 {numbers}
 
-The tokenizer appends no end of sequence. Training read "</s>" in a text as four ordinary characters; the tokenizer
-takes it for the end of sequence, as the tools of fine-tuning expect, unless `split_special_tokens=True` is given.
+The tokenizer appends no end of sequence. Training read the name of a special token in a text as ordinary characters;
+the tokenizer takes it for the token, as the tools of fine-tuning expect, unless `split_special_tokens=True` is given.
 
 ## Configuration
 
@@ -73,6 +73,8 @@ def _configuration(cfg: Config) -> str:
     tree = {section: value for section, value in to_dict(cfg).items() if section not in OF_THE_MACHINE}
     for section, key in PATHS:
         tree[section].pop(key)
+    if cfg.tokenizer.path is not None or cfg.data.source in ("sample", "tokens"):
+        tree["tokenizer"].pop("hub")  # another tokenizer was used: the one in this folder
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
