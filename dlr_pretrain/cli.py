@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import CommandLine, read
-from dlr_pretrain.config.compose import VERSION_BASE, check, configure
+from dlr_pretrain.config.compose import VERSION_BASE, answer_help, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
 
@@ -27,6 +27,8 @@ def main(run: Callable[[Config], None]) -> int:
     try:
         line = read(sys.argv[1:])
         _refuse_sweep_of_ranks(line)
+        if line.answers:
+            answer_help()
         if line.multirun or line.shows:  # Hydra would run the first jobs of a sweep before it composes the last
             check(line, world_size())
         return _hand_to_hydra(line, run)
@@ -87,7 +89,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
         sys.argv = typed  # the run records the command line as typed
         # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
-            cfg = _configure(composed, line)
+            cfg = configure(composed, HydraConfig.get(), line, world_size())
             run(cfg)
         except Diverged as error:
             code = _report(error)
@@ -109,18 +111,6 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
     if diverged:
         _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0
-
-
-def _configure(composed: DictConfig, line: CommandLine) -> Config:
-    """``configure`` with the problems of the command line before those of the keys."""
-    problems = list(line.problems)
-    try:
-        cfg = configure(composed, HydraConfig.get(), line, world_size())
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return cfg
 
 
 def _report(error: UserError) -> int:

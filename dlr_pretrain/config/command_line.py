@@ -26,8 +26,10 @@ from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS
 WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
 SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which may be spelt as in SWITCH
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
-SHOWING = (("--cfg", "-c"), ("--info", "-i"))
-ANSWERING = (("--help", "-h"), ("--hydra-help",), ("--version",), ("--shell-completion", "-sc"))
+# Hydra's flags
+ALONE = ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--run -r", "--resolve")
+VALUED = ("--config-name -cn", "--config-dir -cd", "--config-path -cp", "--package -p", "--experimental-rerun",
+          "--cfg -c")  # fmt: skip
 
 
 @dataclass
@@ -40,7 +42,7 @@ class CommandLine:
     config_name: str = "train"
     config_dir: str | None = None
     multirun: bool = False
-    answers: bool = False  # prints help or a completion and composes no run
+    answers: bool = False  # prints the help and runs nothing
     shows: bool = False  # prints the configuration instead of running it
     certain: bool = True  # false: a word was left out whose meaning nobody can guess
 
@@ -60,7 +62,7 @@ def read(argv: list[str]) -> CommandLine:
         config_name=given.config_name or "train",
         config_dir=given.config_dir,
         multirun=given.multirun or "hydra.mode=MULTIRUN" in words,
-        answers=given.help or given.hydra_help or given.version or given.shell_completion,
+        answers=given.help,
         shows=bool(given.cfg or given.info),
     )
     if given.shell_completion:
@@ -77,14 +79,13 @@ def read(argv: list[str]) -> CommandLine:
 
 
 def _flags() -> argparse.ArgumentParser:
-    """Hydra's flags."""
+    """A parser that knows Hydra's flags, and none of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (*ANSWERING, ("--multirun", "-m"), ("--run", "-r"), ("--resolve",)):
-        parser.add_argument(*names, action="store_true")
-    for names in (("--config-name", "-cn"), ("--config-dir", "-cd"), ("--config-path", "-cp"), ("--package", "-p"),
-                  ("--experimental-rerun",), SHOWING[0]):  # fmt: skip
-        parser.add_argument(*names)
-    parser.add_argument(*SHOWING[1], nargs="?", const="all")
+    for names in ALONE:
+        parser.add_argument(*names.split(), action="store_true")
+    for names in VALUED:
+        parser.add_argument(*names.split())
+    parser.add_argument("--info", "-i", nargs="?", const="all")
     return parser
 
 

@@ -9,6 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from dlr_pretrain.config.command_line import CommandLine, options, parse_word, typed
 from dlr_pretrain.config.identity import run_name
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import all_keys, declared_by, flatten, parse
+from dlr_pretrain.config.parse import declared_by, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import (
@@ -84,6 +85,11 @@ def overview(width: int = 80) -> str:
     return "\n".join(lines)
 
 
+def answer_help() -> None:
+    """Make ``${overview:}`` of the help's text the overview: Hydra evaluates it in every composition, help or not."""
+    OmegaConf.register_new_resolver("overview", overview, replace=True)
+
+
 def _size(option: str) -> float:
     """A sort key: the millions of parameters of a scale such as 60m or 1b. Other options get 0 and keep their order."""
     found = re.fullmatch(r"(\d+)([mb])\*?", option)
@@ -98,8 +104,9 @@ def register() -> None:
     for group, classes in OPTIONS.items():
         for option, section in classes.items():
             store.store(group=group, name=f"base_{option}", node={"name": option, **_defaults(section)})
-    for resolver in (by_scale, times, lost_rank, overview):
+    for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+    OmegaConf.register_new_resolver("overview", lambda: "", replace=True)
 
 
 def _defaults(section: type) -> dict[str, object]:
@@ -120,18 +127,19 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     ``machine`` says whether the rules about this machine are checked, see ``validate``. What Hydra writes, logs and
     calls back plays no part here.
     """
-    problems, configs = list(line.problems), []
+    configs, problems = [], []
     search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-    if not any(problem.key == "--config-dir" for problem in problems):
-        with session():
-            for words in jobs(line.words):
-                try:
-                    composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
-                    configs.append(configure(composed, composed.hydra, line, world_size, machine))
-                except ConfigError as error:
-                    problems += error.problems
-                except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-                    problems.append(_composition_problem(error))
+    if any(problem.key == "--config-dir" for problem in line.problems):
+        raise ConfigError(line.problems)
+    with session():
+        for words in jobs(line.words):
+            try:
+                composed = compose(line.config_name, [*search, *words], return_hydra_config=True)
+                configs.append(configure(composed, composed.hydra, line, world_size, machine))
+            except ConfigError as error:
+                problems += error.problems
+            except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+                problems += [*line.problems, _composition_problem(error)]
     if problems:
         raise ConfigError(problems)
     folders = [cfg.run.dir for cfg in configs]
@@ -160,30 +168,30 @@ def jobs(words: list[str]) -> Iterator[list[str]]:
 def configure(
     composed: DictConfig, hydra: Any, line: CommandLine, world_size: int | None, machine: bool = True
 ) -> Config:
-    """The checked ``Config`` of one composed run, with its directory; raises ConfigError with all its problems.
+    """The checked ``Config`` of one composed run, with its directory.
 
-    ``hydra`` is Hydra's own node of the composition: the chosen options, and the overrides of this run.
+    ``hydra`` is Hydra's own node of the composition: the chosen options, and the overrides of this run. Raises
+    ConfigError with all problems, those of ``line`` first.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
-    problems: list[Problem] = []
-    tree = _plain(composed, problems)
+    unresolved: list[Problem] = []
+    tree = _plain(composed, unresolved)
     own = {group: _own_knobs(hydra, group) for group in OPEN_GROUPS}
-    cfg, found = parse(tree, own)
-    broken = {problem.key for problem in problems}
-    problems += [problem for problem in found if problem.key not in broken]
-    problems += _fixed(given, tree, own)
-    if cfg is None or problems:
-        raise ConfigError(problems)
+    cfg, found = parse(tree, own, given)
+    broken = {problem.key for problem in unresolved}
+    found = unresolved + [problem for problem in found if problem.key not in broken]
+    if cfg is None or found:
+        raise ConfigError(line.problems + found)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
     if line.certain and not line.shows:
         doubtful = set().union(*map(_keys_named, line.problems))
         broken_rules = validate(cfg, world_size, machine) + unused(cfg, given)
-        problems = [problem for problem in broken_rules if not doubtful & _keys_named(problem)]
-    if problems:
-        raise ConfigError(problems)
+        found = [problem for problem in broken_rules if not doubtful & _keys_named(problem)]
+    if line.problems or found:
+        raise ConfigError(line.problems + found)
     return cfg
 
 
@@ -195,20 +203,11 @@ def recorded(tree: dict) -> Config:
     return cfg
 
 
+@cache
 def default_choices() -> dict[str, str]:
     """The default option of each group."""
     entries = [entry for entry in OmegaConf.load(CONFIG_DIR / "train.yaml").defaults if OmegaConf.is_dict(entry)]
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
-
-
-def _fixed(given: set[str], tree: dict, own: Mapping[str, Mapping[str, Key]]) -> Iterator[Problem]:
-    """The problems of typed keys that only the file of an option may set."""
-    keys, values = all_keys(tree, own), flatten(tree)
-    for name in sorted(given):
-        if name in keys and keys[name].fixed:
-            group = name.split(".", 1)[0]
-            rule = f"belongs to the option that is chosen by {group}=<option>, and cannot be set by itself"
-            yield Problem(name, values.get(name), rule, f"Choose another option: {group}=<option>")
 
 
 def _own_knobs(hydra: Any, group: str) -> dict[str, Key]:
@@ -243,16 +242,14 @@ def _plain(node: Any, problems: list[Problem], prefix: str = "") -> dict[str, An
     for name in node:
         if not prefix and name == "hydra":
             continue
-        problem, value = None, None
         try:
             value = node[name]
         except MissingMandatoryValue:
             value = MANDATORY
         except OmegaConfBaseException as error:
+            value = None
             written: Any = OmegaConf.to_container(node, resolve=False)
-            problem = Problem(f"{prefix}{name}", written[name], first_line(error))
-        if problem:
-            problems.append(problem)
+            problems.append(Problem(f"{prefix}{name}", written[name], first_line(error)))
         if OmegaConf.is_dict(value):
             value = _plain(value, problems, f"{prefix}{name}.")
         tree[name] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value

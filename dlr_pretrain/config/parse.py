@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dlr_pretrain.config.knobs import OPTIONS
@@ -71,10 +71,13 @@ def all_keys(tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None) 
     return keys
 
 
-def parse(tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None) -> tuple[Config | None, list[Problem]]:
+def parse(
+    tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None, typed: Collection[str] = ()
+) -> tuple[Config | None, list[Problem]]:
     """The ``Config`` of a composed mapping (None if it cannot be built), and the problems of its keys.
 
-    ``own`` is as in ``all_keys``. A key that the mapping lacks gets its default, if that is a plain value.
+    ``own`` is as in ``all_keys``; ``typed`` are the keys of a command line, which cannot set all. A key that the
+    mapping lacks gets its default, if that is a plain value.
     """
     keys, given = all_keys(tree, own), flatten(tree)
     unknown = [name for name in given if name not in keys]
@@ -88,7 +91,14 @@ def parse(tree: Mapping, own: Mapping[str, Mapping[str, Key]] | None = None) -> 
         elif not any(_above(name, other) or _above(other, name) for other in unknown):
             fix = f"Choose an option: {name.partition('.')[0]}=<option>" if spec.fixed else f"Set {name}=<value>"
             problems.append(Problem(name, MISSING, "needs a value", fix))
+    problems += [_fixed(name, values.get(name)) for name in sorted(typed) if name in keys and keys[name].fixed]
     return (None if problems else _build(values)), problems
+
+
+def _fixed(name: str, value: object) -> Problem:
+    group = name.split(".", 1)[0]
+    rule = f"belongs to the option that is chosen by {group}=<option>, and cannot be set by itself"
+    return Problem(name, value, rule, f"Choose another option: {group}=<option>")
 
 
 def _above(name: str, other: str) -> bool:

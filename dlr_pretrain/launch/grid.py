@@ -10,12 +10,11 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 from dlr_pretrain.analysis.tune import Design
-from dlr_pretrain.config import CONFIG_DIR, MISSING, Config, ConfigError, Problem, flatten, to_dict
-from dlr_pretrain.config.command_line import key_of, typed
+from dlr_pretrain.config import MISSING, Config, ConfigError, Problem, flatten, to_dict
+from dlr_pretrain.config.command_line import key_of, options, typed
 from dlr_pretrain.launch.runs import Line
 
 LISTS = {"pair": "cola,cola+dlr", "lr": "0.001,0.003,0.01", "seeds": "41,42,43", "confirm": "44,45,46"}
@@ -96,10 +95,10 @@ def _method(written: str) -> tuple[str, ...]:
     name, *words = written.split(":")
     if "=" in name:
         return (name, *words)
-    backbone, *options = name.split("+")
-    optimizers = {path.stem for path in Path(CONFIG_DIR, "optimizer").glob("*.yaml")}
+    backbone, *added = name.split("+")
+    optimizers = options("optimizer")
     chosen: dict[str, str] = {}
-    for option in options:
+    for option in added:
         group = "optimizer" if option in optimizers else "dlr"
         if group in chosen:
             _refuse("pair", written, f"{chosen[group]} and {option} are both a choice of {group}", "Keep one")
