@@ -107,7 +107,7 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     checkpoint = weights + state_bytes(cfg.optimizer, trained)
     keep, steps = cfg.checkpoint, cfg.train.steps
-    count = keep.keep_last + 1 + keep.keep_best + (steps // keep.keep_every if keep.keep_every else 0)
+    count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = folded_parameters(cfg, vocab_size) * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 

@@ -190,7 +190,6 @@ class Checkpoint:
     )
     keep_last: int = key("newest checkpoints kept", 2, ge=1, identity=False)
     keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1, identity=False)
-    keep_best: bool = key("and the one of the lowest evaluation loss, saved as it is found", False, identity=False)
 
 
 @dataclass

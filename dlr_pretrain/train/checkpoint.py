@@ -111,10 +111,7 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
 
 
 def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
-    """Make the parts in ``folder`` the checkpoint of ``step``, durably; then delete those that ``keep`` does not keep.
-
-    The best checkpoint is that of ``state["best_step"]``.
-    """
+    """Make the parts in ``folder`` the checkpoint of ``step``, durably; delete those that ``keep`` does not keep."""
     final = folder.parent / name_of(step)
     content = {"format": FORMAT, "state": state, "files": parts}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
@@ -123,17 +120,15 @@ def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any
     os.rename(folder, final)
     sync(final.parent)
     with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
-        _delete_superfluous(final, keep, state.get("best_step"))
+        _delete_superfluous(final, keep)
     return final
 
 
-def _delete_superfluous(newest: Path, keep: tree.Checkpoint, best: int | None) -> None:
+def _delete_superfluous(newest: Path, keep: tree.Checkpoint) -> None:
     """Later ones than ``newest`` stay: another start of the run, which took over from this one, has written them."""
     ours = [d for d in directories(newest.parent) if step_of(d) <= step_of(newest)]
     for directory in ours[keep.keep_last :]:
-        step = step_of(directory)
-        every = keep.keep_every is not None and step % keep.keep_every == 0
-        if not (every or (keep.keep_best and step == best)):
+        if keep.keep_every is None or step_of(directory) % keep.keep_every:
             _delete(directory)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -76,7 +75,6 @@ class Loop:
         self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
-        self.best, self.best_step = math.inf, 0  # the lowest evaluation loss, and where it was found
         self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
 
     def fit(self, loader: TrainLoader) -> None:
@@ -95,12 +93,12 @@ class Loop:
             self.push(values, batch)
 
             due = calendar(cfg, self.step)
-            improved = self.drain(due)
+            self.drain(due)
             guard.raise_if_broken(self)
             if due.merge:
                 with self.untimed():
                     self.update.merge(self.step)
-            if due.save or improved or guard.wants_save(self.step):
+            if due.save or guard.wants_save(self.step):
                 with self.untimed():
                     self.save(final=guard.leaves(self.step))
             guard.raise_if_stopped(self.step)
@@ -114,13 +112,11 @@ class Loop:
         with self.meter.paused():
             self.profiler.step()
 
-    def drain(self, due: Due) -> bool:
+    def drain(self, due: Due) -> None:
         """Record the updates whose metrics have arrived, oldest first; all of them if something follows this step.
 
-        Stops at an update that ends the run. Returns whether the evaluation, if one is due, is the best so far and to
-        be kept for it.
+        Stops at an update that ends the run.
         """
-        improved = False
         for step, values in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
             outcome, batch = Outcome(*values), self.batches.pop(step)
             if not self.guard.see(step, outcome, batch, self.streams):
@@ -132,10 +128,9 @@ class Loop:
             record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
             record |= self.meter.record(step, outcome)
             if due.evaluate and step == self.step:
-                improved = self.evaluate(record)
+                self.evaluate(record)
             else:
                 self.report(record)
-        return improved
 
     def report(self, record: dict) -> None:
         """Write and show ``record``."""
@@ -154,26 +149,22 @@ class Loop:
         with self.meter.paused(), record_function(UNTIMED):
             yield
 
-    def evaluate(self, record: dict) -> bool:
-        """Evaluate, and complete and report ``record`` with the result; returns whether the result is to be kept.
+    def evaluate(self, record: dict) -> None:
+        """Evaluate, and complete and report ``record`` with the result.
 
-        A request to stop puts the evaluation off, unless something depends on it or a merge follows: the next start
-        makes up for it.
+        A request to stop puts the evaluation off, unless a merge follows or the run is complete: the next start makes
+        up for it.
         """
-        cfg, found = self.cfg, None
-        at_once = cfg.checkpoint.keep_best or merge_due(cfg, self.step) or self.step == cfg.train.steps
+        found = None
+        at_once = merge_due(self.cfg, self.step) or self.step == self.cfg.train.steps
         if at_once or not self.guard.stopping:
             with self.untimed(), self.weights.with_residual():
                 found = self.evaluator(self.weights.model, not at_once)
         self.unevaluated = record if found is None else None
         if found is None:
             self.guard.stopping = True
-            return False
-        self.report(record | found)
-        if (loss := found["eval/loss"]) is None or not loss < self.best:
-            return False
-        self.best, self.best_step = loss, self.step
-        return cfg.checkpoint.keep_best
+        else:
+            self.report(record | found)
 
     def probe_gradients(self, batch: Batch) -> None:
         """Probe the weights before the update from ``batch``, if that is due."""
@@ -206,8 +197,6 @@ class Loop:
                 "tokens": self.tokens,
                 "real_tokens": self.real_tokens,
                 "skipped": self.guard.state(),
-                "best": self.best if self.best_step else None,
-                "best_step": self.best_step,
                 "unevaluated": self.unevaluated,
                 "streams": streams,
             },
@@ -224,6 +213,4 @@ class Loop:
         state = found.state
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
         self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
-        self.best_step = state["best_step"]
-        self.best = state["best"] if self.best_step else math.inf
         self.guard.resume(self.step, state["skipped"])

@@ -24,7 +24,7 @@ from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 
 STEPS = 120
-LONG = (f"train.steps={STEPS}", "eval.every=20", "checkpoint.every=3", "checkpoint.keep_best=true", "backbone=cola",
+LONG = (f"train.steps={STEPS}", "eval.every=20", "checkpoint.every=3", "backbone=cola",
         "dlr=on")  # fmt: skip
 VICTIMS = ("one rank", "all", "agent alone", "asked to stop")
 MOMENTS, WEIGHTS = ("any", "save", "evaluation", "fold"), (3, 4, 2, 1)

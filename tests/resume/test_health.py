@@ -1,4 +1,4 @@
-"""What a run remembers of itself: the best evaluation, and the evaluation that had to wait."""
+"""An evaluation that has to wait for the next start of its run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dlr_pretrain.train import evaluate
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Stopped
-from dlr_pretrain.util.history import read_metrics
 from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
@@ -53,17 +52,3 @@ def test_a_request_to_stop_ends_an_evaluation_and_the_next_start_makes_it(train,
         assert len(looks) == 2
         assert [d.name for d in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step_00000010"]
     assert_same(final(train(tmp_path / "parts", *many)), whole)
-
-
-def test_the_best_evaluation_is_saved_as_it_is_found_and_kept(train, tmp_path, monkeypatch):
-    losses = iter([5.0, 3.0, 4.0, 4.5, 4.0])
-    whole = {"eval/perplexity": 1.0, "eval/perplexity_galore": 1.0}
-    monkeypatch.setattr(Evaluator, "__call__", lambda *_: {"eval/loss": next(losses)} | whole)
-    given = ("checkpoint.every=100", "checkpoint.keep_best=true", "checkpoint.keep_last=1", "eval.every=4")
-    with pytest.raises(Stopped):
-        train(tmp_path / "run", *given, "train.stop_after=13")
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert {d.name for d in checkpoints.iterdir()} == {"step_00000008", "step_00000013"}
-    folder = train(tmp_path / "run", *given)
-    assert {d.name for d in checkpoints.iterdir()} == {"step_00000008", "step_00000020"}
-    assert len(read_metrics(folder / "metrics.jsonl")) == 20

@@ -21,8 +21,8 @@ from dlr_pretrain.util.errors import UserError
 PART = "part_00000_of_00001.safetensors"
 
 
-def keeping(last: int, every: int | None = None, best: bool = False) -> tree.Checkpoint:
-    return tree.Checkpoint(every=1, keep_last=last, keep_every=every, keep_best=best)
+def keeping(last: int, every: int | None = None) -> tree.Checkpoint:
+    return tree.Checkpoint(every=1, keep_last=last, keep_every=every)
 
 
 def save(root, step: int, given: Snapshot | None = None, keep=None, ranks: int = 1) -> Path:
@@ -95,18 +95,13 @@ def test_rows_that_ranks_wrote_are_read_across_their_borders(tmp_path):
             assert torch.equal(found.rows(first, end), whole[first:end])
 
 
-def test_the_newest_those_of_every_so_many_steps_and_the_best_are_kept(tmp_path):
+def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path):
     for step in (1, 2, 3, 10, 100_000_000):
         save(tmp_path / "last", step, keep=keeping(2))
     assert names(tmp_path / "last") == {"step_00000010", "step_100000000"}
     for step in range(1, 11):
         save(tmp_path / "every", step, keep=keeping(1, every=4))
     assert names(tmp_path / "every") == {"step_00000004", "step_00000008", "step_00000010"}
-    for step in range(1, 8):
-        given = snapshot(step)
-        given.state["best_step"] = min(step, 3)
-        save(tmp_path / "best", step, given, keeping(1, best=True))
-    assert names(tmp_path / "best") == {"step_00000003", "step_00000007"}
 
 
 def test_of_a_checkpoint_that_was_moved_away_the_link_alone_is_deleted(tmp_path):
