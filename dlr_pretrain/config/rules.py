@@ -57,15 +57,13 @@ def unused(cfg: Config, given: Collection[str]) -> list[Problem]:
         idle |= {name: f"dlr={cfg.dlr.name}" for name in values if name.startswith("dlr.")}
     elif cfg.dlr.grouping != "random":
         idle["dlr.grouping_seed"] = f"dlr.grouping={cfg.dlr.grouping}"
-    if cfg.train.init_from is not None:
-        idle |= dict.fromkeys(["backbone.init", "backbone.b_gain"], "the factors start from train.init_from")
+    if cfg.run.start_from is not None and _holds_weights(cfg.run.start_from):
+        idle |= dict.fromkeys(["backbone.init", "backbone.b_gain"], "the factors start from run.start_from")
     if cfg.dlr.enabled and not cfg.dlr.train_b:
         idle |= dict.fromkeys(["backbone.b_gain", "optimizer.b_lr"], "dlr.train_b=false freezes B at zero")
     elif "rank" not in cfg.backbone.knobs:
         idle["optimizer.b_lr"] = f"backbone={cfg.backbone.name} has no up-projection B"
-    if cfg.run.start_from is not None:
-        idle["train.init_from"] = "the run starts from run.start_from"
-    else:
+    if cfg.run.start_from is None:
         idle["run.start_optimizer"] = "the run starts from no other: run.start_from=null"
     if cfg.own_schedule:
         own = "optimizer.schedule=loro has a decay of its own"
@@ -274,17 +272,9 @@ def _holds_weights(folder: str) -> bool:
 
 def _start(cfg: Config) -> Iterator[Problem]:
     """Rules of a start from a folder of weights, a dense model's or an exported one's; a checkpoint holds B itself."""
-    if cfg.run.start_from is not None:
-        key, folder = "run.start_from", cfg.run.start_from
-        if not _holds_weights(folder):
-            return
-    elif cfg.train.init_from is not None:
-        key, folder = "train.init_from", cfg.train.init_from
-    else:
+    key, folder = "run.start_from", cfg.run.start_from
+    if folder is None or not _holds_weights(folder):
         return
-    if key == "train.init_from" and cfg.backbone.name == "sltrain":
-        rule = "backbone=sltrain starts with B = 0 and a random support, which hold no dense weight"
-        yield Problem(key, folder, rule, "Use backbone=lora, relora or a low-rank one, or leave it out")
     if cfg.dlr.enabled and cfg.dlr.mode == "offset":
         rule = f"gives B its start, so that the offset of dlr={cfg.dlr.name} would be lost"
         yield Problem(key, folder, rule, "Use dlr=on, dlr=off, or leave it out")
@@ -297,12 +287,6 @@ def _start(cfg: Config) -> Iterator[Problem]:
 
 
 def _files(cfg: Config) -> Iterator[Problem]:
-    folder = cfg.train.init_from
-    if folder is not None and not os.path.isdir(folder):
-        if not glob.glob(os.path.join(glob.escape(cfg.run.dir or ""), "checkpoints", "step_*")):  # else it resumes
-            yield Problem("train.init_from", folder, "no such folder", "Name the folder of a dense model")
-    elif folder is not None and not _holds_weights(folder):
-        yield Problem("train.init_from", folder, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
     path = cfg.tokenizer.path
     if path is not None and not os.path.exists(path):
         fix = "Name a tokenizer.json, a sentencepiece model such as spiece.model, or a folder that holds one"

@@ -164,7 +164,6 @@ class Train:
         "none",
         identity=False,
     )
-    init_from: str | None = key("folder of a dense export to start from; null: drawn from the seed", None)
     stop_after: int | None = key(
         "stop and save after this step; the schedule spans train.steps", None, ge=1, identity=False
     )
@@ -235,7 +234,7 @@ class Run:
     timeout_minutes: float | None = key(
         "without progress for so long, the run ends; null: never", 10.0, gt=0, le=100_000, identity=False
     )
-    start_from: str | None = key("run, checkpoint or exported folder with the weights of the start; null: none", None)
+    start_from: str | None = key("run, checkpoint or folder of weights to start from; null: the seed", None)
     start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too", False)
 
 

@@ -27,7 +27,7 @@ For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` an
 """
 OF_THE_MACHINE = ("run", "logger", "log", "checkpoint", "device")  # sections that say nothing about the model
 PATHS = tuple(("data", key) for key in ("root", "cache", "train_files", "validation_files"))
-PATHS += (("tokenizer", "path"), ("train", "init_from"))
+PATHS += (("tokenizer", "path"),)
 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) -> str:

@@ -218,7 +218,7 @@ class Group(ABC, Generic[P]):
 
     def start_from_(self, dense: list[Tensor]) -> None:
         """Set the initial values from the ``dense`` weights [d_out, d_in] of a trained model, one per projection."""
-        raise UserError(f"train.init_from: {type(self).__name__} layers cannot start from dense weights")
+        raise NotImplementedError(f"{type(self).__name__} layers cannot start from dense weights")
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names in it.

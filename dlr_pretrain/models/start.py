@@ -1,4 +1,4 @@
-"""Starts a run from a folder of weights: a dense model (``train.init_from``), or an export of this framework's own."""
+"""Starts a run from a folder of weights (``run.start_from``): a dense model, or an export of this framework."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.linear import named_groups
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
+from dlr_pretrain.models.linear import Group, named_groups
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.models.residual import learned_alpha, residuals
 from dlr_pretrain.util.errors import UserError
 
 MOST = 10  # lines of a list in a message
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # in a folder of dense weights, and in no other
 
 
 class FolderStart:
     """The weights in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
-    If ``dense``, names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding
-    rows, as transformers and the full-rank export of this framework write it. Otherwise they must be those of the model
-    of ``cfg`` as it is exported. ``key`` is the key that names the folder, for messages. The constructor reads headers,
-    but no tensors. It raises UserError with everything that does not fit.
+    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as
+    transformers and the full-rank export of this framework write it (``dense``), or those of the model of ``cfg`` as it
+    is exported. The constructor reads headers, but no tensors. It raises UserError with everything that does not fit.
     """
 
-    def __init__(self, folder: Path, cfg: Config, vocab_size: int, key: str, dense: bool):
-        self.folder, self.key, self.dense = folder, key, dense
-        with torch.device("meta"):
-            shaped = Llama(replace(cfg, backbone=DENSE) if dense else cfg, vocab_size, grouped=False).state_dict()
-        expected = {name: tensor.shape for name, tensor in shaped.items()}
+    def __init__(self, folder: Path, cfg: Config, vocab_size: int):
+        self.folder, self.dense = folder, False
         try:
             self.files = _files(folder)
+            self.dense = DENSE_NAME in self.files
+            if self.dense and backbone(cfg).start_from_ is Group.start_from_:
+                raise self._refused([f"it is dense, and backbone={cfg.backbone.name} cannot start from dense weights"])
+            with torch.device("meta"):
+                model = Llama(replace(cfg, backbone=DENSE) if self.dense else cfg, vocab_size, grouped=False)
+            expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
             wrong = _wrong_shapes(self.files, expected) + _wrong_facts(folder / "config.json", cfg)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             raise self._refused([f"cannot be read: {type(error).__name__}: {error}"]) from error
@@ -48,7 +51,7 @@ class FolderStart:
     def _refused(self, wrong: list[str]) -> UserError:
         kind = "a dense model" if self.dense else "an exported model of this backbone"
         fix = f"Name the folder of {kind} of this scale, with as many rows as scale.vocab_size"
-        return UserError("\n  ".join([f"{self.key}={self.folder}: {fix}", *listed(wrong)]))
+        return UserError("\n  ".join([f"run.start_from={self.folder}: {fix}", *listed(wrong)]))
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:

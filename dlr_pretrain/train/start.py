@@ -71,9 +71,7 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
             raise UserError(f"{path}: it is of another run ({what}). {fix}")
         return Start(found, resumes=True)
     if cfg.run.start_from is not None:
-        return start_from(cfg, run_dir, ranks, vocab_size, cfg.run.start_from, say)
-    if cfg.train.init_from is not None:
-        return _from_folder(cfg, run_dir, ranks, vocab_size, "train.init_from", cfg.train.init_from)
+        return start_from(cfg, run_dir, ranks, vocab_size, Path(cfg.run.start_from), say)
     return Start()
 
 
@@ -109,18 +107,19 @@ def note_saved(run_dir: Path) -> None:
 # Another run
 
 
-def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, place: str, say: Say) -> Start:
-    """The start from ``place``: a run, one of its checkpoints, or an exported folder.
+def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given: Path, say: Say) -> Start:
+    """The start from ``given``: a run, one of its checkpoints, or a folder of weights.
 
     A new run takes the weights, and with ``run.start_optimizer`` the moments, the step, and the position in the data if
     no key of the data has changed. Raises UserError if the model or the tokenizer is another one.
     """
-    given = Path(place)
     if ranks.on_main(lambda: (given / WEIGHTS).is_file() or (given / INDEX).is_file()):
         if cfg.run.start_optimizer:
-            rule = "is an exported folder, which holds no optimizer state"
+            rule = "is a folder of weights, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
-        return _from_folder(cfg, run_dir, ranks, vocab_size, "run.start_from", place)
+        folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size))
+        ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
+        return Start(folder=folder)
     found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
 
     def bind() -> dict:
@@ -175,10 +174,3 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
         say("the data start anew, because their keys have changed")
     for name, (there, now) in changed.items():
         say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")
-
-
-def _from_folder(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, key: str, folder: str) -> Start:
-    dense = key == "train.init_from"
-    start = ranks.main_first(lambda: FolderStart(Path(folder), cfg, vocab_size, key, dense))
-    ranks.on_main(lambda: bind_identity(run_dir, {f"{key}.weights": start.fingerprint()}))
-    return Start(folder=start)

@@ -116,8 +116,8 @@ def test_values_take_the_type_of_their_key(tree, key, value, parsed):
         ("lr", 0, "train.lr=0: must be greater than 0"),
         ("clip", [1], "train.clip=[1]: must be a number or null"),
         ("micro_batch", "many", "train.micro_batch=many: must be a whole number or auto or null"),
-        ("init_from", 1000.0, "train.init_from=1000.0: must be text or null. "
-         "Quote a number that is meant as text: \"train.init_from='...'\""),
+        ("run.start_from", 1000.0, "run.start_from=1000.0: must be text or null. "
+         "Quote a number that is meant as text: \"run.start_from='...'\""),
         ("min_lr_ratio", 2, "train.min_lr_ratio=2: must be at most 1"),
         ("warmup_ratio", 1, "train.warmup_ratio=1: must be below 1"),
         ("accumulate", "fp23", "train.accumulate=fp23: must be one of native, fp32. Did you mean fp32?"),
@@ -125,7 +125,8 @@ def test_values_take_the_type_of_their_key(tree, key, value, parsed):
     ],
 )  # fmt: skip
 def test_wrong_values_are_refused(tree, key, value, problem):
-    tree["train"][key] = value
+    section, _, name = key.rpartition(".")
+    tree[section or "train"][name] = value
     assert parse(tree)[0] is None and problems_of(tree) == [problem]
 
 

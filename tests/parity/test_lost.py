@@ -124,7 +124,7 @@ def test_at_least_one_channel_is_chosen_and_none_is_trained():
 
 
 def test_a_start_from_dense_weights_is_the_start_from_their_own():
-    """As after train.init_from: whatever was drawn before is gone, but for random channels."""
+    """As after run.start_from: whatever was drawn before is gone, but for random channels."""
     words = ("backbone.rank=8", *MANY)
     drawn = build(small("lost", *words, "seed=0"), VOCAB, CPU)
     other = build(small("lost", *words, "seed=1"), VOCAB, CPU)

@@ -95,7 +95,7 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
 
 def test_where_nothing_was_saved_another_run_may_begin(tmp_path):
     open_in(tmp_path, "train.clip=1.0")
-    bind_identity(tmp_path, {"train.init_from.weights": "w"})
+    bind_identity(tmp_path, {"run.start_from.weights": "w"})
     assert open_in(tmp_path, "seed=7")["identity"] == json.loads(json.dumps(identity(config("seed=7")))) | {
         "data.shards": "f"
     }

@@ -41,7 +41,7 @@ def folder(dense, tmp_path):
 
 
 def dense_start(folder, cfg) -> FolderStart:
-    return FolderStart(folder, cfg, VOCAB, "train.init_from", dense=True)
+    return FolderStart(folder, cfg, VOCAB)
 
 
 def started(cfg, folder, dtype=torch.float64):
@@ -130,24 +130,26 @@ def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
             dense_start(folder, small("lora"))
 
 
-def test_the_command_line_refuses_what_cannot_start(folder, tmp_path_factory):
-    empty, common = tmp_path_factory.mktemp("empty"), ["scale=tiny", "data=sample", "logger=jsonl"]
+def test_the_command_line_refuses_what_cannot_start(folder):
+    common = ["scale=tiny", "data=sample", "logger=jsonl"]
     for words, place, problem in (
-        (("backbone=lora",), "/nowhere", r"train\.init_from=/nowhere: no such folder"),
-        (("backbone=lora",), empty, r"train\.init_from=.*: holds neither model\.safetensors nor"),
-        (("backbone=sltrain",), folder, r"backbone=sltrain starts with B = 0 and a random support"),
         (("dlr=no_b",), folder, r"cannot start a B that dlr=no_b holds at zero"),
         (("dlr=on", "precision=bf16"), folder, r"takes the residual of dlr=on off B, whose own values bf16 would"),
         (("backbone.init=xavier",), folder, r"backbone\.init=xavier: would be ignored"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            load([*common, *words, f"train.init_from={place}"])
+            load([*common, *words, f"run.start_from={place}"])
+
+
+def test_a_backbone_that_has_no_place_for_dense_weights_refuses_them(folder):
+    with pytest.raises(UserError, match=r"it is dense, and backbone=sltrain cannot start from dense weights"):
+        dense_start(folder, small("sltrain"))
 
 
 @pytest.mark.usefixtures("no_export")
 def test_a_run_starts_from_another_runs_export_and_a_resumed_one_does_not(train, tmp_path):
     source = train(tmp_path / "dense", "backbone=full", "train.steps=3") / "folded"
-    choice = ("backbone=lora", f"train.init_from={source}", "train.steps=4", "precision=bf16_mixed")
+    choice = ("backbone=lora", f"run.start_from={source}", "train.steps=4", "precision=bf16_mixed")
     whole = final(train(tmp_path / "whole", *choice))
     weights = load_file(source / FILE)
     with pytest.raises(Stopped):
