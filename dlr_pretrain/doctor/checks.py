@@ -1,93 +1,221 @@
-"""How a check runs: within a time limit, in this process or in a child that can be killed.
-
-A check is a function that returns what it ``Found``, or raises a UserError that says what is wrong and how to mend it.
-"""
+"""What the doctor looks at: GPUs, disk and W&B of a machine, and what a run does first, on all its ranks."""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-import signal
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.text import fill
+import torch
+import torch.distributed as dist
+from requests.utils import get_netrc_auth  # wandb's own way
 
-OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
+from dlr_pretrain.analysis.memory import peak_bytes
+from dlr_pretrain.analysis.plan import disk as planned_disk
+from dlr_pretrain.config import Config
+from dlr_pretrain.data import TrainLoader
+from dlr_pretrain.train.checkpoint import newest
+from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.memory import explained, largest_that_fits
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
+from dlr_pretrain.train.trial import noise, trial_loop
+from dlr_pretrain.train.views import wandb_mode
+from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import cores
+
+ANSWER = 5.0  # seconds that W&B's server may take to answer
+REDUCED = 64 << 20  # bytes of the all-reduce
+SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a check found. With ``warning`` the run works, but may be slow or end early."""
 
     text: str
     warning: str = ""
 
 
-@dataclass(frozen=True)
-class Line:
-    """The line of a check."""
-
-    name: str
-    level: str
-    text: str
-
-    def __str__(self) -> str:
-        return fill(f"{self.level:<6}{self.name:<12}{self.text}", indent=18)
-
-
-def perform(name: str, seconds: float, act: Callable[[], Found]) -> Line:
-    """The line of a check that may take so many ``seconds``. Whatever it raises, it stops no other check."""
-
-    def late(_number: int, _frame: object) -> None:
-        raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        found = act()
-    except Exception as error:
-        return Line(name, FAIL, _told(error))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return Line(name, WARN if found.warning else OK, ". ".join(filter(None, (found.text, found.warning))))
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror or error}"
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
 def in_child(act: Callable[[], Found], seconds: float, start: str = "fork") -> Found:
-    """The answer of ``act`` in a process of its own, which is killed after ``seconds``.
+    """The answer of ``act``, which can be pickled, in a process of its own, which is killed after ``seconds``.
 
-    ``start`` is "spawn" for an ``act`` that uses a GPU; it must then be picklable.
+    ``start`` is "spawn" for an ``act`` that uses a GPU. Raises what ``act`` raises, or UserError if it does not answer.
     """
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context(start).Process(target=_answer, args=(act, sender), daemon=True)
-    child.start()
-    sender.close()
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context(start))
     try:
-        if not receiver.poll(seconds):
-            raise UserError(f"no answer within {seconds:g} s: its process was killed")
-        answer = receiver.recv()
-    except EOFError:
-        child.join()
-        raise UserError(f"its process ended with code {child.exitcode}") from None
+        return pool.submit(act).result(seconds)
+    except TimeoutError:
+        raise UserError(f"no answer within {seconds:g} s: its process was killed") from None
     finally:
-        child.kill()
-        child.join(5)  # a process that waits for a disk may not even be killed
-    if isinstance(answer, str):
-        raise UserError(answer)
-    return answer
+        for child in multiprocessing.active_children():
+            child.kill()
+        pool.shutdown(wait=False)
 
 
-def _answer(act: Callable[[], Found], sender) -> None:
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2g} GB"
+
+
+# ----------------------------------------------------------------------------------------------------
+# Of a machine
+
+
+def gpus(cfg: Config) -> Found:
+    """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
+    machine = f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    if not torch.cuda.is_available():
+        fix = "" if cfg.device == "cpu" else "Set device=cpu if that is meant"
+        return Found(f"none: the run trains on the CPU ({machine})", fix)
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    free, total = torch.cuda.mem_get_info(0)
+    text = f"{len(names)} x {', '.join(sorted(set(names)))}, {gigabytes(free)} of {gigabytes(total)} free, {machine}"
+    if free < 0.9 * total:
+        return Found(text, "Another process holds memory: look at nvidia-smi")
+    if cores() < 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        return Found(text, "Each rank tokenises its own text: ask for more cores, under SLURM with --cpus-per-gpu=8")
+    return Found(text)
+
+
+def disk(cfg: Config) -> Found:
+    """The free space of the run's disk against what the run keeps, in a child, because a disk may not answer."""
+    return in_child(partial(_room, cfg), 30.0)
+
+
+def _room(cfg: Config) -> Found:
+    planned, place = planned_disk(cfg, cfg.planned_vocab_size), _existing(Path(str(cfg.run.dir)))
+    held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
+    free = shutil.disk_usage(place).free
+    text = f"{place}: {gigabytes(free)} free, and the run keeps {gigabytes(planned['run'])}"
+    if free + held < planned["run"]:
+        fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
+        raise UserError(f"{text}. {fix}")
+    return Found(f"{text}, each checkpoint {gigabytes(planned['checkpoint'])}")
+
+
+def _existing(path: Path) -> Path:
+    """``path``, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def wandb(cfg: Config) -> Found:
+    """The mode, the key and the server of W&B. No key is shown, and nothing is sent."""
+    if cfg.logger.view != "wandb" or wandb_mode() != "online":
+        return Found(f"not online: logger={cfg.logger.view}, mode {wandb_mode()}")
+    url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    if not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(url.geturl())):
+        return Found(f"no key for {url.hostname}", "Set WANDB_API_KEY, or use logger=jsonl: the run would be offline")
     try:
-        sender.send(act())
-    except Exception as error:
-        sender.send(_told(error))
+        socket.create_connection((url.hostname, url.port or 443), timeout=ANSWER).close()
+    except OSError as error:
+        fix = "The run trains all the same and keeps metrics.jsonl. WANDB_MODE=offline avoids the wait"
+        return Found(f"a key is there, but {url.hostname} does not answer ({error})", fix)
+    return Found(f"online, a key is there, {url.hostname} answers")
+
+
+# ----------------------------------------------------------------------------------------------------
+# Of all ranks together
+
+
+def _all_reduce(address: str, rank: int, world: int, device: torch.device) -> Found:
+    """An all-reduce over all ranks and its bandwidth, in a process group of its own."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    backend, wait = "nccl" if on_gpu else "gloo", timedelta(seconds=60)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=wait)
+    tensor, times = torch.empty(REDUCED // 4, device=device), []
+    for _ in range(6):
+        tensor.fill_(1.0)
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    if not bool((tensor == world).all()):
+        raise UserError(f"an all-reduce of ones over {world} ranks is not {world} everywhere. Look at the driver")
+    rate = 2 * (world - 1) / world * REDUCED / median(times[1:])
+    text = f"all-reduce of {REDUCED / 1e6:.0f} MB over {world} ranks by {backend}: {rate / 1e9:.2f} GB/s of a ring"
+    fix = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and InfiniBand rather than sockets"
+    return Found(text, fix if on_gpu and rate < SLOW_NETWORK else "")
+
+
+class RankChecks:
+    """What a run does first: all-reduce, text, step. All ranks must make each check, in this order."""
+
+    def __init__(self, cfg: Config, ranks: Ranks):
+        self.cfg, self.ranks = cfg, ranks
+        self.vocab_size = cfg.planned_vocab_size  # until ``data`` has opened the tokenizer
+
+    def collectives(self) -> Found:
+        """An all-reduce in a child of each rank, because NCCL may hang."""
+        ranks = self.ranks
+        if ranks.world_size == 1:
+            return Found("one rank, nothing to reduce; start this by torchrun to try more")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = ranks.on_main(lambda: free.getsockname()[1])
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
+        return in_child(partial(_all_reduce, address, ranks.rank, ranks.world_size, ranks.device), 90.0, "spawn")
+
+    def data(self) -> Found:
+        """The text of the run, and this rank's first batch, with some of what it says."""
+        cfg, ranks, began = self.cfg, self.ranks, time.perf_counter()
+        text = open_text(cfg, Path(str(cfg.run.dir)), ranks, Console(cfg, enabled=False))
+        self.vocab_size = text.vocab_size
+        batch = next(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None))
+        sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
+        found = f'{text.source.describe()}; first batch in {time.perf_counter() - began:.1f} s: "{sample}..." '
+        found += f"(vocabulary {text.tokenizer.vocab_size:,}, data {text.source.fingerprint[:8]})"
+        wrong = f"The tokenizer cannot express {text.unknown:.0%} of the text: look at tokenizer.path"
+        return Found(found, wrong if text.unknown > MUCH_UNKNOWN else "")
+
+    def step(self) -> Found:
+        """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
+        cfg, ranks, vocab_size = self.cfg, self.ranks, self.vocab_size
+        ranks.use_device()
+        auto = cfg.train.micro_batch == "auto"
+        rows = largest_that_fits(cfg, ranks, vocab_size, peak_bytes) if auto else cfg.micro_batch(ranks.world_size)
+        few = min(2, cfg.train.global_batch // ranks.world_size // rows)
+        short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
+        planned = peak_bytes(short, vocab_size, ranks.world_size)
+        parent = _existing(Path(str(cfg.run.dir)).absolute().parent)
+        temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
+        losses, times = [], []
+        with ExitStack() as kept, explained(short, ranks):
+            scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
+            loop, batch = trial_loop(short, ranks, vocab_size, scratch), noise(short, ranks, vocab_size)
+            for index in range(2):
+                began = time.perf_counter()
+                losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
+                times.append(time.perf_counter() - began)
+            peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else 0
+            loop.step, began = 2, time.perf_counter()
+            with loop.saver:
+                loop.saver.rehearse()
+                loop.save(final=True)
+            times.append(time.perf_counter() - began)
+            ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
+        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {times[1]:.2f} s (the first in {times[0]:.1f} s), loss "
+        text += f"{losses[0]:.2f}; peak {gigabytes(peak) if peak else 'not measured'}, planned {gigabytes(planned)}; "
+        text += f"a checkpoint written in {times[2]:.1f} s, and sound"
+        if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model is above it by as much as 0.9
+            raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
+        tight = peak > min(0.95 * torch.cuda.mem_get_info()[1], 1.1 * planned) if peak else False
+        return Found(text, "Use train.micro_batch=auto, or a smaller one" if tight else "")

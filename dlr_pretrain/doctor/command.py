@@ -1,120 +1,99 @@
-"""The command behind ``scripts/doctor.py``: a list of checks, of this machine first, then of all ranks together."""
+"""The command behind ``scripts/doctor.py``: a list of checks, of this machine first, then of all ranks together.
+
+A check is a function that returns what it ``Found``, or raises a UserError that says what is wrong and how to mend it.
+Each has a time limit, and none stops another. What signals may not end (NCCL, a disk) is done in a child, and killed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
+import signal
 import socket
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-
-import torch
 
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError
-from dlr_pretrain.doctor import machine, start
-from dlr_pretrain.doctor.checks import FAIL, LEVELS, OK, Found, Line, in_child, perform
+from dlr_pretrain.doctor.checks import Found, RankChecks, disk, gpus, wandb
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.text import plural
+from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.text import fill, plural
 
+OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
 SECONDS = 60.0  # that a check of this machine may take
+MINUTES = {"collectives": 2, "data": 5, "step": 15}  # of the checks of all ranks; a step may compile
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
-    parser = argparse.ArgumentParser(
-        prog="doctor.py",
-        usage="%(prog)s [key=value ...]",
-        description="Checks the machine and a run's configuration before GPU hours are spent; no run is touched.",
-        epilog="The arguments are overrides, as train.py takes them. By torchrun, all ranks are checked.",
-        allow_abbrev=False,
-    )
+    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
+    parser = argparse.ArgumentParser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
     _, words = parser.parse_known_args(argv)
-    return command(lambda: 0 if sound(*configuration(words)) else 1)
+    return command(lambda: 0 if sound(words) else 1)
 
 
-def configuration(words: list[str]) -> tuple[Config, Line]:
-    """The configuration, and the line of its own check; raises ConfigError if it is invalid on every machine.
+def sound(words: list[str]) -> bool:
+    """Make all checks and print a line of each. Whether none has failed; raises ConfigError as ``configuration``."""
+    cfg, level, text = configuration(words)
+    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    levels = []
 
-    If only this machine lacks something, such as a file, the line is a failure and the other checks still run.
+    def say(name: str, level: str, text: str) -> None:
+        levels.append(level)
+        if is_main or (of_machine and level != OK):
+            print(fill(f"{level:<6}{name:<12}{text}", indent=18), flush=True)
+
+    say("config", level, text)
+    for name, act in {"gpus": gpus, "disk": disk, "wandb": wandb}.items() if of_machine else ():
+        level, text = perform(SECONDS, partial(act, cfg))
+        say(name, level, text if is_main else f"{socket.gethostname()}: {text}")
+    try:
+        with Ranks(cfg) as ranks:
+            checks = RankChecks(cfg, ranks)
+            for name, minutes in MINUTES.items():
+                answers = ranks.gather(perform(60.0 * minutes, getattr(checks, name)))
+                worst = max(range(len(answers)), key=lambda rank: LEVELS.index(answers[rank][0]))
+                level, text = answers[worst]
+                say(name, level, f"rank {worst}: {text}" if worst else text)
+                if name == "collectives" and level == FAIL:
+                    break  # in the next ones ranks would wait for each other
+            ranks.gather(None)  # when one ends with code 1, torchrun ends the others
+    except UserError as error:
+        say("ranks", FAIL, str(error))
+    return FAIL not in levels
+
+
+def configuration(words: list[str]) -> tuple[Config, str, str]:
+    """The configuration, and level and text of its own check; raises ConfigError if it is invalid on every machine.
+
+    If only this machine lacks something, such as a file, that is a failure, and the other checks still run.
     """
     ranks = world_size()
     try:
         cfg = load(words, ranks)
     except ConfigError as error:
-        return load(words, ranks, machine=False), Line("config", FAIL, "; ".join(map(str, error.problems)))
+        return load(words, ranks, machine=False), FAIL, "; ".join(map(str, error.problems))
     names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
-    return cfg, Line("config", OK, f"{names} on {plural(ranks, 'rank')}; {cfg.run.dir}")
+    return cfg, OK, f"{names} on {plural(ranks, 'rank')}; {cfg.run.dir}"
 
 
-def sound(cfg: Config, configured: Line) -> bool:
-    """Print the line of each check. Whether none has failed."""
-    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
-    failed = []
+def perform(seconds: float, act: Callable[[], Found]) -> tuple[str, str]:
+    """Level and text of a check that may take so many ``seconds``, whatever it raises."""
 
-    def say(line: Line, by: str = "") -> None:
-        failed.append(line.level == FAIL)
-        if is_main or (of_machine and line.level != OK):
-            print(replace(line, text=f"{by}{line.text}"), flush=True)
+    def late(_number: int, _frame: object) -> None:
+        raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
 
-    say(configured)
-    with in_scratch(cfg, is_main) as scratch:
-        for name, act in checks_of_machine(cfg, is_main).items() if of_machine else ():
-            say(perform(name, SECONDS, act), "" if is_main else f"{socket.gethostname()}: ")
-        try:
-            with Ranks(cfg) as ranks:
-                folder = ranks.on_main(lambda: scratch)
-                for name, (minutes, act) in checks_of_ranks(cfg, ranks, folder).items():
-                    lines = ranks.gather(perform(name, 60 * minutes, act))
-                    worst = max(lines, key=lambda line: LEVELS.index(line.level))
-                    say(worst, f"rank {rank}: " if (rank := lines.index(worst)) else "")
-                    if name == "collectives" and worst.level == FAIL:
-                        break  # in the next ones ranks would wait for each other
-                ranks.gather(None)  # when one ends with code 1, torchrun ends the others
-        except UserError as error:
-            say(Line("ranks", FAIL, str(error)))
-    return not any(failed)
-
-
-def checks_of_machine(cfg: Config, is_main: bool) -> dict[str, Callable[[], Found]]:
-    """The checks of this machine by name; those of file systems, which may hang, in children that can be killed."""
-    device = "cuda" if cfg.device != "cpu" and torch.cuda.is_available() else "cpu"
-    checks: dict[str, Callable[[], Found]] = {
-        "gpus": partial(machine.gpus, cfg),
-        "caches": partial(in_child, partial(machine.caches, cfg, device), SECONDS / 2),
-    }
-    if is_main:
-        checks["disk"] = partial(in_child, partial(start.disk_of_run, cfg), SECONDS / 2)
-        checks["wandb"] = partial(machine.wandb, cfg)
-    return checks
-
-
-def checks_of_ranks(cfg: Config, ranks: Ranks, scratch: Path | None) -> dict[str, tuple[int, Callable[[], Found]]]:
-    """The checks that all ranks make together, by name, with their time limits in minutes. A step may compile."""
-    return {
-        "collectives": (2, partial(start.collectives, ranks, 90.0)),
-        "data": (5, partial(start.data, cfg, ranks)),
-        "checkpoint": (5, partial(start.saved_and_read, cfg, ranks, scratch)),
-        "step": (15, partial(start.step, cfg, ranks)),
-    }
-
-
-@contextmanager
-def in_scratch(cfg: Config, is_main: bool) -> Iterator[Path | None]:
-    """A temporary folder of rank 0 on the run's disk, outside the run directory; None if it cannot be made."""
-    made = None
-    if is_main:
-        with suppress(OSError):
-            made = Path(tempfile.mkdtemp(prefix=".doctor_", dir=machine.existing(Path(cfg.run.dir).absolute().parent)))
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
-        yield made
+        found = act()
+    except UserError as error:
+        return FAIL, str(error)
+    except Exception as error:
+        return FAIL, f"{type(error).__name__}: {first_line(error)}"
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return (WARN if found.warning else OK), ". ".join(filter(None, found))
