@@ -90,11 +90,16 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
 
 def begin(root: Path, name: str) -> Path:
     """Make a hidden folder for the parts of checkpoint ``name``; deletes those that killed runs left."""
-    for left in root.glob(".writing_*"):
-        shutil.rmtree(left, ignore_errors=True)
+    clear(root)
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
     made.mkdir(parents=True)
     return made
+
+
+def clear(root: Path) -> None:
+    """Delete the hidden folders of saves that did not end."""
+    for left in root.glob(".writing_*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:
@@ -133,9 +138,6 @@ def _delete_superfluous(newest: Path, keep: tree.Checkpoint) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a checkpoint; of one that was moved away and has a symbolic link in its place, only the link."""
-    if directory.is_symlink():
-        return directory.unlink()
     hidden = directory.with_name(f".writing_old_{uuid.uuid4().hex[:8]}")
     directory.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)

@@ -216,10 +216,7 @@ class Guard:
             return
         step, outcome = self.broken
         loop.step = step - 1
-        try:
-            self.saver.wait()
-        except UserError as error:
-            self.fail(error)
+        self.saver.wait()
         if loop.step > self.saver.saved:
             loop.save(final=True)
         self._raise_reason(step, outcome)

@@ -305,7 +305,7 @@ def _readable(act: Callable[[], T]) -> T:
     try:
         return act()
     except OSError as error:
-        reason = f"{error.filename or 'a file'}: {error.strerror or error}"
+        reason = f"{error.filename2 or error.filename or 'a file'}: {error.strerror or error}"
         raise UserError(f"{reason}. Look at run.dir and its disk") from error
 
 

@@ -21,7 +21,7 @@ from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_ba
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
-from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.saver import Saver, size_of
 from dlr_pretrain.train.start import Start, find_start, note_saved
 from dlr_pretrain.train.summary import summary
 from dlr_pretrain.train.text import Text, open_text
@@ -132,7 +132,7 @@ class Run:
             metrics = self.metrics
             saver = Saver(self.dir, ranks, cfg.checkpoint, self.lease, metrics, console, start.saved)
             opened.enter_context(saver)
-            saver.rehearse()
+            saver.rehearse(size_of(cfg, weights))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, self.lease, saver, console, text.tokenizer)

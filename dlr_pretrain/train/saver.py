@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import tree
+from dlr_pretrain.config import Config, tree
 from dlr_pretrain.config.written import read_record
+from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Piece, Snapshot
 from dlr_pretrain.train.console import Console
@@ -23,16 +24,19 @@ from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
+from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
 SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
-TRIES, PAUSE = 11, 30.0  # attempts at a last save, and seconds between them
+TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
 
 
-class NotSaved(UserError):
-    """A checkpoint could not be written; another attempt may succeed."""
+def size_of(cfg: Config, weights: Weights) -> int:
+    """The bytes that a checkpoint takes, of all ranks together."""
+    optimized = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in weights.optimized.items()}
+    return sum(tensor.nbytes for tensor in weights.state.values()) + state_bytes(cfg.optimizer, optimized)
 
 
 class Saver:
@@ -55,49 +59,45 @@ class Saver:
         self.run_dir, self.root = run_dir, run_dir / "checkpoints"
         self.ranks, self.keep, self.lease, self.metrics, self.console = ranks, keep, lease, metrics, console
         self.saved = saved  # the last step that a checkpoint holds; the same on all ranks after ``wait``
-        self.error: Exception | None = None  # why the last save failed; set on all ranks, but not at the same instant
+        self.error: Exception | None = None  # why a save failed for good; set on all ranks, but not at the same instant
         self._group = ranks.new_group()
         self._buffers: dict[torch.dtype, Tensor] = {}
         self._thread: threading.Thread | None = None
 
-    def rehearse(self) -> None:
-        """Have every rank write a file where checkpoints will be, so that a problem shows now and not hours later."""
+    def rehearse(self, size: int) -> None:
+        """Before the first step: raise UserError unless every rank can write a checkpoint and ``size`` bytes fit."""
 
         def write() -> None:
             if not wait_for(folder.is_dir, SHOWN):
                 fix = "Give run.dir on a file system that all machines of the run mount at the same path"
                 raise UserError(f"{self.root} on {socket.gethostname()} is not that of rank 0. {fix}")
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
+            if (free := shutil.disk_usage(folder).free) < size:
+                rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
+                raise UserError(f"{self.root}: {rule}. Free space, or set run.dir; the same command then goes on")
 
         with self.ranks.patient():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
             try:
                 self._together(write)
             finally:
-                if self.ranks.is_main:
-                    shutil.rmtree(folder, ignore_errors=True)
+                self._clear()
 
     def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
-        """Start to save ``snapshot``, which may be overwritten when this returns. Waits for the previous save first.
+        """Start to save ``snapshot``, which may be overwritten when this returns; waits for the previous save first.
 
-        With ``final``, returns when the checkpoint is durable, and if the disk is full or does not answer, tries again
-        for some minutes. If the previous save failed and nobody has asked for its error, this one takes its place.
+        With ``final``, returns when the checkpoint is durable. Raises as ``wait`` does.
         """
-        for left in reversed(range(TRIES if final else 1)):
-            self._start(step, snapshot)
-            if not final:
-                return
-            try:
-                return self.wait()
-            except NotSaved as error:
-                if not left or any(self.ranks.gather(self.ranks.stop_requested)):
-                    raise
-                self.console.say(f"warning: {error}. It is tried for another {left * PAUSE:.0f} s")
-                with self.ranks.patient():
-                    time.sleep(PAUSE)
+        self.wait()
+        pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
+        rest = (step, pieces, copied, snapshot.state)
+        self._thread = threading.Thread(target=self._write, args=rest, name="checkpoint", daemon=True)
+        self._thread.start()
+        if final:
+            self.wait()
 
     def wait(self) -> None:
-        """Wait until the last save is durable. Raises UserError, on all ranks, if it failed on any.
+        """Wait until the last save is durable. Raises UserError, on all ranks, if its retries have failed on any.
 
         If a rank was lost meanwhile, raises the error of the collective.
         """
@@ -105,24 +105,12 @@ class Saver:
             with self.ranks.patient():
                 self._thread.join()
             self._thread = None
-        error, self.error = self.error, None
-        if error is not None:
-            raise error
+        self.raise_error()
 
     def raise_error(self) -> None:
-        """Raise the error of the last save, if it has failed by now."""
+        """Raise the error of the last save, if it has failed for good by now."""
         if self.error is not None:
-            self.wait()
-
-    def _start(self, step: int, snapshot: Snapshot) -> None:
-        try:
-            self.wait()
-        except UserError as failed:
-            self.console.say(f"warning: {failed}. Step {step:,} is saved in its place")
-        pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
-        rest = (step, pieces, copied, snapshot.state)
-        self._thread = threading.Thread(target=self._write, args=rest, name="checkpoint", daemon=True)
-        self._thread.start()
+            raise self.error
 
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.
@@ -151,20 +139,39 @@ class Saver:
     def _write(
         self, step: int, pieces: dict[str, Piece], copied: torch.cuda.Event | None, state: dict[str, Any]
     ) -> None:
-        """Write ``pieces`` as the checkpoint of ``step``, in a thread of its own."""
-        rank, size = self.ranks.rank, self.ranks.world_size
+        """In a thread of its own: write ``pieces`` as the checkpoint of ``step``, in ``TRIES`` attempts.
+
+        All ranks fail together, try again together, and say so once.
+        """
         try:
-            folder = self._on_main(lambda: self._begin(step))
             if copied is not None:
                 torch.cuda.set_device(self.ranks.device)  # waiting on GPU 0 would allocate half a GB there
                 copied.synchronize()
-            parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
-            self._on_main(lambda: self._commit(folder, step, parts, state))
-            self.saved = step
-        except UserError as error:
-            self.error = NotSaved(f"checkpoint of step {step} could not be written: {error}")
+            for left in reversed(range(TRIES)):
+                try:
+                    return self._attempt(step, pieces, state)
+                except UserError as error:
+                    self._clear()
+                    failed = f"checkpoint of step {step} could not be written: {error}. Free space"
+                if left == TRIES - 1:
+                    self.console.say(f"warning: {failed}: it is tried for another {left * PAUSE:.0f} s")
+                if left:
+                    time.sleep(PAUSE)
+            self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error
+
+    def _attempt(self, step: int, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
+        rank, size = self.ranks.rank, self.ranks.world_size
+        folder = self._on_main(lambda: self._begin(step))
+        parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
+        self._on_main(lambda: self._commit(folder, step, parts, state))
+        self.saved = step
+
+    def _clear(self) -> None:
+        """Delete the parts of a failed save, which fill the disk."""
+        if self.ranks.is_main:
+            checkpoint.clear(self.root)
 
     def _begin(self, step: int) -> Path:
         self._require_permission()
@@ -197,9 +204,11 @@ class Saver:
         except Exception as raised:
             error = f"{raised}" if isinstance(raised, OSError | UserError) else f"{type(raised).__name__}: {raised}"
         answers = self.ranks.gather((result, error), self._group)
-        failures = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]
+        failures = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
         if failures:
-            raise UserError("; ".join(failures) if len(answers) > 1 else failures[0].partition(": ")[2])
+            rank, error = failures[0]
+            others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
+            raise UserError(f"rank {rank}: {error}{others}" if len(answers) > 1 else error)
         return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
 
     def __enter__(self) -> Saver:

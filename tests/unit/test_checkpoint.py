@@ -104,14 +104,6 @@ def test_the_newest_and_those_of_every_so_many_steps_are_kept(tmp_path):
     assert names(tmp_path / "every") == {"step_00000004", "step_00000008", "step_00000010"}
 
 
-def test_of_a_checkpoint_that_was_moved_away_the_link_alone_is_deleted(tmp_path):
-    own, moved = save(tmp_path / "run", 1), tmp_path / "step_00000001"
-    shutil.move(own, moved)
-    own.symlink_to(moved)
-    save(tmp_path / "run", 2, keep=keeping(1))
-    assert names(tmp_path / "run") == {"step_00000002"} and checkpoint.fault(moved) is None
-
-
 def test_later_steps_are_of_a_start_that_took_over_and_stay(tmp_path):
     """This one was away while the other resumed from step 5 and trained on; it comes back within its save of 6."""
     save(tmp_path, 5)

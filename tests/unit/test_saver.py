@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
+import signal
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,11 +17,11 @@ from dlr_pretrain.cli import load as load_config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train import checkpoint, saver
 from dlr_pretrain.train.checkpoint import Snapshot, directories, load, newest
-from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
 from tests.conftest import on_ranks
 from tests.unit.test_checkpoint import keeping
 
@@ -47,12 +49,14 @@ def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_ranks_that_do_not_share_their_disk_are_told_before_the_first_step(tmp_path, words):
+def test_what_would_keep_the_first_save_from_the_disk_is_told_before_the_first_step(tmp_path, words):
     def act():
         with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
+            with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free space"):
+                saver_of(tmp_path, ranks).rehearse(10**15)
             if ranks.rank == 1:  # another machine, on which rank 0's folder is not
                 patch.setattr(saver, "wait_for", lambda condition, seconds: False)
-            saver_of(tmp_path, ranks).rehearse()
+            saver_of(tmp_path, ranks).rehearse(1000)
 
     with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
         on_ranks(act, 2)
@@ -77,21 +81,20 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for_and_a_save_waits_
     assert read_record(tmp_path)["saved"] == 2 and load(saving.root / "step_00000002").state["identity"] == {"seed": 1}
 
 
-def test_a_failure_is_told_once_and_a_save_takes_the_place_of_one_that_has_failed(tmp_path, monkeypatch, capsys):
+def test_a_save_that_never_succeeds_ends_with_the_reason_and_leaves_no_parts(tmp_path, monkeypatch, capsys):
+    def filling(folder, *_):
+        (folder / "part").touch()
+        full_disk()
+
     with saver_of(tmp_path) as saving:
-        for step, told in ((1, True), (3, False)):
-            with monkeypatch.context() as patched:
-                patched.setattr(checkpoint, "write_part", full_disk)
-                saving.save(step, snapshot(step))
-                saving._thread.join()
-            if told:
-                with pytest.raises(UserError, match=r"checkpoint of step 1 could not be written: .*No space left"):
-                    saving.raise_error()
-            saving.save(step + 1, snapshot(step + 1), final=True)
-            assert saving.saved == step + 1
-    said = capsys.readouterr().out
-    assert "step 1 could" not in said and "checkpoint of step 3 could not be written" in said
-    assert [d.name for d in directories(saving.root)] == ["step_00000004", "step_00000002"]
+        saving.save(1, snapshot(1), final=True)
+        monkeypatch.setattr(checkpoint, "write_part", filling)
+        saving.save(2, snapshot(2))
+        for end in (saving.wait, saving.raise_error, lambda: saving.save(3, snapshot(3))):
+            with pytest.raises(UserError, match=r"step 2 could not .*No space left.*the same command resumes"):
+                end()
+    assert capsys.readouterr().out.count("step 2 could not be written") == 1
+    assert [d.name for d in saving.root.iterdir()] == ["step_00000001"]
 
 
 def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
@@ -118,27 +121,23 @@ def test_what_is_not_permitted_does_not_count(tmp_path):
 
 
 @pytest.mark.usefixtures("no_export")
-def test_a_full_disk_ends_the_run_and_what_was_trained_meanwhile_is_saved(train, tmp_path, monkeypatch):
-    write, take, steps, trained_on = checkpoint.write_part, Guard.next_batch, itertools.count(), threading.Event()
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_disk_that_is_full_for_a_while_ends_no_run_and_a_stop_meanwhile_is_one(
+    train, tmp_path, monkeypatch, capsys, stops
+):
+    write, attempts = checkpoint.write_part, itertools.count(1)
 
     def filling(folder, *rest):
-        if "00000010" in folder.name:
-            assert trained_on.wait(600)
+        if next(attempts) == 2:
+            if stops:
+                os.kill(os.getpid(), signal.SIGTERM)
             full_disk()
         return write(folder, *rest)
 
-    def next_batch(self, loader):  # the save of step 10 has failed by the time that it is looked at
-        if next(steps) == 11:
-            trained_on.set()
-            self.saver._thread.join()
-        return take(self, loader)
-
-    root = tmp_path / "run" / "checkpoints"
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(Stopped, match="saved") if stops else nullcontext():
         patched.setattr(checkpoint, "write_part", filling)
-        patched.setattr(Guard, "next_batch", next_batch)
-        with pytest.raises(UserError, match=r"checkpoint of step 10 could not be written: .*No space left"):
-            train(tmp_path / "run")
-    assert newest(root)[0].name == "step_00000011"
-    train(tmp_path / "run")
-    assert {d.name for d in root.iterdir()} == {"step_00000015", "step_00000020"}
+        train(tmp_path / "run")
+    said = capsys.readouterr().out
+    assert said.count("could not be written") == said.count("checkpoint of step 10 could not be written: ") == 1
+    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
+    assert newest(tmp_path / "run" / "checkpoints")[0].name == f"step_{last:08d}" and (stops or last == 20)
