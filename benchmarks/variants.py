@@ -27,7 +27,7 @@ class Variant:
 
     def step(self, batch: Batch) -> Tensor:
         """Make one optimizer update; returns the loss, on the device."""
-        loss = self.trainer(batch, self.steps, LR)[0]
+        loss = self.trainer(batch, self.steps, LR).loss
         self.steps += 1
         return loss
 

@@ -14,7 +14,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 from torch.profiler import record_function
@@ -26,30 +26,10 @@ from dlr_pretrain.train.lease import HEARTBEAT, Lease
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
+from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
 from dlr_pretrain.util.files import write_durably
-
-if TYPE_CHECKING:
-    from dlr_pretrain.train.loop import Loop
-
-
-class Outcome(NamedTuple):
-    """What an update returns, as numbers on the host."""
-
-    loss: float  # mean over the targets of all ranks, in nats
-    norm: float  # of the gradient before clipping
-    masked: float  # 1: the update changed nothing
-    halted: float  # 1: nor does any later one
-    real_tokens: float  # of all ranks
-    stops: float  # ranks that were asked to stop
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-    def __str__(self) -> str:
-        return f"loss {self.loss:g}, gradient norm {self.norm:g}"
 
 
 @dataclass
@@ -67,7 +47,7 @@ class Guard:
     console: Console
     tokenizer: Tokenizer | None
     failure: UserError | None = None  # why this rank must end the run
-    broken: tuple[int, Outcome] | None = None  # the step and outcome of the update that ends the run
+    broken: tuple[int, Outcome[float]] | None = None  # the step and outcome of the update that ends the run
     stopping: bool = False  # a rank was asked to stop
     skipped: int = 0  # updates that were left out, as are
     skipped_in_a_row: int = 0
@@ -76,6 +56,10 @@ class Guard:
     def fail(self, error: UserError | None) -> None:
         """Note why this rank must end the run; the first reason counts."""
         self.failure = self.failure or error
+
+    def stop(self) -> None:
+        """Note that a rank was asked to stop; all ranks call this at the same step."""
+        self.stopping = True
 
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
@@ -103,27 +87,29 @@ class Guard:
     # ------------------------------------------------------------------------------------------------
     # After an update
 
-    def see(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> bool:
+    def see(self, step: int, outcome: Outcome[float], batch: Batch, before: dict[str, list[int]]) -> bool:
         """Take in the outcome of an update; returns whether the run goes on from it.
 
         ``before`` is the position in the data before ``batch``.
         """
-        self.stopping = self.stopping or outcome.stops > 0
+        if outcome.stops:
+            self.stop()
         skip = self.cfg.train.on_nonfinite == "skip"
         failed = outcome.halted and skip  # masked because a rank has failed
-        if outcome.masked and not outcome.finite and not failed:
+        finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
+        if outcome.masked and not finite and not failed:
             kept = self._keep_batch(step, outcome, batch, before)
             if skip:
                 self.skipped += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
-                self.console.say(f"warning: step {step}: {outcome}: the update was left out; {kept}")
+                self.console.say(f"warning: step {step}: {_told(outcome)}: the update was left out; {kept}")
                 self.fail(self._too_many_skipped())
         if outcome.halted:
             self.broken = (step, outcome)
         return self.broken is None
 
-    def _keep_batch(self, step: int, outcome: Outcome, batch: Batch, before: dict[str, list[int]]) -> str:
+    def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch, before: dict[str, list[int]]) -> str:
         """Write this rank's part of a batch for inspection; returns the words that say where it is."""
         if self.tokenizer is None or not batch.state:
             return ""
@@ -210,18 +196,8 @@ class Guard:
         if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
             raise Stopped(f"{where} (train.stop_after={stop_after}); saved. Without it, the run goes on")
 
-    def raise_if_broken(self, loop: Loop) -> None:
-        """If an update ends the run, save the state before it and raise the reason, on every rank."""
-        if self.broken is None:
-            return
-        step, outcome = self.broken
-        loop.step = step - 1
-        self.saver.wait()
-        if loop.step > self.saver.saved:
-            loop.save(final=True)
-        self._raise_reason(step, outcome)
-
-    def _raise_reason(self, step: int, outcome: Outcome) -> NoReturn:
+    def raise_reason(self, step: int, outcome: Outcome[float]) -> NoReturn:
+        """Raise why update ``step`` ends the run, on every rank. The state before it is saved."""
         before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
         failures = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.failure)) if error]
         if failures and all(isinstance(error, Stopped) for _, error in failures):
@@ -232,10 +208,9 @@ class Guard:
             kinds = [type(error) for _, error in failures]
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise kind(f"step {step} was not taken. {before}. {reasons}")
+        rule = f"step {step}: {_told(outcome)}: not finite. The update was not applied"
         fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
-        raise Diverged(
-            f"step {step}: {outcome}: not finite. The update was not applied. {before}. {fix} train.on_nonfinite=skip"
-        )
+        raise Diverged(f"{rule}. {before}. {fix} train.on_nonfinite=skip")
 
     def raise_if_failed(self) -> None:
         """After the last step: raise the failure of a rank, which no later update can carry."""
@@ -253,3 +228,7 @@ class Guard:
         self.skipped, self.skipped_in_a_row, self.last_skipped = state
         if step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
             self.fail(self._too_many_skipped())
+
+
+def _told(outcome: Outcome[float]) -> str:
+    return f"loss {outcome.loss:g}, gradient norm {outcome.norm:g}"

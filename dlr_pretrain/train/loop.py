@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -16,13 +16,13 @@ from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.guard import Guard, Outcome
+from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import UNTIMED, Profiler
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.update import Outcome, Update
 from dlr_pretrain.train.views import View
 
 # (model, interruptible) -> metrics of an evaluation; None if a request to stop interrupted it
@@ -72,7 +72,7 @@ class Loop:
         self.probe, self.profiler = Probe(cfg, ranks, self.weights), Profiler(cfg, saver.run_dir, ranks, console)
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
-        self.batches: dict[int, Batch] = {}  # of the steps whose metrics have not arrived
+        self.batches: dict[int, Batch] = {}  # of the steps whose outcomes have not arrived
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
         self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
@@ -88,13 +88,14 @@ class Loop:
         while self.step < cfg.train.steps:
             batch = guard.next_batch(loader)
             self.probe_gradients(batch)
-            values = self.update(batch, self.step, rate(cfg, self.step), failed=guard.failure is not None)
+            outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.failure is not None)
             self.step += 1
-            self.push(values, batch)
+            self.push(outcome, batch)
 
             due = calendar(cfg, self.step)
             self.drain(due)
-            guard.raise_if_broken(self)
+            if guard.broken is not None:
+                self.end_before(*guard.broken)
             if due.merge:
                 with self.untimed():
                     self.update.merge(self.step)
@@ -104,21 +105,21 @@ class Loop:
             guard.raise_if_stopped(self.step)
         guard.raise_if_failed()
 
-    def push(self, values: Tensor, batch: Batch) -> None:
-        """Send the metrics of the update on their way to the host, while the device goes on."""
+    def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
+        """Send the outcome of the update on their way to the host, while the device goes on."""
         self.ranks.stepped(self.step)
         self.batches[self.step] = batch
-        self.pending.push(self.step, values)
+        self.pending.push(self.step, outcome)
         with self.meter.paused():
             self.profiler.step()
 
     def drain(self, due: Due) -> None:
-        """Record the updates whose metrics have arrived, oldest first; all of them if something follows this step.
+        """Record the updates whose outcomes have arrived, oldest first; all of them if something follows this step.
 
         Stops at an update that ends the run.
         """
-        for step, values in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
-            outcome, batch = Outcome(*values), self.batches.pop(step)
+        for step, outcome in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
+            batch = self.batches.pop(step)
             if not self.guard.see(step, outcome, batch, self.streams):
                 break
             self.streams = batch.state
@@ -162,7 +163,7 @@ class Loop:
                 found = self.evaluator(self.weights.model, not at_once)
         self.unevaluated = record if found is None else None
         if found is None:
-            self.guard.stopping = True
+            self.guard.stop()
         else:
             self.report(record | found)
 
@@ -175,6 +176,14 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------
     # State
+
+    def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
+        """Save the state before update ``step``, which changed nothing, and raise the reason."""
+        self.step = step - 1
+        self.saver.wait()
+        if self.step > self.saver.saved:
+            self.save(final=True)
+        self.guard.raise_reason(step, outcome)
 
     def save(self, final: bool = False) -> None:
         """Save everything that the next step depends on; with ``final``, return when it is durable.

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,12 +20,10 @@ from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.history import sound_records
-
-if TYPE_CHECKING:
-    from dlr_pretrain.train.guard import Outcome
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 SPEED_WINDOW = 20  # steps over which it is averaged
@@ -80,14 +77,16 @@ def _line(record: dict) -> str:
 
 
 class Pending:
-    """Device metrics on their way to the host: at most ``lag`` steps late, and equally late on every rank."""
+    """Outcomes of updates on their way to the host: at most ``lag`` steps late, and equally late on every rank."""
 
     def __init__(self, device: torch.device):
-        self.lag = 1 if device.type == "cuda" else 0
+        self.on_gpu = device.type == "cuda"
+        self.lag = 1 if self.on_gpu else 0
         self.queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
-    def push(self, step: int, values: Tensor) -> None:
-        if self.lag == 0:
+    def push(self, step: int, outcome: Outcome[Tensor]) -> None:
+        values = torch.stack([value.double() for value in outcome])  # fp64 holds any count of tokens
+        if not self.on_gpu:
             self.queue.append((step, values, None))
             return
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -95,8 +94,8 @@ class Pending:
         event.record()
         self.queue.append((step, host, event))
 
-    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, list[float]]]:
-        """The steps that are due and their values, oldest first: all but the last ``lag``, or all if ``everything()``.
+    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, Outcome[float]]]:
+        """The steps that are due, oldest first, with their outcomes: all but ``lag``, or all if ``everything()``.
 
         Waits until the GPU has finished each step.
         """
@@ -104,7 +103,7 @@ class Pending:
             step, values, event = self.queue.popleft()
             if event is not None:
                 event.synchronize()
-            yield step, values.tolist()
+            yield step, Outcome(*values.tolist())
 
 
 class Meter:
@@ -124,7 +123,7 @@ class Meter:
         self.times: deque[float] = deque(maxlen=SPEED_WINDOW)  # seconds of the last steps
         self.clock = time.perf_counter()
 
-    def record(self, step: int, outcome: Outcome) -> dict:
+    def record(self, step: int, outcome: Outcome[float]) -> dict:
         """The record of update ``step``, which has just ended, without its counts of tokens."""
         now = time.perf_counter()
         self.steps += 1

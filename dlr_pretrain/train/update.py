@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.tensors import IGNORE
+
+Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
+
+
+class Outcome(NamedTuple, Generic[Scalar]):
+    """What an update reports; the same on all ranks."""
+
+    loss: Scalar  # mean over the targets of all ranks, in nats
+    norm: Scalar  # of the gradient before clipping
+    masked: Scalar  # 1: the update changed nothing
+    halted: Scalar  # 1: nor does any later one
+    real_tokens: Scalar  # of all ranks
+    stops: Scalar  # ranks that were asked to stop
 
 
 class Update:
@@ -38,7 +52,7 @@ class Update:
         )
         self.halted = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
-    def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Tensor:
+    def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Outcome[Tensor]:
         """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
 
         With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read the
@@ -46,7 +60,7 @@ class Update:
 
         An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
-        nothing. Returns ``guard.Outcome`` as a tensor on the device, in fp64, which holds any token count.
+        nothing. What is returned is still on the device.
         """
         to_device = self.ranks.to_device
         inputs = inputs_and_targets(to_device(batch.tokens), to_device(batch.lengths), batch.separator)
@@ -57,8 +71,7 @@ class Update:
         micro_batches = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
         loss = self.ranks.sum(self.forward_backward(micro_batches, count))
         norm, masked = self.step(loss, index, lr, failures)
-        outcome = loss, norm, masked, self.halted, real_tokens, stops
-        return torch.stack([value.double() for value in outcome])
+        return Outcome(loss, norm, masked, self.halted, real_tokens, stops)
 
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
         """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.

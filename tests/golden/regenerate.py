@@ -62,7 +62,7 @@ def curve(*overrides: str) -> list[float]:
     with Ranks(cfg) as ranks:
         update = trial(cfg, ranks, VOCAB)
         steps = itertools.islice(batches(cfg.train.global_batch, cfg.train.seq_len), cfg.train.steps)
-        return [update(batch, index, rate(cfg, index))[0].item() for index, batch in enumerate(steps)]
+        return [update(batch, index, rate(cfg, index)).loss.item() for index, batch in enumerate(steps)]
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def test_every_optimizer_trains(trainer, optimizer, precision):
     a = trainer(*OPTIMIZERS[optimizer], f"optimizer={optimizer}", f"precision={precision}")
     losses = []
     for index, batch in enumerate(steps(10)):
-        losses.append(a.update(batch, index, 1e-3)[0].item())
+        losses.append(a.update(batch, index, 1e-3).loss.item())
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -163,7 +163,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     warm, measured = steps(4)[:3], steps(4)[3]
     for index, batch in enumerate(warm):
         a.pending.push(index + 1, a.update(batch, index, 1e-3))
-    list(a.pending.ready(everything=True))
+    list(a.pending.ready(lambda: True))
     torch.cuda.synchronize()
     if few:
         torch.cuda._sleep(4_000_000_000)  # cycles: about two seconds
@@ -171,13 +171,12 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     slept.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        values = a.update(measured, 3, 1e-3)
-        a.pending.push(4, values)
+        a.pending.push(4, a.update(measured, 3, 1e-3))
         waited = slept.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not (few and waited)
-    ((step, (loss, _, masked, halted, real_tokens, stop)),) = a.pending.ready(everything=True)
+    ((step, (loss, _, masked, halted, real_tokens, stop)),) = a.pending.ready(lambda: True)
     assert (step, masked, halted, real_tokens, stop) == (4, 0.0, 0.0, BATCH * SEQ_LEN, 0.0) and math.isfinite(loss)
 
 

@@ -85,7 +85,7 @@ def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     with Ranks(cfg) as ranks:
         updates = trial(cfg, ranks, VOCAB)
         some = itertools.islice(batches(BATCH, SEQ_LEN), 8)
-        found = [updates(batch, index, 1e-3)[0] for index, batch in enumerate(some)]
+        found = [updates(batch, index, 1e-3).loss for index, batch in enumerate(some)]
         return [loss.item() for loss in found], updates.weights.folded(keep=True)
 
 

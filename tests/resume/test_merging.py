@@ -67,9 +67,6 @@ class Late(Pending):
         super().__init__(device)
         self.lag = 1
 
-    def push(self, step: int, values: torch.Tensor) -> None:
-        self.queue.append((step, values, None))
-
 
 def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
     monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)

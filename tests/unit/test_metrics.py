@@ -14,6 +14,7 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
+from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import newest_first, read_metrics
 
@@ -93,13 +94,13 @@ def test_a_save_beside_the_training_writes_no_line_twice(tmp_path):
 
 def test_metrics_are_due_in_order_after_their_lag_and_everything_when_asked():
     pending = Pending(torch.device("cpu"))
-    pending.push(0, torch.tensor([1.5, 2.0]))
-    assert [*pending.ready(lambda: False)] == [(0, [1.5, 2.0])]  # on a CPU at once
-    seen = []
+    values = Outcome(1.5, 2.0, 0.0, 0.0, 2.0**40 + 1, 0.0)
+    sent = Outcome(*(torch.tensor(value, dtype=torch.float64) for value in values))
+    pending.push(0, sent)
+    assert [*pending.ready(lambda: False)] == [(0, values)]  # on a CPU at once
+    pending.lag, seen = 2, []
     for step in range(1, 6):
-        pending.lag = 0
-        pending.push(step, torch.tensor([float(step)]))
-        pending.lag = 2
+        pending.push(step, sent)
         seen.append([s for s, _ in pending.ready(lambda step=step: step == 4)])
     assert seen == [[], [], [1], [2, 3, 4], []]
 
@@ -109,7 +110,7 @@ def test_speed_is_that_of_the_last_steps_without_the_first_ones_and_pauses(monke
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.global_batch=8", "train.seq_len=8"])
     ranks = SimpleNamespace(device=torch.device("cpu"), world_size=1, peak_memory=lambda: 0)
-    meter, outcome = Meter(cfg, ranks, None, 1), SimpleNamespace(loss=1.0, norm=math.inf)
+    meter, outcome = Meter(cfg, ranks, None, 1), Outcome(1.0, math.inf, 0.0, 0.0, 64.0, 0.0)
 
     def speed() -> float | None:
         return meter.record(1, outcome)["perf/tokens_per_second"]
