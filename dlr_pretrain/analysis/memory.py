@@ -103,11 +103,9 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     gathered = (root + 2 * max(blocks)) * working.itemsize
     unshared = root * working.itemsize + max(blocks) * (working.itemsize + summed)
     rows = sum(p.numel() for p in trained.values())
-    scalars = sum(p.dim() == 0 for p in trained.values())
-    totals = 4 * (rows - scalars) if summed > state.itemsize else 0  # fp32 sums, if the state is not fp32
 
     weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())
-    gradients = rows * state.itemsize + totals
+    gradients = rows * state.itemsize
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = step.peak - step.kept + gathered + unshared
     start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model

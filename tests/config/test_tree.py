@@ -316,6 +316,7 @@ SHIFT = "must be null or a multiple of optimizer.exact_every={} up to 270, the s
          ["dlr.mode=decayed_offset: pulls to the offset by weight decay"]),
         (["optimizer=muon", "optimizer.nesterov=false"], ["optimizer.nesterov=false: torch (up to 2.13) then"]),
         (["optimizer=muon", "precision=bf16_sr"], ["precision=bf16_sr: optimizer=muon writes its weights itself"]),
+        (["precision=bf16", "parallel=fsdp", "train.accumulate=fp32"], ["train.accumulate=fp32: parallel=fsdp sums"]),
         (["optimizer=muon", "parallel=fsdp"], ["optimizer=muon: a matrix optimizer needs whole matrices"]),
         (["optimizer=muon", "optimizer.momentum=1"], ["optimizer.momentum=1: must be below 1"]),
         (["optimizer=loro", "optimizer.eps=0"], ["optimizer.eps=0: must be greater than 0"]),

@@ -12,17 +12,15 @@ def test_a_plan_counts_what_rank_0_holds():
     """Rows of every parameter, gradient and moment, to the byte, where rows are odd."""
 
     def act(ranks):
-        words = ("backbone=cola", "dlr=learnable_alpha", "precision=bf16", "train.accumulate=fp32")
+        words = ("backbone=cola", "dlr=learnable_alpha", "precision=bf16")
         cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
         updates = made(cfg, ranks)
         held = {}
         clear = updates.gradients.clear
 
         def counted():
-            totals = [total.sum for total in updates.gradients.totals]
             own = [sharded.local_rows(p.grad) for p in updates.weights.optimized.values()]
             held["gradients"] = sum(tensor.nbytes for tensor in own)
-            held["totals"] = sum(tensor.nbytes for tensor in totals)
             clear()
 
         updates.gradients.clear = counted
@@ -35,6 +33,6 @@ def test_a_plan_counts_what_rank_0_holds():
             assert planned.optimizer_state == sum(
                 sharded.local_rows(t).nbytes for t in updates.optimizer.state_tensors().values()
             )
-            assert planned.gradients == held["gradients"] + held["totals"]
+            assert planned.gradients == held["gradients"]
 
     on_two_ranks(act)

@@ -11,7 +11,6 @@ from torch.distributed.fsdp import fully_shard
 import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from tests.conftest import on_ranks
@@ -84,14 +83,14 @@ def test_one_rank_without_torchrun_is_sharded_too():
     on_ranks(act, 1)
 
 
-def test_micro_batches_are_summed_in_fp32_and_rounded_once():
-    """The gradients of four micro-batches on each of two ranks, against their sum in float64."""
+def test_micro_batches_are_summed_in_fp32():
+    """The gradients of four micro-batches on each of two ranks, against the sum of bf16 gradients in float64."""
 
     def act(ranks):
-        words = ("backbone=cola", "precision=bf16", "train.micro_batch=1", "train.accumulate=fp32")
+        words = ("backbone=cola", "precision=bf16_mixed", "train.micro_batch=1", "train.accumulate=fp32")
         cfg = config(*words, "parallel=fsdp")
         updates = made(cfg, ranks)
-        plain = build(cfg, VOCAB, ranks.device, STATE_DTYPE["bf16"])
+        plain = build(cfg, VOCAB, ranks.device, torch.float32).bfloat16()
         batch = own_batches(cfg, ranks)[0]
         inputs = [part.split(1) for part in inputs_and_targets(batch.tokens, batch.lengths)]
         count = torch.tensor(8 * cfg.train.seq_len)
@@ -103,13 +102,10 @@ def test_micro_batches_are_summed_in_fp32_and_rounded_once():
             for name, p in plain.named_parameters():
                 sums[name] += p.grad
         updates.gradients.collect()
-        wrong = total = 0
         for name, p in updates.weights.model.named_parameters():
             dist.all_reduce(sums[name])
-            got, expected = sharded.gathered(p.grad), sums[name].bfloat16()
-            torch.testing.assert_close(got, expected, rtol=0.1, atol=1e-3, msg=name)
-            wrong, total = wrong + int((got != expected).sum()), total + got.numel()
-        assert wrong < 1e-3 * total
+            off = (sharded.gathered(p.grad) - sums[name]).norm() / sums[name].norm()
+            assert off < 1e-4, (name, off)  # a sum in bf16 is off by 1e-3
 
     on_two_ranks(act)
 
