@@ -188,7 +188,7 @@ def configure(
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
     if line.certain and not line.shows:
         doubtful = set().union(*map(_keys_named, line.problems))
-        broken_rules = validate(cfg, world_size, machine) + unused(cfg, given)
+        broken_rules = [*validate(cfg, world_size, machine), *unused(cfg, given)]
         found = [problem for problem in broken_rules if not doubtful & _keys_named(problem)]
     if line.problems or found:
         raise ConfigError(line.problems + found)

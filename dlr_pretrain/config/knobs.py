@@ -1,18 +1,37 @@
-"""The knobs of this project's backbones and optimizers, each a dataclass named like the option in ``OPTIONS``.
+"""The knobs of this project's backbones and optimizers, each a dataclass, with the rules of that option alone.
 
-An option of a user's own needs no class here: its YAML file declares its knobs and their defaults.
+``OPTIONS`` names the class of each option. An option of a user's own needs no class here: its YAML file declares its
+knobs and their defaults.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dlr_pretrain.config.tree import key
+from dlr_pretrain.config.problems import Problem
+from dlr_pretrain.config.tree import Config, key
+
+ROUND_AT_WILL = ("adamw", "adamw_8bit")  # optimizers whose updates precision=bf16_sr can round
+
+
+class Option:
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        """The rules of this option that a configuration with it breaks."""
+        yield from ()
+
+
+def whole_matrices(cfg: Config) -> Iterator[Problem]:
+    """The rule of optimizers whose updates need whole matrices."""
+    if cfg.parallel.name != "ddp":
+        rule = f"a matrix optimizer needs whole matrices, and parallel={cfg.parallel.name} shards them"
+        yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
 
 
 @dataclass
-class Backbone:
+class Backbone(Option):
     factorized: bool = key("whether the layer is y = B z, to which DLR can be attached", False, fixed=True)
 
 
@@ -100,9 +119,18 @@ class Relora(Lora):
     prune: Literal["random", "magnitude"] = key("entries of the optimizer state that a merge keeps", "random")
     prune_ratio: float = key("share of the entries that is zeroed", 0.999, ge=0, le=1)
 
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        every, restart = cfg.backbone.merge_every, cfg.backbone.restart_warmup
+        if every >= cfg.train.steps:
+            rule = f"must be below train.steps={cfg.train.steps}: nothing would be merged"
+            yield Problem("backbone.merge_every", every, rule, "Use backbone=lora for that")
+        elif restart >= every:
+            yield Problem("backbone.restart_warmup", restart, f"must be below backbone.merge_every={every}")
+
 
 @dataclass
-class Adam:
+class Adam(Option):
     beta1: float = key("decay of first moments", 0.9, ge=0, lt=1)
     beta2: float = key("decay of second moments", 0.999, ge=0, lt=1)
     eps: float = key("added before the bias correction", 1e-6, gt=0)
@@ -134,12 +162,26 @@ class Muon(Adamw):
     nesterov: bool = key("Nesterov's momentum", True)
     ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
 
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        yield from whole_matrices(cfg)
+        if not cfg.optimizer.nesterov and cfg.precision.name == "bf16":
+            rule = "torch (up to 2.13) then overwrites a momentum that is kept in bf16"
+            yield Problem("optimizer.nesterov", False, rule, "Use optimizer.nesterov=true, or precision=bf16_mixed")
+
 
 @dataclass
 class Galore(Adam):
     rank: int = key("rank of the projection", "${scale.rank}", ge=1)
     update_scale: float = key("factor of a projected update", 0.25, gt=0)
     refresh_every: int = key("updates between renewals of the projectors", "${by_scale:{7b: 500, other: 200}}", ge=1)
+
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        yield from whole_matrices(cfg)
+        if cfg.backbone.name != "full":
+            rule = f"projects the gradients of dense layers, and those of backbone={cfg.backbone.name} are not"
+            yield Problem("optimizer", cfg.optimizer.name, rule, "Use backbone=full, or optimizer=adamw")
 
 
 @dataclass
@@ -162,8 +204,30 @@ class Loro(Adam):
         ge=0,
     )
 
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        yield from whole_matrices(cfg)
+        if cfg.backbone.name != "lowrank":
+            rule = f"moves the product B A^T of linear factors, which backbone={cfg.backbone.name} does not multiply by"
+            yield Problem("optimizer", "loro", rule, "Use backbone=lowrank, or optimizer=adamw")
+        elif cfg.dlr.enabled:
+            rule = f"moves the product B A^T, not the (B + beta R^T) A^T that dlr={cfg.dlr.name} multiplies by"
+            yield Problem("optimizer", "loro", rule, "Use dlr=off, or optimizer=adamw")
+        every, shift, restart = cfg.optimizer.exact_every, cfg.optimizer.shift, cfg.optimizer.restart_warmup
+        span = cfg.train.steps - cfg.warmup_steps
+        if every > cfg.train.steps:
+            rule = f"must not exceed train.steps={cfg.train.steps}: no step would be exact"
+            yield Problem("optimizer.exact_every", every, rule)
+        elif cfg.own_schedule and restart >= every:
+            yield Problem("optimizer.restart_warmup", restart, f"must be below optimizer.exact_every={every}")
+        elif cfg.own_schedule and shift is not None and (shift > span or shift % every):
+            rule = (
+                f"must be null or a multiple of optimizer.exact_every={every} up to {span}, the steps after the warm-up"
+            )
+            yield Problem("optimizer.shift", shift, rule)
 
-OPTIONS: dict[str, dict[str, type]] = {
+
+OPTIONS: dict[str, dict[str, type[Option]]] = {
     "backbone": {
         "full": Backbone,
         "lowrank": LowRank,

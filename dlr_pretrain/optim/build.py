@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.config.optimizer_rules import ROUND_AT_WILL
+from dlr_pretrain.config.knobs import ROUND_AT_WILL
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.adam import Adam
 from dlr_pretrain.optim.parameters import empty_state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.probing import probed
+from dlr_pretrain.config.rules import probed
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
 from dlr_pretrain.models.residual import Residual

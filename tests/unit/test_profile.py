@@ -59,7 +59,7 @@ def test_every_rank_leaves_its_trace(words, tmp_path):
 
 
 def test_a_start_that_ends_before_its_profile_says_so(train, tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"profile\.start=7: and profile\.steps=3 after it .* 8 steps .*Try 5"):
+    with pytest.raises(ConfigError, match=r"profile\.start=7: and profile\.steps=3 after it .* 8 steps "):
         train(tmp_path / "run", *COMMON, "profile=on", "profile.start=7")
     with pytest.raises(Stopped):
         train(tmp_path / "run", *COMMON, "train.stop_after=6")
