@@ -2,7 +2,7 @@
 
 import sys
 
-from dlr_pretrain.launch.tune import main
+from dlr_pretrain.analysis.tune import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from dlr_pretrain.launch.command import main
+from dlr_pretrain.launch.submit import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.protocol import paired
-from dlr_pretrain.analysis.tune import Design, Trial, compare, remarks
+from dlr_pretrain.analysis.verdict import Design, Trial, compare, remarks
 from dlr_pretrain.util.text import table as markdown_table
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
 
 
 class Comparison:
-    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/tune.py``."""
+    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/verdict.py``."""
 
     def __init__(self, line: dict, runs: dict[str, dict]):
         self.words = shlex.split(line["shared"])

@@ -23,10 +23,14 @@ seeds=42,43,44
 more=42,43,44,45,46
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-tune() { # name of the comparison, overrides of tune.py
+tune() { # name of the comparison, words of tune.py
   local output=$root/$piece/$1
   shift
-  "$python" scripts/tune.py "experiment=$experiment" --jobs "${JOBS:-1}" --output "$output" "$@"
+  "$python" scripts/tune.py "experiment=$experiment" --limit "${JOBS:-1}" --output "$output" "$@"
+}
+
+each() { # name of the comparison, rate, overrides of each method beside backbone=cola
+  tune "$1" <(printf 'backbone=cola %s\n' "${@:3}") "train.lr=$2" "seed=$seeds"
 }
 
 tokens() { # the text, tokenised once
@@ -38,57 +42,56 @@ tokens() { # the text, tokenised once
 }
 
 pairs() { # each backbone without and with DLR: find the best rate of one grid for each, then train fresh seeds at it
-  tune full pair=full "lr=$rates" seeds=41 "confirm=$more"
+  tune full backbone=full "train.lr=$rates" seed=41 --confirm "$more"
   for backbone in cola lowrank lost lax cola_lax; do
-    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$rates" seeds=41 "confirm=$more"
+    tune "$backbone" "backbone=$backbone" dlr=off,on "train.lr=$rates" seed=41 --confirm "$more"
   done
 }
 
 paper() { # the same pairs at the paper's single rate
   for backbone in cola lowrank lost lax cola_lax; do
-    tune "$backbone" "pair=$backbone,$backbone+dlr" "lr=$paper" "seeds=$more"
+    tune "$backbone" "backbone=$backbone" dlr=off,on "train.lr=$paper" "seed=$more"
   done
-  tune full pair=full "lr=$paper" "seeds=$more"
+  tune full backbone=full "train.lr=$paper" "seed=$more"
 }
 
 mechanism() { # residual, initial offset, and decay towards it: with and without decay, for each rounding of the updates
-  local three=cola+dlr,cola,cola+init_offset # the residual first: the others are compared with it
-  local four=$three,cola+init_offset_decay
-  tune bf16_as_the_papers "pair=$three" "lr=$lower,$paper" "seeds=$seeds" # in its rounding decay changes no weight
+  local three=(backbone=cola dlr=on,off,init_offset "seed=$seeds") # the others are compared with the residual
+  local four=(backbone=cola dlr=on,off,init_offset,init_offset_decay "seed=$seeds")
+  tune bf16_as_the_papers "${three[@]}" "train.lr=$lower,$paper" # in its rounding decay changes no weight
   for decay in 0.0 0.1; do
-    local shared=("lr=$lower" "seeds=$seeds" "optimizer.weight_decay=$decay")
-    tune "bf16-$decay" "pair=$three" "${shared[@]}" optimizer=adamw
-    tune "bf16_sr-$decay" "pair=$three" "${shared[@]}" optimizer=adamw precision=bf16_sr
+    local shared=("${three[@]}" "train.lr=$lower" "optimizer.weight_decay=$decay" optimizer=adamw)
+    tune "bf16-$decay" "${shared[@]}"
+    tune "bf16_sr-$decay" "${shared[@]}" precision=bf16_sr
   done
-  tune bf16_mixed-0.0 "pair=$three" "lr=$lower" "seeds=$seeds" optimizer.weight_decay=0.0 optimizer=adamw \
-    precision=bf16_mixed
-  tune bf16_mixed-0.1 "pair=$four" "lr=$lower" "seeds=$seeds" optimizer.weight_decay=0.1 optimizer=adamw \
-    precision=bf16_mixed
+  local mixed=("train.lr=$lower" optimizer=adamw precision=bf16_mixed)
+  tune bf16_mixed-0.0 "${three[@]}" "${mixed[@]}" optimizer.weight_decay=0.0
+  tune bf16_mixed-0.1 "${four[@]}" "${mixed[@]}" optimizer.weight_decay=0.1
 }
 
 ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a higher learning rate of B
-  local controls=cola:backbone.b_gain=1.3,cola:backbone.b_gain=2,cola:optimizer.b_lr=2,cola:optimizer.b_lr=4
-  local strengths=cola+dlr:dlr.alpha=0.25,cola+dlr:dlr.alpha=0.5,cola+dlr:dlr.alpha=2,cola+dlr:dlr.alpha=4
-  local forms=cola+uncorrected,cola+random,cola+balanced,cola+no_b,cola+learnable_alpha
-  local ranks=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half
-  ranks+=,cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters
-  local some=cola+uncorrected,cola+random,cola+dlr:dlr.alpha=0.5,cola:backbone.b_gain=1.3,cola:optimizer.b_lr=2
-  tune residual "pair=cola+dlr,$forms,$strengths" "lr=$lower" "seeds=$seeds"
-  tune controls "pair=cola+dlr,cola,$controls" "lr=$lower" "seeds=$seeds"
-  tune rank "pair=cola+dlr,cola,$ranks" "lr=$lower" "seeds=$seeds"
-  tune at_the_papers_rate "pair=cola+dlr,cola,$some" "lr=$paper" "seeds=$seeds"
+  local off=dlr=off on=dlr=on
+  local controls=("$off backbone.b_gain=1.3" "$off backbone.b_gain=2" "$off optimizer.b_lr=2" "$off optimizer.b_lr=4")
+  local strengths=("$on dlr.alpha=0.25" "$on dlr.alpha=0.5" "$on dlr.alpha=2" "$on dlr.alpha=4")
+  local forms=(dlr=uncorrected dlr=random dlr=balanced dlr=no_b dlr=learnable_alpha)
+  local halves=("$off backbone.rank=$half" "$on backbone.rank=$half")
+  local quarters=("$off backbone.rank=$three_quarters" "$on backbone.rank=$three_quarters")
+  local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5" "$off backbone.b_gain=1.3" "$off optimizer.b_lr=2")
+  each residual "$lower" "$on" "${forms[@]}" "${strengths[@]}"
+  each controls "$lower" "$on" "$off" "${controls[@]}"
+  each rank "$lower" "$on" "$off" "${halves[@]}" "${quarters[@]}"
+  each at_the_papers_rate "$paper" "$on" "$off" "${some[@]}"
   # The same runs, compared in three more ways after they had been seen.
-  tune without_b pair=cola,cola+no_b "lr=$lower" "seeds=$seeds"
-  tune half_rank "pair=cola:backbone.rank=$half,cola+dlr:backbone.rank=$half" "lr=$lower" "seeds=$seeds"
-  tune three_quarters_rank "pair=cola:backbone.rank=$three_quarters,cola+dlr:backbone.rank=$three_quarters" \
-    "lr=$lower" "seeds=$seeds"
+  each without_b "$lower" "$off" dlr=no_b
+  each half_rank "$lower" "${halves[@]}"
+  each three_quarters_rank "$lower" "${quarters[@]}"
 }
 
 # evidence_60m reads all of the text already, and has no longer runs.
 longer() { # four times the tokens, or four times the parameters: does the difference keep its sign at each rate?
   local rate
   for rate in $lower $paper; do
-    local shared=(pair=cola,cola+dlr "lr=$rate" "seeds=$seeds")
+    local shared=(backbone=cola dlr=off,on "train.lr=$rate" "seed=$seeds")
     tune "base-$rate" "${shared[@]}" # the runs of mechanism
     tune "tokens-$rate" "${shared[@]}" train.steps=4000 eval.every=1000
     tune "parameters-$rate" "${shared[@]}" scale.hidden_size=256 scale.intermediate_size=688 scale.rank=64
@@ -96,7 +99,7 @@ longer() { # four times the tokens, or four times the parameters: does the diffe
 }
 
 paths() { # how the gradient splits on its way to the latents, over a run; the runs of pairs have no probe
-  tune cola_lowrank pair=cola+dlr,lowrank+dlr "lr=$lower,$paper" seeds=41 probe=on probe.every=100 \
+  tune cola_lowrank backbone=cola,lowrank dlr=on "train.lr=$lower,$paper" seed=41 probe=on probe.every=100 \
     "run.root=$root/probed"
 }
 

@@ -33,6 +33,12 @@ SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
 METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
 
 
+def method_name(backbone: str, dlr: str, optimizer: str) -> str:
+    """The name of a method as in the paper's tables, such as cola+dlr or galore, from the names of its options."""
+    base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
+    return base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
+
+
 @dataclass(frozen=True)
 class Spread:
     """The mean of a figure over ``n`` seeds and its standard deviation (divisor n - 1; NaN for one seed).
@@ -162,10 +168,10 @@ def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     recent = metrics[metrics.time >= began[trained[-1]]] if trained else metrics
     used = [starts[i] for i in trained] or starts[-1:] or [{}]
     backbone, dlr, optimizer = (config[group]["name"] for group in ("backbone", "dlr", "optimizer"))
-    base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
+    method = method_name(backbone, dlr, optimizer)
     row = {
-        "run": str(folder), "name": folder.resolve().name, "scale": config["scale"]["name"], "base": base, "dlr": dlr,
-        "method": base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}", "seed": config["seed"],
+        "run": str(folder), "name": folder.resolve().name, "scale": config["scale"]["name"], "dlr": dlr,
+        "method": method, "base": method.partition("+")[0], "seed": config["seed"],
         "rank": config["backbone"].get("rank"), "planned": config["train"]["steps"], "config": config,
         "positions": config["train"]["global_batch"] * config["train"]["seq_len"], "start": used[-1],
         "identity": manifest.get("identity") or flatten(config), "parameters": manifest.get("parameters", math.nan),

@@ -1,230 +1,213 @@
-"""A fair comparison of methods, each at the learning rate that is best for it, and its report.
-
-One half of the validation set (A) chooses the rate, the other half (B) is reported. Methods are compared seed by seed.
-The result is one mapping, as in ``tune.json``. Losses are in nats per token; a difference is a method's loss minus the
-first method's, so a negative one favours the method.
-"""
+"""The command behind ``scripts/tune.py``: train a grid of methods, rates and seeds, choose each rate, and compare."""
 
 from __future__ import annotations
 
-import json
+import argparse
 import math
-import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
-import pandas as pd
+from dlr_pretrain.analysis.runs import method_name
+from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, console, write
+from dlr_pretrain.config import ConfigError, Problem, flatten, to_dict
+from dlr_pretrain.config.command_line import key_of
+from dlr_pretrain.config.written import read_record
+from dlr_pretrain.launch.local import train
+from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
+from dlr_pretrain.launch.state import AGAIN, Status, look, queue
+from dlr_pretrain.launch.submit import parser_of, submit, summary
+from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.history import newest_first
 
-from dlr_pretrain.analysis.figures import draw_rates
-from dlr_pretrain.analysis.report import write_page
-from dlr_pretrain.analysis.runs import Spread, spread
-from dlr_pretrain.analysis.tables import Table
-from dlr_pretrain.util.history import perplexity
+EPILOG = """examples:
+  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --limit 8 --output runs/cola
+  tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output runs/cola \\
+      --slurm -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
-LEVEL = 0.95
-ENDED = ("finished", "diverged")
+The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
+rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
+alone, and reports them instead of the grid's. The same command continues where this one stopped."""
 
-
-@dataclass(frozen=True)
-class Trial:
-    """A run of the grid, or of a fresh seed, with its last losses on both halves and on the whole validation set."""
-
-    method: str
-    lr: float
-    seed: int
-    state: str  # one of ENDED, or another state of ``launch.state``
-    run: str = ""
-    loss_a: float | None = None  # of half A, on which rates are chosen
-    loss_b: float | None = None  # of half B, which is reported
-    loss: float | None = None
-    remark: str = ""
-
-
-@dataclass(frozen=True)
-class Design:
-    """The runs of a comparison: every method at every rate with every seed, then at its chosen rate with fresh seeds.
-
-    The other methods are compared with the first one. Rates ascend.
-    """
-
-    methods: tuple[str, ...]
-    rates: tuple[float, ...]
-    seeds: tuple[int, ...]
-    fresh: tuple[int, ...] = ()
-
-    @property
-    def level(self) -> float:
-        """The confidence of each interval: higher for more methods, so that all hold together (Bonferroni)."""
-        return 1 - (1 - LEVEL) / max(1, len(self.methods) - 1)
+Cell = tuple[str, float, int]  # method, learning rate, seed
+FINGERPRINTS = ("data.shards", "tokenizer.pieces", "data.order")  # in a run's identity: text, tokenizer, order
+# The keys that determine what a loss is measured on. Losses of methods that differ in one of them do not compare.
+MEASURE = (
+    *("eval.", "tokenizer.", "train.seq_len", "scale.vocab_size", "data.source", "data.dataset", "data.revision"),
+    *("data.root", "data.train_files", "data.validation_files", "data.text_key", "data.mask_documents"),
+)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Verdicts
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
+    return command(lambda: tune(sys.argv[1:] if argv is None else argv))
 
 
-def compare(design: Design, trials: Sequence[Trial]) -> dict:
-    """Each method's rate and held-out losses, and the differences from the first method, with verdicts."""
-    chosen = {method: choose(design, trials, method) for method in design.methods}
-    for method, choice in chosen.items():
-        choice["held_out"] = held_out(trials, method, choice["lr"], design.fresh or design.seeds)
-    first, *others = design.methods
-    verdicts = [verdict((first, method), chosen, design.level) for method in others]
-    return {"design": asdict(design), "chosen": chosen, "comparisons": verdicts, "trials": [*map(asdict, trials)]}
+def tune(argv: Sequence[str]) -> int:
+    given, for_sbatch = read(argv)
+    machine = not (given.slurm or given.dry_run)
+    methods = by_method(load_runs(read_table(given.what), machine))
+    design, runs = grid(methods, given.confirm)
+    if given.dry_run:
+        print("\n".join(f"{method} lr={lr:g} seed={seed}: {run.dir}" for (method, lr, seed), run in runs.items()))
+        print(summary([look(run, {}) for run in runs.values()]))
+        return 0
+    trials = bring(runs, given, for_sbatch)
+    fresh: dict[Cell, Line] = {}
+    for method in methods:
+        lr = choose(design, trials, method)["lr"]
+        for seed in design.fresh if lr is not None else ():
+            line = runs[method, lr, design.seeds[0]].line
+            words = (*(word for word in line.words if key_of(word) != "seed"), f"seed={seed}")
+            fresh[method, lr, seed] = replace(line, words=words)
+    if fresh:
+        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine), strict=True))
+        trials += bring(confirming, given, for_sbatch)
+        runs |= confirming
+    require_one_text(runs.values())
+    found = compare(design, trials) | about(methods) | {"command": shlex.join(["scripts/tune.py", *argv])}
+    configs = [run.cfg for run in runs.values()]
+    # whether each seed has its own order of the data, which a single seed cannot show
+    found["ordered_by_seed"] = len({c.seed for c in configs}) > 1 and all(c.data.seed == c.seed for c in configs)
+    write(found, given.output)
+    print(f"\n{console(found)}\n\nreport      {given.output / 'report.md'}")
+    broken = [at for at in trials if at.state in AGAIN or not (given.slurm or at.state in ENDED)]
+    for at in broken:
+        print(f"{at.method} lr={at.lr:g} seed={at.seed}: {at.state} {at.remark}".rstrip())
+    return EXIT_FAILED if broken else 0
 
 
-def choose(design: Design, trials: Sequence[Trial], method: str) -> dict:
-    """The rate with the lowest mean loss on half A over the seeds of the grid.
-
-    A rate with a diverged run is not chosen. If none can be chosen, ``lr`` is None and ``reason`` says why. ``edge`` is
-    the end of the grid at which the rate lies, if any: a better rate may lie beyond it.
-    """
-    grid = {(t.lr, t.seed): t for t in trials if t.method == method and t.state in ENDED}
-    asked = [(lr, seed) for lr in design.rates for seed in design.seeds]
-    missing, reason = sum(cell not in grid for cell in asked), "every rate has a diverged run"
-    if missing:
-        reason = f"{missing} of the {len(asked)} runs of the grid have not ended"
-    losses = {lr: [grid[lr, s].loss_a for s in design.seeds if (lr, s) in grid] for lr in design.rates}
-    means = {lr: statistics.fmean(found) for lr, found in losses.items() if found and None not in found}
-    if missing or not means:
-        return {"lr": None, "edge": None, "reason": reason, "loss_a": None}
-    best = min(means, key=means.__getitem__)
-    ends = {design.rates[-1]: "highest", design.rates[0]: "lowest"}
-    edge = "only" if len(design.rates) == 1 else ends.get(best)
-    return {"lr": best, "edge": edge, "reason": "", "loss_a": means[best]}
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of tune.py, and those for sbatch."""
+    what = "Compare methods, each at its best learning rate of the same grid."
+    parser, own, for_sbatch = parser_of("tune.py", argv, what, EPILOG)
+    parser.add_argument("--confirm", type=seed_list, default=(), metavar="SEEDS", help="fresh seeds, such as 44,45,46")
+    parser.add_argument("--slurm", action="store_true", help="queue the runs as a job array")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
+    parser.add_argument("--dry-run", action="store_true", help="name the runs of the grid, and train none")
+    given = parser.parse_intermixed_args(own)
+    if for_sbatch and not given.slurm:
+        parser.error("options of sbatch belong to --slurm")
+    return given, for_sbatch
 
 
-def held_out(trials: Sequence[Trial], method: str, lr: float | None, seeds: Sequence[int]) -> dict:
-    """The losses on half B at a rate by seed, with the seeds that have diverged and those without a result."""
-    found = {t.seed: t for t in trials if (t.method, t.lr) == (method, lr) and t.seed in seeds}
-    return {
-        "losses": {seed: t.loss_b for seed, t in found.items() if t.state == "finished"},
-        "diverged": [seed for seed, t in found.items() if t.state == "diverged"],
-        "missing": [seed for seed in seeds if seed not in found or found[seed].state not in ENDED],
-    }
-
-
-def verdict(names: tuple[str, str], chosen: dict[str, dict], level: float) -> dict:
-    """Which of two methods is better on half B: its name if the interval of the mean difference excludes zero.
-
-    "none shown" if the interval includes zero; None, with the reason, if nothing can be said.
-    """
-    first, other = (chosen[name]["held_out"]["losses"] for name in names)
-    by_seed = {seed: other[seed] - first[seed] for seed in first if seed in other}
-    found = {"against": names[0], "method": names[1], "by_seed": by_seed, "difference": None, "better": None}
-    for name in names:
-        choice, out = chosen[name], chosen[name]["held_out"]
-        if choice["reason"]:
-            return found | {"reason": f"{name}: {choice['reason']}"}
-        for seeds, said in ((out["diverged"], "diverges"), (out["missing"], "has no result yet")):
-            if seeds:  # a seed is never left out of a mean
-                return found | {"reason": f"{name} {said} at its chosen rate with seed {', '.join(map(str, seeds))}"}
-    mean = found["difference"] = estimate(list(by_seed.values()), level)
-    if mean["low"] is None:
-        return found | {"reason": "one seed says nothing of what another would give"}
-    better = names[1] if mean["high"] < 0 else names[0] if mean["low"] > 0 else "none shown"
-    return found | {"better": better, "reason": ""}
-
-
-def estimate(values: Sequence[float], level: float) -> dict:
-    """The mean of at least one value, with its interval at ``level`` by Student's t; None for what one value lacks."""
-    from scipy.stats import t
-
-    n, mean = len(values), statistics.fmean(values)
-    if n == 1:
-        return {"n": n, "mean": mean, "level": level, "std": None, "low": None, "high": None}
-    std = statistics.stdev(values)
-    reach = float(t.ppf((1 + level) / 2, n - 1)) * std / math.sqrt(n)  # t.interval gives NaN for equal values
-    return {"n": n, "mean": mean, "level": level, "std": std, "low": mean - reach, "high": mean + reach}
+def seed_list(text: str) -> tuple[int, ...]:
+    """Seeds with commas between them, as the type of an argument."""
+    return tuple(map(int, text.split(",")))
 
 
 # ----------------------------------------------------------------------------------------------------
-# Words
+# The grid
 
 
-def tables(found: dict) -> list[Table]:
-    """Each method at its own rate, and all methods by rate."""
-    own, by_rate, design = [], [], found["design"]
-    verdicts, trials = {c["method"]: c for c in found["comparisons"]}, [Trial(**t) for t in found["trials"]]
-    for method, choice in found["chosen"].items():
-        rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
-        edge = " (edge of the grid)" if choice["edge"] in ("lowest", "highest") else ""
-        row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": _spread(choice["held_out"])}
-        if c := verdicts.get(method):
-            d = c["difference"]
-            row |= {"Δ loss": d and Spread(d["mean"], n=d["n"]), "Interval": d and _interval(d)}
-            row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
-        own.append(row)
-        at = {f"{lr:g}": _spread(held_out(trials, method, lr, design["seeds"])) for lr in design["rates"]}
-        by_rate.append({"Method": method} | at)
-    note = (
-        "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
-        "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
-        "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
-        "excludes zero."
-    )
-    chosen = Table("tune", "Each method at its own learning rate", pd.DataFrame(own), [note, *remarks(found)])
-    return [chosen, Table("tune_rates", "Perplexity by learning rate", pd.DataFrame(by_rate), [note])]
+def by_method(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
+    """The runs of each method, which differ in train.lr and seed alone.
+
+    A method is named as in reports. Where several have one name, its own overrides are added.
+    """
+    found: dict[str, dict[tuple[str, ...], list[PlannedRun]]] = {}
+    for run in runs:
+        name = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)
+        found.setdefault(name, {}).setdefault(own_words(run), []).append(run)
+    methods = {}
+    for name, alike in found.items():
+        for words, of in alike.items():
+            apart = " ".join(word for word in words if not all(word in others for others in alike))
+            methods[f"{name} ({apart})" if apart else name] = of
+    return methods
 
 
-def _spread(out: dict) -> Spread | None:
-    return spread([*map(perplexity, out["losses"].values()), *(math.inf for _ in out["diverged"])])
+def own_words(run: PlannedRun) -> tuple[str, ...]:
+    return tuple(word for word in run.line.words if key_of(word) not in ("train.lr", "seed"))
 
 
-def _interval(d: dict) -> str | None:
-    return None if d["low"] is None else f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[Design, dict[Cell, PlannedRun]]:
+    """The design, and the run of each of its cells; raises UserError if the methods do not compare."""
+    cells = {(method, run.cfg.train.lr, run.cfg.seed): run for method, of in methods.items() for run in of}
+    rates, seeds = sorted({lr for _, lr, _ in cells}), tuple(dict.fromkeys(seed for _, _, seed in cells))
+    for method, lr, seed in product(methods, rates, seeds):
+        if (method, lr, seed) not in cells:
+            rule = "a fair comparison gives all methods the same rates and seeds"
+            raise UserError(f"{method} has no run with train.lr={lr:g} seed={seed}: {rule}")
+    if both := set(seeds) & set(fresh):
+        raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
+    first, *others = methods
+    trees = {method: flatten(to_dict(of[0].cfg)) for method, of in methods.items()}
+    for other, (key, value) in product(others, trees[first].items()):
+        if key.startswith(MEASURE) and key != "eval.every" and trees[other].get(key) != value:
+            rule = f"of {other} is not that of {first}, {value}: their losses do not compare"
+            raise ConfigError([Problem(key, trees[other].get(key), rule, "Give it for all methods")])
+    return Design(tuple(methods), tuple(rates), seeds, fresh), cells
 
 
-def remarks(found: dict) -> list[str]:
-    """What a reader must know before quoting a verdict."""
-    said, design = [], found["design"]
-    if len(design["rates"]) == 1:
-        said.append(f"One rate, {design['rates'][0]:g}, was given to all: none was chosen.")
-    for method, choice in found["chosen"].items():
-        if choice["edge"] in ("lowest", "highest"):
-            beyond = "below" if choice["edge"] == "lowest" else "above"
-            end = f"its best rate, {choice['lr']:g}, is the {choice['edge']} of the grid"
-            said.append(f"{method}: {end}, and a better one may lie {beyond} it. Widen lr= and give the command again.")
-        lost = [t for t in found["trials"] if (t["method"], t["state"]) == (method, "diverged")]
-        if lost:
-            cells = ", ".join(f"{t['lr']:g} (seed {t['seed']})" for t in lost)
-            said.append(f"{method} diverged at {cells}.")
-    if len({tuple(budget.values()) for budget in found["budgets"].values()}) > 1:
-        each = (f"{method} {b['steps']:,} steps, {b['tokens']:,} tokens" for method, b in found["budgets"].items())
-        said.append(f"The budgets are not equal: {', '.join(each)}.")
-    if not found["ordered_by_seed"]:
-        said.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
-    if not design["fresh"] and len(design["rates"]) > 1:
-        said.append(
-            "The rates were chosen with the same seeds that are reported, though on other text, so the reported losses "
-            "are slightly optimistic. Give confirm=<seeds> to report seeds that chose nothing."
-        )
-    return said
+def about(methods: dict[str, list[PlannedRun]]) -> dict:
+    """The overrides of each method, those that all share, and what each trains."""
+    words = {method: own_words(of[0]) for method, of in methods.items()}
+    shared = [word for word in next(iter(words.values())) if all(word in own for own in words.values())]
+    own = {method: shlex.join(word for word in of if word not in shared) for method, of in words.items()}
+    budgets = {}
+    for method, (run, *_) in methods.items():
+        train = run.cfg.train
+        budgets[method] = {"steps": train.steps, "tokens": train.steps * train.global_batch * train.seq_len}
+    return {"words": own, "shared": shlex.join(shared), "budgets": budgets}
 
 
-def verdicts(found: dict) -> Iterator[str]:
-    """A sentence for each method that is compared."""
-    for c in found["comparisons"]:
-        said = {None: f"not decided: {c['reason']}", "none shown": "no difference shown"}
-        better = said.get(c["better"], f"{c['better']} is better")
-        d = c["difference"]
-        change = f". {d['mean']:+.4f} nats/token, {_interval(d)}, {d['n']} seeds" if c["better"] else ""
-        yield f"{c['method']} against {c['against']}: {better}{change}."
+# ----------------------------------------------------------------------------------------------------
+# The runs
 
 
-def console(found: dict) -> str:
-    """The table of the methods, the verdicts and the remarks."""
-    own = tables(found)[0].shown().drop(columns="Better", errors="ignore").to_string(index=False)
-    return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
+def bring(runs: dict[Cell, PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> list[Trial]:
+    """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all runs."""
+    jobs = queue() if given.slurm else {}
+    trials = {cell: trial(cell, run, look(run, jobs)) for cell, run in runs.items()}
+    due = [cell for cell, at in trials.items() if at.state in (*AGAIN, "not started")]
+    chosen = [runs[cell] for cell in due]
+    if not due:
+        return list(trials.values())
+    print(f"{len(due)} of {len(runs)} runs are to be trained", flush=True)
+    if given.slurm:
+        table = sorted(runs.values(), key=lambda run: run.number)
+        print(submit(table, chosen, "tune", for_sbatch, given.limit))
+        print("The same command reports, and goes on")
+        return [replace(at, state="pending", remark="") if cell in due else at for cell, at in trials.items()]
+    train(chosen, given.limit or 1, lambda: require_one_text(runs.values()))
+    return [trial(cell, run, look(run, {})) for cell, run in runs.items()]
 
 
-def write(found: dict, folder: Path) -> None:
-    """Write ``tune.json``, ``curve.csv`` (a line for each run), the curve as a figure, ``report.md`` and ``.html``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    chosen = [trial["lr"] == found["chosen"][trial["method"]]["lr"] for trial in found["trials"]]
-    pd.DataFrame(found["trials"]).assign(chosen=chosen).to_csv(folder / "curve.csv", index=False)
-    words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
-    made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
-    parts = [*tables(found), *draw_rates(found, folder), made]
-    write_page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts, folder, folder)
+def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
+    """The result of a run. A run that ended because its numbers were not finite has diverged, which is a result, too.
+
+    Raises UserError if the run is complete without the numbers that a comparison needs.
+    """
+    if status.state != "complete":
+        return Trial(*cell, status.state, str(run.dir), remark=status.reason)
+    last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
+    if last.get("step") != run.cfg.train.steps:
+        raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
+    losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
+    if None in losses:
+        raise UserError(f"{run.dir}: one validation sequence has no halves. Raise eval.tokens={run.cfg.eval.tokens}")
+    if not all(map(math.isfinite, losses)):
+        return Trial(*cell, "diverged", str(run.dir))
+    return Trial(*cell, "finished", str(run.dir), *losses)
+
+
+def require_one_text(runs: Iterable[PlannedRun]) -> None:
+    """Raises UserError if runs that have started have read other text, or used another tokenizer, than others.
+
+    Their configurations do not show it: the files themselves may have changed since.
+    """
+    seen: dict[str, object] = {}
+    for run in runs:
+        record = read_record(run.dir)
+        for name in FINGERPRINTS:
+            value = record.get("identity", {}).get(name)
+            if "saved" in record and value is not None and seen.setdefault(name, value) != value:
+                raise UserError(
+                    f"{run.dir}: {name} is not that of the other runs: their losses do not compare. "
+                    "Move away those that were trained on what the text was before, or choose another run.root"
+                )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.slurm import note
 from dlr_pretrain.launch.state import look
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
@@ -26,7 +25,7 @@ def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] 
     Stopped.
     """
     waiting, slots, asked = list(runs), list(range(at_once)), []
-    running: dict[subprocess.Popen, tuple[PlannedRun, int, dict]] = {}
+    running: dict[subprocess.Popen, tuple[PlannedRun, int]] = {}
 
     def stop(number: int | None = None, _frame: object = None) -> None:
         asked.append(number)
@@ -37,18 +36,16 @@ def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] 
     try:
         while running or (waiting and not asked):
             while waiting and slots and not asked:
-                run, slot, since = waiting.pop(0), slots.pop(0), time.time()
-                job = {"time": since, "job": f"local_{since}", "log": str((run.dir / "local.log").absolute())}
-                note(run.dir, job)
-                running[process := _start(run, slot, at_once, job["log"])] = run, slot, job
+                run, slot = waiting.pop(0), slots.pop(0)
+                running[process := _start(run, slot, at_once)] = run, slot
                 if asked:  # the signal came while the process was started
                     process.terminate()
             for process in [process for process in running if process.poll() is not None]:
-                run, slot, job = running.pop(process)
-                note(run.dir, job | {"ended": time.time(), "code": process.returncode})
+                run, slot = running.pop(process)
                 slots.append(slot)
                 done = len(runs) - len(waiting) - len(running)
-                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}", flush=True)
+                failed = f" (exit code {process.returncode}: see {_log(run)})" if process.returncode else ""
+                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}{failed}", flush=True)
                 check()
             time.sleep(0.05)
         if asked:
@@ -61,13 +58,18 @@ def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] 
             signal.signal(number, handler)
 
 
-def _start(run: PlannedRun, slot: int, at_once: int, log: str) -> subprocess.Popen:
+def _log(run: PlannedRun) -> Path:
+    return run.dir / "local.log"
+
+
+def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
     known = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
     if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
-    command = [sys.executable, *TRAIN, *run.line.words]
-    with open(log, "ab") as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, through ``stop``
+    run.dir.mkdir(parents=True, exist_ok=True)
+    with open(_log(run), "ab") as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, by ``stop``
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, process_group=0
-        )
+            [sys.executable, *TRAIN, *run.line.words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
+            stderr=out, process_group=0,
+        )  # fmt: skip

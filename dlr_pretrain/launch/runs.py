@@ -50,10 +50,14 @@ class PlannedRun:
     def dir(self) -> Path:
         return Path(self.cfg.run.dir)
 
-    @property
-    def step_tokens(self) -> int:
-        """The tokens of an update, including padding."""
-        return self.cfg.train.global_batch * self.cfg.train.seq_len
+
+def read_table(words: Sequence[str]) -> list[Line]:
+    """The runs that a command line names: by overrides with several values, by a runs file, or by both."""
+    files = [word for word in words if "=" not in word and not word.startswith("~")]
+    lines = expand([word for word in words if word not in files])
+    if len(files) > 1:
+        raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
+    return combine(read_runs(Path(files[0])), lines) if files else lines
 
 
 def read_runs(path: Path) -> list[Line]:
@@ -99,13 +103,14 @@ def combine(lines: list[Line], others: list[Line]) -> list[Line]:
     return found
 
 
-def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> list[PlannedRun]:
-    """The runs, each checked as ``train.py`` on ``ranks`` ranks (None: not known) would check it.
+def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
+    """The runs, each checked as ``train.py`` would check it.
 
-    With ``machine``, this machine will train: its files, packages and compiler are checked, too. Raises one ConfigError
-    with every problem of every line; two lines with one run directory are a problem, too.
+    With ``machine``, this machine will train each in one process: its files, packages and compiler are checked, too.
+    Without, a job will, whose ranks are not known. Raises one ConfigError with every problem of every line; two lines
+    with one run directory are a problem, too.
     """
-    check = partial(_load, ranks=ranks, machine=machine)
+    check = partial(_load, machine=machine)
     if len(lines) <= 16:  # less than starting processes takes
         found = list(map(check, lines))
     else:
@@ -124,9 +129,9 @@ def load_runs(lines: list[Line], ranks: int | None, machine: bool = False) -> li
     return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
 
 
-def _load(line: Line, ranks: int | None, machine: bool) -> Config | ConfigError:
+def _load(line: Line, machine: bool) -> Config | ConfigError:
     try:
-        cfg = load(list(line.words), ranks, machine)
+        cfg = load(list(line.words), 1 if machine else None, machine)
     except ConfigError as error:
         return error
     problems = [] if machine else list(unnamed(cfg))

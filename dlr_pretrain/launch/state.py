@@ -1,13 +1,21 @@
-"""The state of a run: what it says of itself in ``manifest.json``, its heartbeat, and the scheduler's word.
+"""The state of a run: what it says of itself in ``manifest.json``, its heartbeat, and its job in the queue of SLURM.
 
-python -m dlr_pretrain.launch.state scale=1b dlr=on     the step last saved, for slurm/train.sbatch; 0 if there is none
+    python -m dlr_pretrain.launch.state scale=1b dlr=on     the step last saved, for slurm/train.sbatch; 0 if none is
+
+The job that was queued last for a run is noted in ``<run>/job.json`` as {"time", "job", "log"}, with ``job`` the id of
+the array task, such as ``12_3``.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +24,14 @@ from dlr_pretrain.config import identity
 from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.slurm import Queued, ending, last_job
 from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import EXIT_STOPPED, UserError
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import EXPIRY, read_beat
 from dlr_pretrain.util.history import newest_first
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 AGAIN = ("failed", "stopped")  # states of the runs that --resubmit takes
-WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-USUAL = {"None", "Priority", "Resources", "JobArrayTaskLimit", "BeginTime", "Dependency"}  # reasons that are not shown
-FINGERPRINTS = ("data.shards", "tokenizer.pieces", "data.order")  # in a run's identity: text, tokenizer, order
+JOB = "job.json"
 
 
 @dataclass(frozen=True)
@@ -38,17 +43,15 @@ class Status:
     step: int = 0
     loss: float | None = None
     perplexity: float | None = None
-    hours_left: float | None = None
 
     def __str__(self) -> str:
         shown = {"step {:,}": self.step or None, "loss {:.3f}": self.loss, "perplexity {:,.2f}": self.perplexity}
-        shown |= {"{:.1f} h left": self.hours_left}
         numbers = (form.format(value) for form, value in shown.items() if value is not None)
         return ", ".join(filter(None, [self.state, self.reason, *numbers]))
 
 
-def look(run: PlannedRun, queue: Mapping[str, Queued]) -> Status:
-    """The status of ``run``; ``queue`` has the scheduler's jobs by id."""
+def look(run: PlannedRun, queue: Mapping[str, str]) -> Status:
+    """The status of ``run``; ``queue`` has SLURM's state of each job."""
     try:
         records = newest_first(run.dir / "metrics.jsonl")
         last = next(records, {})
@@ -56,36 +59,27 @@ def look(run: PlannedRun, queue: Mapping[str, Queued]) -> Status:
         state, reason = _state(run, queue)
     except UserError as error:
         return Status("failed", str(error))
-    step = last.get("step", 0)
-    rate = last.get("perf/tokens_per_second") if state == "running" else None
-    left = (run.cfg.train.steps - step) * run.step_tokens / rate / 3600 if rate else None
-    return Status(state, reason, step, last.get("train/loss"), evaluated.get("eval/perplexity"), left)
+    return Status(state, reason, last.get("step", 0), last.get("train/loss"), evaluated.get("eval/perplexity"))
 
 
-def _state(run: PlannedRun, queue: Mapping[str, Queued]) -> tuple[str, str]:
+def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
     record = read_record(run.dir)
     changed = differences(record.get("identity", {}), identity(run.cfg))
     if changed and "saved" in record:
         return "failed", f"its directory holds another run: {told(changed)}"
     said = {} if changed else record.get("state", {})
-    job = last_job(run.dir) or {}
+    job = last_job(run.dir)
     if said.get("name") == "complete":
         return "complete", ""
     if queued := queue.get(job.get("job", "")):
-        waits = queued.state in WAITING
-        return "pending" if waits else "running", queued.reason if waits and queued.reason not in USUAL else ""
-    if _beat(run.dir) > max(job.get("ended", 0.0), time.time() - EXPIRY):
+        return "running" if queued in ("RUNNING", "COMPLETING") else "pending", ""
+    if _beat(run.dir) > time.time() - EXPIRY:
         return "running", ""
     if said and said["name"] != "running" and said["time"] > job.get("time", 0.0):
         return said["name"], said["reason"]
-    return _death(job) if job else ("failed", "it ended without a word") if said else ("not started", "")
-
-
-def _death(job: dict) -> tuple[str, str]:
-    """The state of a job that ended without a word from its run, and where its log is."""
-    how = f"exit code {job['code']}" if "code" in job else ending(job["job"]) or "its job has left the queue"
-    stopped = job.get("code") == EXIT_STOPPED or how in ("CANCELLED", "PREEMPTED", "TIMEOUT", "NODE_FAIL")
-    return "stopped" if stopped else "failed", f"{how}: see {job['log']}"
+    if job:
+        return "failed", f"its job has left the queue: see {job['log']}"
+    return ("failed", "it ended without a word") if said else ("not started", "")
 
 
 def _beat(run_dir: Path) -> float:
@@ -96,11 +90,38 @@ def _beat(run_dir: Path) -> float:
         return 0.0
 
 
+def last_job(run_dir: Path) -> dict:
+    """What is noted of the job that was queued last for a run; empty if nothing is."""
+    with suppress(FileNotFoundError, ValueError):
+        return json.loads((run_dir / JOB).read_text(encoding="utf-8"))
+    return {}
+
+
 def last_saved(run_dir: Path) -> int:
     """The step of the last checkpoint that the run in ``run_dir`` has made; 0 if it has made none."""
     record = read_record(run_dir)
     saved = record.get("saved", 0)
     return 0 if saved == record.get("started_from", {}).get("step") else saved
+
+
+def queue() -> dict[str, str]:
+    """SLURM's state of each of this user's jobs, by id; array tasks are separate. Raises UserError if none answers."""
+    said = ask("squeue", "--me", "--array", "--noheader", "--format=%i %T")
+    return dict(line.split() for line in said.splitlines())
+
+
+def ask(*command: str) -> str:
+    """What a command of SLURM prints; raises UserError if there is none, or if it fails."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"no SLURM here: {command[0]} is not on PATH")
+    # inside a job, the new job would inherit that job's variables and take them for its own
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    environment.setdefault("PYTHON", sys.executable)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise UserError(f"{command[0]} failed: {said}")
+    return done.stdout
 
 
 if __name__ == "__main__":

@@ -24,8 +24,7 @@ from benchmarks.variants import joined
 from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.compose import check
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.launch.grid import read_grid
-from dlr_pretrain.launch.runs import expand, load_runs
+from dlr_pretrain.launch.runs import expand, load_runs, read_table
 from tests.conftest import ROOT, commands
 
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
@@ -105,8 +104,7 @@ def test_a_command_is_understood(command, understood):
     if script in ELSEWHERE:
         assert overrides == []
     elif script == "tune":
-        grid = read_grid(given.words)
-        load_runs([grid.line(*cell) for cell in (grid.cells()[0], grid.cells()[-1])], 8)
+        load_runs(read_table(given.what)[-1:])
     else:
         overrides_compose(given, overrides)
 

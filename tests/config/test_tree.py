@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from dlr_pretrain.analysis import runs
+from dlr_pretrain.analysis.tune import FINGERPRINTS, MEASURE
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import (
     CONFIG_DIR,
@@ -31,7 +32,6 @@ from dlr_pretrain.config.problems import FOREIGN, SYNONYMS, nearest
 from dlr_pretrain.config.rules import probed
 from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.deploy import card
-from dlr_pretrain.launch.state import FINGERPRINTS
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
@@ -206,7 +206,7 @@ def test_lists_of_keys_elsewhere_name_keys_that_there_are():
     """Of a key that is renamed, they would say nothing."""
     knobs = {name for g, of in OPTIONS.items() for o in of for name in all_keys({g: {"name": o}})}
     known = {*KEYS, *knobs, *FINGERPRINTS, *GROUPS}
-    lists = [*map(".".join, card.PATHS), *start.MODEL, *start.DATA, *start.RATES, *ORIGIN, *runs.TEXT]
+    lists = [*map(".".join, card.PATHS), *start.MODEL, *start.DATA, *start.RATES, *ORIGIN, *runs.TEXT, *MEASURE]
     assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
 
 

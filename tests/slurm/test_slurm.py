@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs
-from dlr_pretrain.launch.slurm import last_job, queue
-from dlr_pretrain.launch.state import Status, last_saved, look
+from dlr_pretrain.launch.state import Status, last_job, last_saved, look, queue
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 from tests.slurm.conftest import ask, wait
@@ -182,7 +181,7 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
         f"run.root={tmp_path}",
     ]
     options = ("--", *TWO_RANKS, "--mem=1G", "--time=10")
-    runs: list[PlannedRun] = load_runs(expand(given), 2)
+    runs: list[PlannedRun] = load_runs(expand(given))
 
     def table() -> str:
         return give("slurm/submit.py", given, "--status")
@@ -230,15 +229,8 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
 def test_tune_queues_goes_on_and_compares(words, tmp_path, empty_queue):
     short = words(f"run.root={tmp_path}/runs", "train.steps=4", "eval.every=4", "checkpoint.every=4")
     given = [word for word in short if not word.startswith("train.lr=")]
-    given += [
-        "pair=cola,cola+dlr",
-        "lr=0.003,0.01",
-        "seeds=1",
-        "confirm=2",
-        "--output",
-        str(tmp_path / "out"),
-        "--slurm",
-    ]
+    given += ["backbone=cola", "dlr=off,on", "train.lr=0.003,0.01", "seed=1", "--confirm", "2", "--slurm"]
+    given += ["--output", str(tmp_path / "out")]
     options = ("--", "--ntasks-per-node=1", "--mem=1G", "--time=10")
     for submitted in ("Submitted 4 of 4 as job ", "Submitted 2 of 2 as job "):
         assert submitted in give("scripts/tune.py", given, *options)

@@ -8,7 +8,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.secrets import redact, redact_word
 from dlr_pretrain.launch.runs import expand
-from dlr_pretrain.launch.slurm import refuse_secrets
+from dlr_pretrain.launch.submit import refuse_secrets
 from dlr_pretrain.util.errors import UserError
 
 TOKEN = "hf_" + "aB3" * 10

@@ -1,9 +1,12 @@
-"""tune.py: the grid, its runs on this machine and in a queue, one text for all, and where it goes on."""
+"""tune.py: the statistics on losses that are planted, the grid, its runs on this machine and in a queue."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -11,17 +14,175 @@ from types import MappingProxyType
 
 import pytest
 
-from dlr_pretrain.config import ConfigError, identity
-from dlr_pretrain.launch import tune
-from dlr_pretrain.launch.grid import read_grid
-from dlr_pretrain.launch.runs import PlannedRun, load_runs
+from dlr_pretrain.analysis import tune
+from dlr_pretrain.analysis.verdict import Design, Trial, compare, console, estimate, tables, write
+from dlr_pretrain.config import identity
+from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_runs, read_table
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
 from tests.conftest import ROOT
 from tests.unit.test_launch import composed_once, scheduler
 
 __all__ = ["composed_once", "scheduler"]
-LISTS = ["pair=cola,cola+dlr", "lr=0.003,0.001,0.01", "seeds=41,42"]
+RATES = (0.001, 0.003, 0.01)
+TWO = Design(("one", "two"), RATES, (1, 2, 3))
+
+
+def trials(design: Design, loss, seeds=None) -> list[Trial]:
+    """A finished run for each cell; ``loss(method, lr, seed)`` gives both halves, or None for a diverged run."""
+    found = []
+    for method in design.methods:
+        for lr in design.rates:
+            for seed in seeds or design.seeds:
+                halves = loss(method, lr, seed)
+                numbers = (*halves, sum(halves) / 2) if halves else ()
+                found.append(Trial(method, lr, seed, "finished" if halves else "diverged", "a run", *numbers))
+    return found
+
+
+def bowl(best: float, lr: float) -> float:
+    """A loss whose minimum over the rates, 3, is at ``best``."""
+    return 3 + math.log10(lr / best) ** 2
+
+
+def dressed(found: dict) -> dict:
+    """With what the command adds."""
+    methods = found["design"]["methods"]
+    said = {"words": {method: f"backbone={method}" for method in methods}, "shared": "scale=tiny", "command": "tune.py"}
+    budget = {method: {"steps": 60, "tokens": 6000} for method in methods}
+    return found | said | {"budgets": budget, "ordered_by_seed": False}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Choosing and comparing
+
+
+def test_an_estimate_is_the_textbooks():
+    found = estimate([2.0, 4.0, 9.0], 0.95)
+    reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
+    assert (found["n"], found["mean"], found["std"]) == (3, 5.0, pytest.approx(math.sqrt(13)))
+    assert (found["low"], found["high"]) == pytest.approx((5 - reach, 5 + reach), rel=1e-6)
+    assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0, 2.0], 0.95)["high"]) == (2.0, 2.0)
+    assert estimate([2.0], 0.95) == {"n": 1, "mean": 2.0, "level": 0.95, "std": None, "low": None, "high": None}
+
+
+def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
+    """Half B would have another best rate, and half A has other losses."""
+    best = {"one": 0.001, "two": 0.003}
+    found = compare(TWO, trials(TWO, lambda m, lr, s: (bowl(best[m], lr), 10 * s - 100 * lr + (m == "two"))))
+    assert [(choice["lr"], choice["edge"]) for choice in found["chosen"].values()] == [(0.001, "lowest"), (0.003, None)]
+    assert found["chosen"]["one"]["loss_a"] == 3
+    assert found["chosen"]["two"]["held_out"]["losses"] == pytest.approx({1: 10.7, 2: 20.7, 3: 30.7})
+    assert found["comparisons"][0]["by_seed"] == pytest.approx({1: 0.8, 2: 0.8, 3: 0.8})
+
+
+@pytest.mark.parametrize(("lead", "better"), [(-0.3, "two"), (0.3, "one"), (0.0, "none shown")])
+def test_what_is_planted_is_found(lead, better):
+    """Noise of the seeds is in both methods alike and in each by itself; the lead is beyond it, or is not there."""
+    rng = random.Random(1)
+    luck = {seed: rng.gauss(0, 1) for seed in TWO.seeds}
+
+    def loss(method, lr, seed):
+        level = bowl(0.003, lr) + luck[seed] + (lead if method == "two" else 0)
+        return level + rng.gauss(0, 0.02), level + rng.gauss(0, 0.02)
+
+    (found,) = compare(TWO, trials(TWO, loss))["comparisons"]
+    assert found["better"] == better
+
+
+def test_ties_are_called_differences_as_often_as_the_level_says():
+    """Hundreds of comparisons of a method with itself, its rate chosen among three each time by noisy losses."""
+    rng = random.Random(0)
+    design = Design(("one", "two"), RATES, (1, 2, 3), fresh=(4, 5, 6))
+    called = 0
+    for _ in range(800):
+        noise = lambda *_: (rng.gauss(3, 0.1), rng.gauss(3, 0.1))  # noqa: E731
+        found = compare(design, trials(design, noise) + trials(design, noise, design.fresh))
+        called += found["comparisons"][0]["better"] != "none shown"
+    assert 0.027 < called / 800 < 0.073  # 5 % and three standard errors
+
+
+def test_fresh_seeds_are_reported_and_choose_nothing_and_one_that_diverges_decides_nothing():
+    design = Design(("one", "two"), RATES, (1,), fresh=(7, 8))
+    grid = trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0))
+    fresh = [Trial(m, 0.003, s, "finished", "", -9.0, 2.0 + s, 0.0) for m in design.methods for s in design.fresh]
+    found = compare(design, grid + fresh)
+    assert found["chosen"]["one"]["lr"] == 0.003 and found["chosen"]["one"]["loss_a"] == 3
+    assert found["chosen"]["one"]["held_out"]["losses"] == {7: 9.0, 8: 10.0}
+    assert found["comparisons"][0]["by_seed"] == {7: 0.0, 8: 0.0}
+
+    fresh[-1] = Trial("two", 0.003, 8, "diverged")
+    found = dressed(compare(design, grid + fresh))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and comparison["reason"] == "two diverges at its chosen rate with seed 8"
+    assert tables(found)[0].frame["PPL (held out)"][1].text(".2f") == "1 of 2 diverged"
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    (lambda t: None if t.lr == 0.001 and t.seed == 2 and t.method == "two" else t, "1 of the 9 runs"),
+    (lambda t: Trial(t.method, t.lr, t.seed, "running") if t.lr > 0.002 else t, "6 of the 9 runs"),
+    (lambda t: Trial(t.method, t.lr, t.seed, "diverged"), "every rate has a diverged run"),
+    (lambda t: None, "9 of the 9 runs"),
+], ids=["missing", "running", "diverged", "nothing"])  # fmt: skip
+def test_nothing_is_decided_without_the_runs(change, reason, tmp_path):
+    finished = trials(TWO, lambda m, lr, s: (bowl(0.003, lr), 3.0))
+    found = dressed(compare(TWO, [changed for t in finished if (changed := change(t)) is not None]))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and reason in comparison["reason"]
+    write(found, tmp_path)
+    assert "not decided" in console(found) and reason in (tmp_path / "report.md").read_text()
+
+
+def test_one_seed_gives_a_difference_and_no_verdict():
+    design = Design(("one", "two"), RATES, (1,))
+    found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two")))))
+    (comparison,) = found["comparisons"]
+    assert comparison["better"] is None and comparison["difference"]["mean"] == -1
+    assert "two against one: not decided: one seed" in console(found)
+
+
+def test_several_methods_hold_together():
+    """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
+    from scipy.stats import t
+
+    design = Design(("one", "two", "three", "four"), RATES, (1, 2, 3))
+    found = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 + s * (m != "one"))))
+    reach = t.ppf(1 - 0.05 / 6, 2) / math.sqrt(3)
+    for comparison in found["comparisons"]:
+        d = comparison["difference"]
+        assert (d["level"], d["low"], d["high"]) == pytest.approx((1 - 0.05 / 3, 2 - reach, 2 + reach))
+
+
+def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tmp_path):
+    def loss(method, lr, seed):
+        lead = -0.05 if method == "two" else 0.0
+        level = bowl(0.01 if method == "one" else 0.003, lr) + lead
+        return None if (method, lr, seed) == ("two", 0.01, 3) else (level, level + seed / (500 if lead else 1000))
+
+    found = dressed(compare(TWO, trials(TWO, loss)))
+    write(found, tmp_path)
+    stored = json.loads((tmp_path / "tune.json").read_text())
+    difference = stored["comparisons"][0]["difference"]
+    assert stored["comparisons"][0]["better"] == "two" and difference == found["comparisons"][0]["difference"]
+    with open(tmp_path / "trials.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    for row, trial in zip(rows, found["trials"], strict=True):
+        assert (row["method"], float(row["lr"]), int(row["seed"])) == (trial["method"], trial["lr"], trial["seed"])
+        assert row["loss_b"] == ("" if trial["state"] == "diverged" else repr(trial["loss_b"]))
+    text = (tmp_path / "report.md").read_text()
+    assert f"* two against one: two is better. {difference['mean']:+.4f} nats/token" in text
+    values = [math.exp(3 + seed / 1000) for seed in (1, 2, 3)]
+    mean = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} (3)"
+    assert f"| one | 0.01 (edge of the grid) | {mean} |" in text and "| 1 of 3 diverged |" in text
+    for said in ("two diverged at 0.01 (seed 3).", "is the highest of the grid", "half of the validation text"):
+        assert said in text
+    assert "the reported losses are slightly optimistic" in text and "in one order" in text
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "report.html").exists()
+
+
+# ----------------------------------------------------------------------------------------------------
+# The command
 
 
 def pretend(run: PlannedRun, text: dict[str, object]) -> None:
@@ -58,100 +219,68 @@ class Trained(list):
 def trained(monkeypatch):
     found = Trained()
     monkeypatch.setattr(tune, "train", found)
-    monkeypatch.setattr("dlr_pretrain.analysis.tune.draw_rates", lambda *_: [])
+    monkeypatch.setattr("dlr_pretrain.analysis.verdict.draw_rates", lambda *_: [])
     return found
 
 
 @pytest.fixture
-def words(words):
-    """Without a rate, which is the grid's."""
-    return lambda *own: [word for word in words(*own) if not word.startswith("train.lr=")]
+def given(words, tmp_path):
+    """The arguments of ``tune.py`` for small runs, without a rate, which is the grid's."""
+    small = [word for word in words(f"run.root={tmp_path}/runs") if not word.startswith("train.lr=")]
+    return lambda *own: [*small, *own, "--output", f"{tmp_path}/out"]
 
 
 @pytest.fixture
-def command(words, tmp_path):
-    """``tune.py`` with the words of a small run, and what it wrote."""
+def command(given, tmp_path):
+    """``tune.py``, and what it wrote."""
 
     def give(*own: str, code: int = 0) -> dict:
-        assert tune.main([*words(f"run.root={tmp_path}/runs"), *own, "--output", f"{tmp_path}/out"]) == code
+        assert tune.main(given(*own)) == code
         written = tmp_path / "out" / "tune.json"
         return json.loads(written.read_text()) if written.exists() else {}
 
     return give
 
 
-# ----------------------------------------------------------------------------------------------------
-# The grid
+PAIR = ("backbone=cola", "dlr=off,on")
 
 
-def test_every_method_gets_the_same_grid():
-    grid = read_grid([*LISTS, "scale=tiny", "train.steps=60"])
-    lines = [grid.line(*cell).words for cell in grid.cells()]
-    assert len(lines) == len(set(lines)) == 12
-    own = [[line[2:4] for line in lines[i : i + 6]] for i in (0, 6)]
-    assert own == [[("backbone=cola", "dlr=off")] * 6, [("backbone=cola", "dlr=on")] * 6]
-    assert [line[4:] for line in lines[:6]] == [line[4:] for line in lines[6:]]
-    assert lines[0] == ("scale=tiny", "train.steps=60", "backbone=cola", "dlr=off", "train.lr=0.001", "seed=41")
-    assert grid.name == read_grid([LISTS[0], "lr=0.1", "seeds=7", "scale=tiny", "train.steps=60"]).name
-    assert grid.name != read_grid([*LISTS, "scale=60m", "train.steps=60"]).name
+def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
+    path = tmp_path / "my.runs"
+    path.write_text("backbone=cola dlr=on\nbackbone=cola dlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore\n")
+    lines = read_table([str(path), "scale=tiny", "data=sample", "train.lr=0.01,0.001", "seed=1,2"])
+    methods = tune.by_method(load_runs(lines))
+    assert list(methods) == ["cola+dlr", "cola+dlr (dlr.alpha=0.5)", "galore"]
+    design, runs = tune.grid(methods, (3,))
+    assert (design.rates, design.seeds, design.fresh) == ((0.001, 0.01), (1, 2), (3,)) and len(runs) == 12
+    assert all((run.cfg.train.lr, run.cfg.seed) == (lr, seed) for (_, lr, seed), run in runs.items())
+    assert tune.about(methods)["words"]["galore"] == "backbone=full optimizer=galore"
 
 
-@pytest.mark.parametrize(("method", "expected"), [
-    ("lowrank+init_offset", ["train.steps=60", "backbone=lowrank", "dlr=init_offset"]),
-    ("lowrank+dlr+loro", ["train.steps=60", "backbone=lowrank", "dlr=on", "optimizer=loro"]),
-    ("cola:train.steps=6:optimizer.eps=1e-6", ["backbone=cola", "dlr=off", "train.steps=6", "optimizer.eps=1e-6"]),
-    ("experiment=table1/galore:scale=60m", ["train.steps=60", "experiment=table1/galore", "scale=60m"]),
+@pytest.mark.parametrize(("rows", "own", "said"), [
+    ("dlr=off\ndlr=on data.mask_documents=true", [], "data.mask_documents=true: of cola+dlr is not that of cola"),
+    ("dlr=off\ndlr=on train.lr=0.1", [], "a fair comparison gives all methods the same rates and seeds"),
+    ("dlr=off\ndlr=on dlr.alfa=2", [], "dlr.alfa=2: no such key. Did you mean dlr.alpha?"),
+    ("dlr=off", ["--confirm", "42,43"], "--confirm: the rates are chosen with seed 42"),
 ])  # fmt: skip
-def test_a_method_is_overrides_of_train_which_replace_those_of_all(method, expected):
-    grid = read_grid([f"pair={method},full", "lr=1", "seeds=1", "train.steps=60"])
-    assert list(grid.line(method, 1.0, 1).words) == [*expected, "train.lr=1.0", "seed=1"]
-
-
-@pytest.mark.parametrize(("given", "said"), [
-    ([], ["pair: needs a list. Write for instance pair=cola,cola+dlr"]),
-    (["pair=cola,cola", *LISTS[1:]], ["cola is given twice"]),
-    ([*LISTS[::2], "lr=0.1,x"], ["'x' is not a learning rate above 0"]),
-    ([*LISTS[::2], "lr=nan"], ["'nan' is not a learning rate above 0"]),
-    ([*LISTS[:2], "seeds=1,1.5"], ["'1.5' is not a whole number from 0 on"]),
-    ([*LISTS, "confirm=42,43"], ["confirm=42,43: the rates are chosen with seed 42"]),
-    (["pair=cola:train.lr=0.1", *LISTS[1:], "seed=4"], ["seed=4: is the grid's", "Write seeds="]),
-    ([*LISTS, "dlr=uncorrected"], ["dlr=uncorrected: does nothing: every method of pair= has its own dlr"]),
-    (["pair=cola,cola+dlr+random", *LISTS[1:]], ["pair=cola+dlr+random: on and random are both a choice of dlr"]),
-])  # fmt: skip
-def test_what_is_wrong_with_a_grid_is_said(given, said):
-    with pytest.raises(ConfigError) as caught:
-        read_grid(given)
-    for part in said:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(("own", "said"), [
-    ("cola+dlr:train.seq_len=16", "train.seq_len=16: of cola+dlr:train.seq_len=16 is not that of cola, 32"),
-    ("lax:dlr.alfa=2", "lax:dlr.alfa=2 lr=0.001 seed=41: dlr.alfa=2: no such key. Did you mean dlr.alpha?"),
-    ("colla", "backbone=colla: must be one of"),
-])  # fmt: skip
-def test_methods_that_do_not_compare_or_exist_are_refused_before_any_is_trained(words, trained, capsys, own, said):
-    assert tune.main([*words(), f"pair=cola,{own}", "lr=0.001", "seeds=41"]) == 2
+def test_a_grid_that_does_not_compare_is_refused_before_any_run(given, tmp_path, trained, capsys, rows, own, said):
+    path = tmp_path / "my.runs"
+    path.write_text("".join(f"{row} backbone=cola\n" for row in rows.splitlines()))
+    assert tune.main(given(str(path), *own)) in (2, 3)
     assert said in capsys.readouterr().err and not trained
-
-
-# ----------------------------------------------------------------------------------------------------
-# Where it stands, and where it goes on
 
 
 def test_it_goes_on_where_it_was(command, trained, capsys):
     """A second time nothing is trained; a wider grid trains its new rates, and a diverged run stays a result."""
-    lists = ["pair=cola,cola+dlr", "lr=0.003", "seeds=41,42"]
-    assert command(*lists, "--dry-run") == {} and not trained
+    assert command(*PAIR, "train.lr=0.003", "seed=41,42", "--dry-run") == {} and not trained
     assert "4 runs: 4 not started" in capsys.readouterr().out
-    found = command(*lists)
-    assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
-    assert found["comparisons"][0]["by_seed"] == pytest.approx({"41": -0.2, "42": -0.2})
-    assert found["chosen"]["cola"]["held_out"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
-    assert command(*lists) == found and len(trained) == 4
-    lists[1] = "lr=0.003,0.03"
     for _ in range(2):
-        wider = command(*lists)
+        found = command(*PAIR, "train.lr=0.003", "seed=41,42")
+        assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
+        assert found["comparisons"][0]["by_seed"] == pytest.approx({"41": -0.2, "42": -0.2})
+        assert found["chosen"]["cola"]["held_out"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
+    for _ in range(2):
+        wider = command(*PAIR, "train.lr=0.003,0.03", "seed=41,42")
         assert [run.cfg.train.lr for run in trained[4:]] == [0.03] * 4
         assert [t["state"] for t in wider["trials"] if t["lr"] == 0.03] == ["diverged"] * 4
         assert wider["chosen"]["cola"]["lr"] == 0.003
@@ -159,60 +288,55 @@ def test_it_goes_on_where_it_was(command, trained, capsys):
 
 def test_a_run_that_failed_is_no_result(command, trained, capsys):
     """It is named with its reason, nothing is decided, and the same command tries it again."""
-    trained.failing = (42,)
-    found = command("pair=cola", "lr=0.003,0.01", "seeds=41,42", code=EXIT_FAILED)
+    grid, trained.failing = ("backbone=cola", "train.lr=0.003,0.01", "seed=41,42"), (42,)
+    found = command(*grid, code=EXIT_FAILED)
     assert found["chosen"]["cola"]["reason"] == "2 of the 4 runs of the grid have not ended"
     assert "cola lr=0.003 seed=42: failed the disk is full" in capsys.readouterr().out
     trained.failing = ()
-    assert command("pair=cola", "lr=0.003,0.01", "seeds=41,42")["chosen"]["cola"]["lr"] == 0.003
+    assert command(*grid)["chosen"]["cola"]["lr"] == 0.003
 
 
 def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, capsys):
     """The first run that reads another text, or another tokenizer, than those before it stops the command there."""
-    grid = ("pair=cola,cola+dlr", "lr=0.003", "seeds=41,42")
-    command(*grid)
-    trained.changes = 5
-    command(*grid[:2], "seeds=7,8", code=EXIT_FAILED)
-    assert len(trained) == 6 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
+    trained.changes = 1
+    command(*PAIR, "train.lr=0.003", "seed=41,42", code=EXIT_FAILED)
+    assert len(trained) == 2 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
 
 
-def test_a_queue_trains_the_grid_and_the_same_command_goes_on(words, scheduler, tmp_path, trained):
-    queued = [*words(f"run.root={tmp_path}/runs"), "pair=cola,cola+dlr", "lr=0.003,0.01", "seeds=41", "confirm=5"]
-    given = [*queued, "--output", f"{tmp_path}/out", "--slurm", "--limit", "2", "--", "--gpus-per-node=2", "--time=9"]
+def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, tmp_path, trained):
+    table = ("train.lr=0.003,0.01", *PAIR, "seed=41")
+    words = given(*table, "--confirm", "5", "--slurm", "--limit", "2")
 
     def give() -> dict:
-        assert tune.main(given) == 0
+        assert tune.main([*words, "--", "--gpus-per-node=2"]) == 0
         return json.loads((tmp_path / "out" / "tune.json").read_text())
 
     first = give()
     asked = (scheduler / "asked").read_text().splitlines()
-    assert asked[1:4] == ["--gpus-per-node=2", "--time=9", "--array=1,2,3,4%2"] and asked[6] == "slurm/array.sbatch"
-    grid = read_grid(queued)
-    runs = load_runs([grid.line(*cell) for cell in grid.cells()], None)
-    assert Path(asked[7]).read_text().splitlines() == [str(run.line) for run in runs]
+    assert {"--gpus-per-node=2", "--array=1,3,2,4%2"} < set(asked) and asked[-2] == "slurm/array.sbatch"
+    runs = load_runs(read_table([word for word in given(*table) if "=" in word]))
+    assert [str(line) for line in read_runs(Path(asked[-1]))] == [str(run.line) for run in runs]
     assert first["comparisons"][0]["better"] is None
 
     (scheduler / "asked").unlink()
-    (scheduler / "queue").write_text("".join(f"70_{i}|PENDING|Priority\n" for i in range(1, 5)))
+    (scheduler / "queue").write_text("".join(f"70_{i} PENDING\n" for i in range(1, 5)))
     assert {t["state"] for t in give()["trials"]} == {"pending"} and not (scheduler / "asked").exists()
 
     for run in runs:
         pretend(run, {})
     (scheduler / "queue").write_text("")
     give()
-    fresh = Path((scheduler / "asked").read_text().splitlines()[-1]).read_text().splitlines()
-    assert [line.split()[-2:] for line in fresh] == [["train.lr=0.003", "seed=5"]] * 2
+    fresh = read_runs(Path((scheduler / "asked").read_text().splitlines()[-1]))
+    assert ["train.lr=0.003" in line.words and line.words[-1] == "seed=5" for line in fresh] == [True, True]
     assert not trained
 
 
 @pytest.mark.full
-def test_the_command_trains_diverges_and_compares(words, tmp_path):
+def test_the_command_trains_diverges_and_compares(given, tmp_path):
     """Real processes: a rate at which it learns, and one at which the first updates are not finite."""
-    given = [*words(f"run.root={tmp_path}/runs", "train.steps=4"), "pair=cola", "lr=0.003,1e30", "seeds=1"]
-    command = [sys.executable, str(ROOT / "scripts" / "tune.py"), *given, "--jobs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = given("train.steps=4", "backbone=cola", "train.lr=0.003,1e30", "seed=1", "--limit", "2")
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "tune.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "runs" / "tune").iterdir()
-    found = json.loads((folder / "tune.json").read_text())
+    found = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert [t["state"] for t in found["trials"]] == ["finished", "diverged"]
-    assert found["chosen"]["cola"]["lr"] == 0.003 and (folder / "curve.svg").exists()
+    assert found["chosen"]["cola"]["lr"] == 0.003 and (tmp_path / "out" / "curve.png").exists()

@@ -1,0 +1,233 @@
+"""A fair comparison of methods, each at the learning rate that is best for it, and its report.
+
+One half of the validation set (A) chooses the rate, the other half (B) is reported. Methods are compared seed by seed.
+The result is one mapping, as in ``tune.json``. Losses are in nats per token; a difference is a method's loss minus the
+first method's, so a negative one favours the method.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from dlr_pretrain.analysis.figures import draw_rates
+from dlr_pretrain.analysis.report import write_page
+from dlr_pretrain.analysis.runs import Spread, spread
+from dlr_pretrain.analysis.tables import Table
+from dlr_pretrain.util.history import perplexity
+
+LEVEL = 0.95
+ENDED = ("finished", "diverged")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of the grid, or of a fresh seed, with its last losses on both halves and on the whole validation set."""
+
+    method: str
+    lr: float
+    seed: int
+    state: str  # one of ENDED, or another state of ``launch.state``
+    run: str = ""
+    loss_a: float | None = None  # of half A, on which rates are chosen
+    loss_b: float | None = None  # of half B, which is reported
+    loss: float | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Design:
+    """The runs of a comparison: every method at every rate with every seed, then at its chosen rate with fresh seeds.
+
+    The other methods are compared with the first one. Rates ascend.
+    """
+
+    methods: tuple[str, ...]
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    fresh: tuple[int, ...] = ()
+
+    @property
+    def level(self) -> float:
+        """The confidence of each interval: higher for more methods, so that all hold together (Bonferroni)."""
+        return 1 - (1 - LEVEL) / max(1, len(self.methods) - 1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Verdicts
+
+
+def compare(design: Design, trials: Sequence[Trial]) -> dict:
+    """Each method's rate and held-out losses, and the differences from the first method, with verdicts."""
+    chosen = {method: choose(design, trials, method) for method in design.methods}
+    for method, choice in chosen.items():
+        choice["held_out"] = held_out(trials, method, choice["lr"], design.fresh or design.seeds)
+    first, *others = design.methods
+    verdicts = [verdict((first, method), chosen, design.level) for method in others]
+    return {"design": asdict(design), "chosen": chosen, "comparisons": verdicts, "trials": [*map(asdict, trials)]}
+
+
+def choose(design: Design, trials: Sequence[Trial], method: str) -> dict:
+    """The rate with the lowest mean loss on half A over the seeds of the grid.
+
+    A rate with a diverged run is not chosen. If none can be chosen, ``lr`` is None and ``reason`` says why. ``edge`` is
+    the end of the grid at which the rate lies, if any: a better rate may lie beyond it.
+    """
+    grid = {(t.lr, t.seed): t for t in trials if t.method == method and t.state in ENDED}
+    asked = [(lr, seed) for lr in design.rates for seed in design.seeds]
+    missing, reason = sum(cell not in grid for cell in asked), "every rate has a diverged run"
+    if missing:
+        reason = f"{missing} of the {len(asked)} runs of the grid have not ended"
+    losses = {lr: [grid[lr, s].loss_a for s in design.seeds if (lr, s) in grid] for lr in design.rates}
+    means = {lr: statistics.fmean(found) for lr, found in losses.items() if found and None not in found}
+    if missing or not means:
+        return {"lr": None, "edge": None, "reason": reason, "loss_a": None}
+    best = min(means, key=means.__getitem__)
+    ends = {design.rates[-1]: "highest", design.rates[0]: "lowest"}
+    edge = "only" if len(design.rates) == 1 else ends.get(best)
+    return {"lr": best, "edge": edge, "reason": "", "loss_a": means[best]}
+
+
+def held_out(trials: Sequence[Trial], method: str, lr: float | None, seeds: Sequence[int]) -> dict:
+    """The losses on half B at a rate by seed, with the seeds that have diverged and those without a result."""
+    found = {t.seed: t for t in trials if (t.method, t.lr) == (method, lr) and t.seed in seeds}
+    return {
+        "losses": {seed: t.loss_b for seed, t in found.items() if t.state == "finished"},
+        "diverged": [seed for seed, t in found.items() if t.state == "diverged"],
+        "missing": [seed for seed in seeds if seed not in found or found[seed].state not in ENDED],
+    }
+
+
+def verdict(names: tuple[str, str], chosen: dict[str, dict], level: float) -> dict:
+    """Which of two methods is better on half B: its name if the interval of the mean difference excludes zero.
+
+    "none shown" if the interval includes zero; None, with the reason, if nothing can be said.
+    """
+    first, other = (chosen[name]["held_out"]["losses"] for name in names)
+    by_seed = {seed: other[seed] - first[seed] for seed in first if seed in other}
+    found = {"against": names[0], "method": names[1], "by_seed": by_seed, "difference": None, "better": None}
+    for name in names:
+        choice, out = chosen[name], chosen[name]["held_out"]
+        if choice["reason"]:
+            return found | {"reason": f"{name}: {choice['reason']}"}
+        for seeds, said in ((out["diverged"], "diverges"), (out["missing"], "has no result yet")):
+            if seeds:  # a seed is never left out of a mean
+                return found | {"reason": f"{name} {said} at its chosen rate with seed {', '.join(map(str, seeds))}"}
+    mean = found["difference"] = estimate(list(by_seed.values()), level)
+    if mean["low"] is None:
+        return found | {"reason": "one seed says nothing of what another would give"}
+    better = names[1] if mean["high"] < 0 else names[0] if mean["low"] > 0 else "none shown"
+    return found | {"better": better, "reason": ""}
+
+
+def estimate(values: Sequence[float], level: float) -> dict:
+    """The mean of at least one value, with its interval at ``level`` by Student's t; None for what one value lacks."""
+    from scipy.stats import t
+
+    n, mean = len(values), statistics.fmean(values)
+    if n == 1:
+        return {"n": n, "mean": mean, "level": level, "std": None, "low": None, "high": None}
+    std = statistics.stdev(values)
+    reach = float(t.ppf((1 + level) / 2, n - 1)) * std / math.sqrt(n)  # t.interval gives NaN for equal values
+    return {"n": n, "mean": mean, "level": level, "std": std, "low": mean - reach, "high": mean + reach}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Words
+
+
+def tables(found: dict) -> list[Table]:
+    """Each method at its own rate, and all methods by rate."""
+    own, by_rate, design = [], [], found["design"]
+    verdicts, trials = {c["method"]: c for c in found["comparisons"]}, [Trial(**t) for t in found["trials"]]
+    for method, choice in found["chosen"].items():
+        rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
+        edge = " (edge of the grid)" if choice["edge"] in ("lowest", "highest") else ""
+        row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": _spread(choice["held_out"])}
+        if c := verdicts.get(method):
+            d = c["difference"]
+            row |= {"Δ loss": d and Spread(d["mean"], n=d["n"]), "Interval": d and _interval(d)}
+            row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
+        own.append(row)
+        at = {f"{lr:g}": _spread(held_out(trials, method, lr, design["seeds"])) for lr in design["rates"]}
+        by_rate.append({"Method": method} | at)
+    note = (
+        "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
+        "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
+        "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
+        "excludes zero."
+    )
+    half = "on half of the validation text"
+    notes = [note, *remarks(found)]
+    return [
+        Table("tune", f"Each method at its own learning rate, {half}", pd.DataFrame(own), notes),
+        Table("tune_rates", f"Perplexity by learning rate, {half}", pd.DataFrame(by_rate), [note]),
+    ]
+
+
+def _spread(out: dict) -> Spread | None:
+    return spread([*map(perplexity, out["losses"].values()), *(math.inf for _ in out["diverged"])])
+
+
+def _interval(d: dict) -> str | None:
+    return None if d["low"] is None else f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+
+
+def remarks(found: dict) -> list[str]:
+    """What a reader must know before quoting a verdict."""
+    said, design = [], found["design"]
+    if len(design["rates"]) == 1:
+        said.append(f"One rate, {design['rates'][0]:g}, was given to all: none was chosen.")
+    for method, choice in found["chosen"].items():
+        if choice["edge"] in ("lowest", "highest"):
+            beyond = "below" if choice["edge"] == "lowest" else "above"
+            end = f"its best rate, {choice['lr']:g}, is the {choice['edge']} of the grid"
+            said.append(f"{method}: {end}, and a better one may lie {beyond} it. Widen train.lr= in the same command.")
+        lost = [t for t in found["trials"] if (t["method"], t["state"]) == (method, "diverged")]
+        if lost:
+            cells = ", ".join(f"{t['lr']:g} (seed {t['seed']})" for t in lost)
+            said.append(f"{method} diverged at {cells}.")
+    if len({tuple(budget.values()) for budget in found["budgets"].values()}) > 1:
+        each = (f"{method} {b['steps']:,} steps, {b['tokens']:,} tokens" for method, b in found["budgets"].items())
+        said.append(f"The budgets are not equal: {', '.join(each)}.")
+    if not found["ordered_by_seed"]:
+        said.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
+    if not design["fresh"] and len(design["rates"]) > 1:
+        said.append(
+            "The rates were chosen with the same seeds that are reported, though on other text, so the reported losses "
+            "are slightly optimistic. Give --confirm <seeds> to report seeds that chose nothing."
+        )
+    return said
+
+
+def verdicts(found: dict) -> Iterator[str]:
+    """A sentence for each method that is compared."""
+    for c in found["comparisons"]:
+        said = {None: f"not decided: {c['reason']}", "none shown": "no difference shown"}
+        better = said.get(c["better"], f"{c['better']} is better")
+        d = c["difference"]
+        change = f". {d['mean']:+.4f} nats/token, {_interval(d)}, {d['n']} seeds" if c["better"] else ""
+        yield f"{c['method']} against {c['against']}: {better}{change}."
+
+
+def console(found: dict) -> str:
+    """The table of the methods, the verdicts and the remarks."""
+    own = tables(found)[0].shown().drop(columns="Better", errors="ignore").to_string(index=False)
+    return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
+
+
+def write(found: dict, folder: Path) -> None:
+    """Write ``tune.json``, ``trials.csv`` (a line for each run), the curve as a figure, ``report.md`` and ``.html``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    pd.DataFrame(found["trials"]).to_csv(folder / "trials.csv", index=False)
+    words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
+    made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
+    parts = [*tables(found), *draw_rates(found, folder), made]
+    write_page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts, folder, folder)

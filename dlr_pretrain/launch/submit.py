@@ -1,0 +1,134 @@
+"""The command behind ``slurm/submit.py``: check a table of runs, show how they stand, and queue or train them."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dlr_pretrain.config.secrets import named_in
+from dlr_pretrain.launch.local import train
+from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
+from dlr_pretrain.launch.state import AGAIN, JOB, STATES, Status, ask, look, queue
+from dlr_pretrain.util.command import at_least_1, command
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.files import write_durably
+
+EPILOG = """examples:
+  submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py slurm/table1.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py slurm/table1.runs scale=60m seed=41,42,43 --status
+
+Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
+value, and are added to those that have none. Options after -- are those of sbatch."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
+    return command(lambda: act(*read(argv)))
+
+
+def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of submit.py, and those for sbatch."""
+    parser, own, for_sbatch = parser_of(
+        "submit.py", argv, "Train a table of runs as one SLURM job array, or on this machine.", EPILOG
+    )
+    parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
+    parser.add_argument("--resubmit", action="store_true", help="also those that failed, were cancelled, or stopped")
+    parser.add_argument("--local", action="store_true", help="train on this machine all that have not ended")
+    return parser.parse_intermixed_args(own), for_sbatch
+
+
+def parser_of(
+    name: str, argv: Sequence[str], about: str, epilog: str
+) -> tuple[argparse.ArgumentParser, list[str], list[str]]:
+    """The parser of a command that takes a table of runs, its own words, and the options of sbatch behind ``--``."""
+    parser = argparse.ArgumentParser(
+        name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
+    parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
+    cut = argv.index("--") if "--" in argv else len(argv)
+    return parser, list(argv[:cut]), list(argv[cut + 1 :])
+
+
+def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
+    """Nothing is queued or trained before every run has been checked."""
+    runs = load_runs(read_table(given.what), machine=given.local)
+    jobs = {}
+    try:
+        jobs = {} if given.local else queue()
+    except UserError as error:
+        if not given.status:
+            raise
+        print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
+    stands = [look(run, jobs) for run in runs]
+    for run, at in zip(runs, stands, strict=True):
+        print(f"{run.number:>3}  {run.dir}: {at}")
+    print(summary(stands))
+    again = AGAIN if given.resubmit or given.local else ()
+    due = [run for run, at in zip(runs, stands, strict=True) if at.state in ("not started", *again)]
+    if not due:
+        print("Nothing to submit.")
+    elif not given.local:
+        name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
+        print(submit(runs, due, name, for_sbatch, given.limit, given.status))
+    elif not given.status:
+        train(due, given.limit or 1)
+        return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in due) else 0
+    return 0
+
+
+def summary(stands: Sequence[Status]) -> str:
+    """The number of runs in each state, such as "3 runs: 2 complete, 1 failed"."""
+    counts = Counter(status.state for status in stands)
+    parts = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+    return f"{len(stands)} run{'s' * (len(stands) > 1)}: {', '.join(parts)}"
+
+
+def submit(
+    runs: Sequence[PlannedRun], chosen: Sequence[PlannedRun], name: str, options: Sequence[str],
+    limit: int | None = None, dry_run: bool = False,
+) -> str:  # fmt: skip
+    """Queue an array job that trains the ``chosen`` ones of ``runs``, and note its tasks in the run directories.
+
+    ``limit`` is the number of tasks that run at once. Returns a line about it. Raises UserError for ``options`` with a
+    password or a token.
+    """
+    refuse_secrets(options)
+    text = "".join(f"{run.line}\n" for run in runs)
+    # named by its content: another table must not overwrite the file that queued tasks will read
+    folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    tasks = ",".join(str(run.number) for run in chosen) + (f"%{limit}" if limit else "")
+    own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]  # last, so that they hold
+    command = ["sbatch", "--parsable", *options, *own, "slurm/array.sbatch", f"{folder}/runs.txt"]
+    if not any("gpu" in option for option in options) and any(run.cfg.device != "cpu" for run in chosen):
+        print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
+    if dry_run:
+        return f"Would submit {len(chosen)} of {len(runs)}: {shlex.join(command)}"
+    if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
+        raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "runs.txt").write_text(text, encoding="utf-8")
+    for run in chosen:  # fail before queueing: a job that is not noted would be queued again
+        run.dir.mkdir(parents=True, exist_ok=True)
+        (run.dir / JOB).touch()
+    job = ask(*command).strip().split(";")[0]
+    for run in chosen:
+        task = f"{job}_{run.number}"
+        noted = {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")}
+        write_durably(run.dir / JOB, json.dumps(noted))
+    return f"Submitted {len(chosen)} of {len(runs)} as job {job}: {shlex.join(command)}"
+
+
+def refuse_secrets(options: Sequence[str]) -> None:
+    if name := next(filter(None, map(named_in, options)), None):
+        rule = f"{name} is a password or a token, and the command line is recorded and shown"
+        raise UserError(f"of the options of sbatch: {rule}. Export it where you submit: sbatch passes it on")
