@@ -115,10 +115,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
 
 def _report(error: UserError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    if isinstance(error, Stopped):
-        _say(f"stopped: {error}")
-    else:
-        _say(f"error: {error}")
+    _say(str(error) if isinstance(error, Stopped) else f"error: {error}")
     record(error)
     return error.exit_code
 

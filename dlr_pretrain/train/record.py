@@ -26,6 +26,7 @@ from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.text import plural
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
@@ -53,9 +54,10 @@ def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
     before = record.get("identity", {})
     changed = differences(before, entries)
     if changed and "saved" in record:
-        fix = f"Restore these keys, or choose another run.dir and start there with run.start_from={run_dir}"
-        what = told(changed, between="\n  ")
-        raise UserError(f"{run_dir} holds another run:\n  {what}\n{fix}")
+        differ = told(changed, between="\n  ")
+        new = f"choose another run.dir and start there with run.start_from={run_dir}"
+        fix = f"Restore these keys, or {new} (and run.start_optimizer=true, to go on from its last step)"
+        raise UserError(f"{run_dir} holds another run:\n  {differ}\n{fix}")
     update_record(run_dir, {"identity": before | entries})
 
 
@@ -131,7 +133,7 @@ def git_state() -> str | None:
 def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    return f"CPU, {os.cpu_count()} cores, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def describe_code(start: dict) -> str:

@@ -13,6 +13,7 @@ from dlr_pretrain.config.identity import differences
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
+from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, directories, step_of
 from dlr_pretrain.train.ranks import Ranks
@@ -172,5 +173,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     if any(name.startswith(DATA) for name in changed):
         found.state["streams"] = None
         say("the data start anew, because their keys have changed")
+    schedule = f"the learning rate is {rate(cfg, found.step):.3g}, as train.steps={cfg.train.steps} has it there"
+    say(f"continuing {found.path} after step {found.step:,}: {schedule}")
     for name, (there, now) in changed.items():
         say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")

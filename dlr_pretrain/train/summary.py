@@ -18,6 +18,8 @@ from dlr_pretrain.train.text import MUCH_UNKNOWN, Text
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.text import amount, plural
 
+FEW = 20_000  # tokens: a token's loss scatters by about 2.5 nats, so that their mean does by 0.02
+
 
 def summary(
     cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weights, planned_memory: PlannedMemory | None
@@ -34,6 +36,7 @@ def summary(
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     anew = f", anew every {plural(period[0], 'step')}" if (period := restarts(cfg)) else ""
     vocabulary, validation = len(weights.state["model.embed_tokens.weight"]), text.validation
+    few = "; so few that the perplexity may be off by some per cent" if validation.real_tokens < FEW else ""
     table = {
         "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}"
@@ -42,7 +45,8 @@ def summary(
         f"vocabulary {vocabulary:,}",
         "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
-        "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
+        "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, "
+        f"{cfg.eval.packing}{few}",
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "

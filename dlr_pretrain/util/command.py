@@ -26,8 +26,8 @@ def command(act: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        kind = "stopped" if isinstance(error, Stopped) else "error"
-        print(f"{kind}{'' if rank == '0' else f' on rank {rank}'}: {error}", file=sys.stderr)
+        kind = "" if isinstance(error, Stopped) else "error: " if rank == "0" else f"error on rank {rank}: "
+        print(f"{kind}{error}", file=sys.stderr)
         record(error)
         return getattr(error, "exit_code", EXIT_FAILED)
     except KeyboardInterrupt:

@@ -300,7 +300,7 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
 @pytest.mark.parametrize(("error", "code", "said"), [
     ('errors.UserError("the shard is cut off")', 3, "error: the shard is cut off\n"),
     ('errors.Diverged("step 3: not finite")', 3, "error: step 3: not finite\n"),
-    ('errors.Stopped("saved at step 7")', 75, "stopped: saved at step 7\n"),
+    ('errors.Stopped("stopped after step 7")', 75, "stopped after step 7\n"),
     ("KeyboardInterrupt", 130, "interrupted\n"),
 ])  # fmt: skip
 def test_errors_for_the_user_have_one_line_and_their_own_code(stub, error, code, said):

@@ -66,7 +66,7 @@ def test_a_signal_that_comes_before_torch_is_remembered(words, tmp_path):
     command = [sys.executable, "-c", EARLY, *words(f"run.dir={tmp_path}/run")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == EXIT_STOPPED, done.stderr
-    assert done.stderr == "stopped: stopped before the first step (asked to stop). The same command continues\n"
+    assert done.stderr == "stopped before the first step (asked to stop). The same command continues\n"
     assert not (tmp_path / "run").exists()
 
 

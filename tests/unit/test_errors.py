@@ -18,7 +18,7 @@ def test_its_own_answer_is_the_exit_code():
 
 @pytest.mark.parametrize(("error", "code", "said"), [
     (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
-    (Stopped("what had begun is saved"), 75, "stopped: what had begun is saved\n"),
+    (Stopped("stopped; what had begun is saved"), 75, "stopped; what had begun is saved\n"),
     (FileNotFoundError(2, "No such file", "x.json"), 3, "error: [Errno 2] No such file: 'x.json'\n"),
     (KeyboardInterrupt(), 130, "\ninterrupted\n"),
 ])  # fmt: skip
