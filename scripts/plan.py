@@ -60,10 +60,10 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
 
 
 def table1(as_json: bool) -> str:
-    from dlr_pretrain.analysis.table1 import compare, render
+    from dlr_pretrain.analysis.plan import beside_table1
 
-    cells = compare(lambda words: load(list(words), machine=False))
-    return cells.to_json(orient="records", indent=2) if as_json else render(cells)
+    found = beside_table1(lambda words: load(list(words), machine=False))
+    return found.to_json(orient="records", indent=2) if as_json else found.to_string(index=False)
 
 
 if __name__ == "__main__":

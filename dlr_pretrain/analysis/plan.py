@@ -10,7 +10,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
                       optimizer_state, activations, temporaries, total (the peak)
     host_memory       bytes of the pinned copies, on all ranks together, that checkpoints are written from
     disk              checkpoint, in bytes; run: bytes of all that it keeps at a time, with a checkpoint being written
-    paper_memory      bytes as the DLR paper estimates them: weights (2 each), optimizer_state (in bf16), indices, total
+    paper_table1      what the paper's Table 1 prints for this scale and method, see ``in_table1`` (or null)
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
     tokens            positions of the whole run; paper_budget at this scale, and budget_steps, its updates (or null)
@@ -22,15 +22,16 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
+import pandas as pd
 import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.memory import peak_bytes
-from dlr_pretrain.analysis.paper import facts
-from dlr_pretrain.analysis.table1 import counts, token_budget
+from dlr_pretrain.analysis.paper import facts, recipe
+from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
@@ -61,7 +62,6 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])
     budget = token_budget(cfg.scale.name)
     of = counts(cfg, vocab_size)
-    paper = {"weights": 2 * of.total, "optimizer_state": of.state, "indices": 8 * of.indices}
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     kept = disk(cfg, vocab_size)
     return {
@@ -73,7 +73,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
         "host_memory": kept["checkpoint"],
         "disk": kept,
-        "paper_memory": paper | {"total": sum(paper.values())},
+        "paper_table1": in_table1(cfg),
         "batch": batch,
         "steps": cfg.train.steps,
         "warmup_steps": cfg.warmup_steps,
@@ -87,6 +87,23 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "speed": _speed(cfg, ranks, flops, positions, utilisations),
         "paper_measured": paper_measured(cfg),
     }
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Numbers of a model's parameters, and bytes of its weights and its optimizer's state, all in bf16."""
+
+    total: int
+    trained: int
+    bytes: int
+
+
+def counts(cfg: Config, vocab_size: int) -> Counts:
+    model = build(cfg, vocab_size, torch.device("meta"), torch.bfloat16)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(p.numel() for p in model.parameters())
+    numbers = sum(p.numel() for p in trained.values())
+    return Counts(total, numbers, 2 * total + state_bytes(cfg.optimizer, trained))
 
 
 def folded_parameters(cfg: Config, vocab_size: int) -> int:
@@ -110,6 +127,41 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = folded_parameters(cfg, vocab_size) * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
+
+
+def token_budget(scale: str) -> float | None:
+    """The tokens that the paper's table names for a scale; None for a scale that is not in it."""
+    table = facts("table1")
+    found = table.tokens_b[table.scale == scale]
+    return float(found.iloc[0]) * 1e9 if len(found) else None
+
+
+def in_table1(cfg: Config) -> dict | None:
+    """Millions of parameters and GB that the paper's Table 1 prints for this method at this scale; None if nothing.
+
+    Its memory is an estimate of weights and optimizer state alone, whose unit and parts differ between rows.
+    """
+    name = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
+    table = facts("table1")
+    rows = table[(table.method == name) & (table.scale == cfg.scale.name)]
+    return None if rows.empty else {"method": name, "params_m": rows.params_m.item(), "memory_gb": rows.mem_gb.item()}
+
+
+def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
+    """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
+
+    Our memory is that of weights and optimizer state in bf16. ``configure`` composes a configuration from overrides.
+    """
+    rows = []
+    for row in facts("table1").itertuples():
+        cfg = configure([f"scale={row.scale}", *recipe(row.method)])
+        of = counts(cfg, cfg.planned_vocab_size)
+        rows.append({
+            "method": row.method, "scale": row.scale, "parameters": round(of.trained / 1e6),
+            "parameters in the paper": round(row.params_m), "memory": round(of.bytes / 1e9, 2),
+            "memory in the paper": row.mem_gb,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
 
 
 def paper_measured(cfg: Config) -> dict | None:
@@ -204,10 +256,9 @@ def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
         if size:
             yield "", f"{labels.get(part, part):<12}{size / 1e9:8.2f}  {notes.get(part, '')}".rstrip()
     yield "", f"{'host copy':<12}{p['host_memory'] / 1e9:8.2f}  pinned by the checkpoint writer, all ranks"
-    paper = p["paper_memory"]
-    indices = f" + {paper['indices'] / 1e9:.2f} indices" if paper["indices"] > 5e6 else ""
-    parts = f"{paper['weights'] / 1e9:.2f} weights + {paper['optimizer_state'] / 1e9:.2f} optimizer{indices}"
-    yield "", f"by the paper's convention {paper['total'] / 1e9:.2f}: {parts}"
+    if paper := p["paper_table1"]:
+        said = f"{paper['memory_gb']:.2f} for {paper['method']}, of weights and optimizer alone"
+        yield "", f"the paper's Table 1 prints {said}"
 
 
 def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
