@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,7 +16,7 @@ from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import CommandLine, read
-from dlr_pretrain.config.compose import VERSION_BASE, answer_help, check, configure
+from dlr_pretrain.config.compose import VERSION_BASE, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
 
@@ -26,9 +25,9 @@ def main(run: Callable[[Config], None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
     try:
         line = read(sys.argv[1:])
-        _refuse_sweep_of_ranks(line)
-        if line.answers:
-            answer_help()
+        if line.multirun and world_size() > 1:
+            rule = "a sweep under torchrun would run all its jobs in the same ranks"
+            raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
         if line.multirun or line.shows:  # Hydra would run the first jobs of a sweep before it composes the last
             check(line, world_size())
         return _hand_to_hydra(line, run)
@@ -45,7 +44,6 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
     ``ranks`` is None if their number is not known yet. Without ``machine``, the configuration need not run on this
     machine: see ``validate``.
     """
-    _require_own_package(Path(sys.argv[0]))
     line = read(words)
     if line.multirun:
         raise ConfigError([Problem("-m", MISSING, "asks for several runs, where one is expected", "Leave it out")])
@@ -54,26 +52,8 @@ def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Confi
 
 
 def world_size() -> int:
-    """The number of ranks that torchrun started; raises ConfigError if its variables make no sense."""
-    ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
-    if ranks.isdecimal() and rank.isdecimal() and int(rank) < int(ranks):
-        return int(ranks)
-    rule = f"RANK={rank} is out of range for that many ranks"
-    raise ConfigError([Problem("WORLD_SIZE", ranks, rule, "torchrun sets both: unset them to start one process")])
-
-
-def _require_own_package(script: Path) -> None:
-    """Refuse a script that imports another checkout's package: it would check code that its train.py does not run."""
-    root, package = script.resolve().parent.parent, Path(__file__).resolve().parent
-    if (root / "dlr_pretrain" / "cli.py").exists() and root != package.parent:
-        rule = f"belongs to another checkout than the package that Python imports, {package}"
-        raise UserError(f"{script} {rule}. Call pip install -e {root}")
-
-
-def _refuse_sweep_of_ranks(line: CommandLine) -> None:
-    if line.multirun and world_size() > 1:
-        rule = "a sweep under torchrun would run all its jobs in the same ranks"
-        raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
+    """The number of ranks that torchrun started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
@@ -81,11 +61,9 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
 
     A sweep goes on after a job that diverges, because that is a result too, for example of a high learning rate.
     """
-    typed, reached = sys.argv, []
-    diverged: list[str] = []
+    typed, diverged = sys.argv, []
 
     def task(composed: DictConfig) -> None:
-        reached.append(True)
         sys.argv = typed  # the run records the command line as typed
         # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
@@ -103,11 +81,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
             raise
 
     sys.argv = [typed[0], *line.argv]
-    try:
-        hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
-    finally:
-        if line.problems and not reached:  # Hydra has said why it could not compose
-            _report(ConfigError(line.problems))
+    hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
     if diverged:
         _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0

@@ -8,28 +8,24 @@ checked later, on the composed tree, where the nearest existing key is known.
 from __future__ import annotations
 
 import argparse
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import flatten
-from dlr_pretrain.config.problems import MISSING, Problem, nearest, no_home
-from dlr_pretrain.config.secrets import HIDDEN, named_in, redact, variable
+from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean, nearest
+from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS
 
-WORD = re.compile(r"(?P<sign>\+\+|\+|~)?\s*(?P<key>[^=\s]+)\s*=\s*(?P<value>.*\S)\s*", re.DOTALL)
 SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which may be spelt as in SWITCH
 SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
-# Hydra's flags
-ALONE = ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--run -r", "--resolve")
-VALUED = ("--config-name -cn", "--config-dir -cd", "--config-path -cp", "--package -p", "--experimental-rerun",
-          "--cfg -c")  # fmt: skip
 
 
 @dataclass
@@ -42,9 +38,7 @@ class CommandLine:
     config_name: str = "train"
     config_dir: str | None = None
     multirun: bool = False
-    answers: bool = False  # prints the help and runs nothing
     shows: bool = False  # prints the configuration instead of running it
-    certain: bool = True  # false: a word was left out whose meaning nobody can guess
 
     @property
     def argv(self) -> list[str]:
@@ -55,14 +49,11 @@ class CommandLine:
 def read(argv: list[str]) -> CommandLine:
     """Parse a command line and bring its words into normal form. A later word replaces an earlier one of its key."""
     given, rest = _flags().parse_known_args(argv)
-    strangers = [word for word in rest if word.startswith("-")]
-    words = [word for word in rest if not word.startswith("-")]
     line = CommandLine(
         flags=[word for word in argv if word not in rest],
         config_name=given.config_name or "train",
         config_dir=given.config_dir,
-        multirun=given.multirun or "hydra.mode=MULTIRUN" in words,
-        answers=given.help,
+        multirun=given.multirun or "hydra.mode=MULTIRUN" in rest,
         shows=bool(given.cfg or given.info),
     )
     if given.shell_completion:
@@ -70,10 +61,14 @@ def read(argv: list[str]) -> CommandLine:
         return line
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
         line.problems.append(Problem("--config-dir", given.config_dir, "no such folder"))
-    line.problems += [_secret(word) or _flag_problem(word) for word in strangers]
-    line.problems += _malformed(words)
-    for word in words:
-        if WORD.fullmatch(word) or word.startswith("~"):
+    refused = {word: problem for word in rest if (problem := _secret(word) or _stranger(word))}
+    line.problems += refused.values()
+    loose = [word for word in rest if not word.startswith(("-", "~")) and not ("=" in word and key_of(word))]
+    if loose and not refused:  # one of them may be the value of a secret
+        rule, fix = "not of the form key=value", "Write key=value, without blanks around ="
+        line.problems.append(Problem(" ".join(loose), MISSING, rule, fix))
+    for word in rest:
+        if word not in refused and word not in loose:
             _admit(word, line)
     return line
 
@@ -81,9 +76,9 @@ def read(argv: list[str]) -> CommandLine:
 def _flags() -> argparse.ArgumentParser:
     """A parser that knows Hydra's flags, and none of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in ALONE:
+    for names in ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--resolve"):
         parser.add_argument(*names.split(), action="store_true")
-    for names in VALUED:
+    for names in ("--config-name -cn", "--config-dir -cd", "--package -p", "--cfg -c"):
         parser.add_argument(*names.split())
     parser.add_argument("--info", "-i", nargs="?", const="all")
     return parser
@@ -95,8 +90,8 @@ def parse_word(word: str) -> Override:
 
 
 def key_of(word: str) -> str:
-    """The key of a word in normal form."""
-    return word.lstrip("+~").split("=", 1)[0]
+    """The key of a word."""
+    return word.lstrip("+~").split("=", 1)[0].strip()
 
 
 def typed(words: Sequence[str]) -> dict[str, Any]:
@@ -112,116 +107,72 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
     return [path.with_suffix("").as_posix() for path in dict.fromkeys(files)]
 
 
+def _secret(word: str) -> Problem | None:
+    """The problem of a password or a token in a word: Hydra, the run's record and the console would show it."""
+    if not named_in(word) and redact(word) == word:
+        return None
+    rule = "holds a password or a token, and a command line is recorded and shown"
+    fix = "Use the environment (HF_TOKEN, WANDB_API_KEY) or ~/.netrc"
+    return Problem(word.partition("=")[0].lstrip("+"), HIDDEN, rule, fix)
+
+
+def _stranger(word: str) -> Problem | None:
+    """The problem of a flag that is not Hydra's."""
+    if not word.startswith("-"):
+        return None
+    name, _, value = word.lstrip("-").partition("=")
+    meant = nearest(name, [*GROUPS, *KEYS])
+    fix = f"Write {meant}={value or '<value>'}" if meant else did_you_mean(name, (), "See --help")
+    return Problem(word, MISSING, "not a flag of this command", fix)
+
+
 def _admit(word: str, line: CommandLine) -> None:
-    """Append ``word`` to the line's words in normal form, or append the problem that keeps it out."""
-    if problem := _secret(word):
-        line.problems.append(problem)
+    """Add a well-formed word to the line in normal form; what is wrong with its value, to the problems."""
+    key, value = key_of(word), word.partition("=")[2].strip()
+    if not word.startswith("~") and not re.match(r"hydra[./]", key):
+        key = _meant(key, value, line)
+        is_option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
+        word = _option(key, value, line) if is_option else f"++{key}={os.path.expanduser(value)}"
+        if not word:
+            return
+    try:
+        swept = parse_word(word).is_sweep_override()
+    except HydraException:
+        text = value.replace("'", "\\'")
+        line.problems.append(Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\""))
         return
-    found = WORD.fullmatch(word)
-    if found and found["sign"] != "~" and not re.match(r"hydra[./]", found["key"]):
-        word = _normal(found["key"], found["value"], line)
-    if problem := _grammar_problem(word, line.multirun):
-        line.problems.append(problem)
-        return
-    key = key_of(word)
-    if key in GROUPS and word.startswith(key) and not (word := _with_options(word, line)):
-        line.certain = False
+    if swept and not line.multirun:
+        decimal = re.fullmatch(r"\d+,\d+(e[-+]?\d+)?", value, re.IGNORECASE)
+        other = f"Or write {key}={value.replace(',', '.')}" if decimal else f"Or quote: \"{key}='{value}'\""
+        line.problems.append(Problem(key, value, "several values for one run", f"train.py -m runs each. {other}"))
         return
     line.words = [*(other for other in line.words if key_of(other) != key), word]
 
 
-def _normal(key: str, value: str, line: CommandLine) -> str:
-    """A word without or with its plus signs. A name that no group has is taken for the group that was meant."""
-    if key not in GROUPS and "." not in key:
-        meant = nearest(key, [*GROUPS, *KEYS])
-        if meant in GROUPS:
-            written, value = value, "jsonl" if meant == "logger" and SWITCH.get(value.lower()) == "off" else value
-            line.problems.append(Problem(key, written, "no such key", f"Did you mean {meant}={value}?"))
-            key = meant
-    if key in SWITCHES:
-        value = ",".join(SWITCH.get(option.strip().strip("'\"").lower(), option) for option in value.split(","))
-    if key == "experiment" and value == "null":
+def _meant(key: str, value: str, line: CommandLine) -> str:
+    """``key``, or the group that was meant by a name that no group has."""
+    group = nearest(key, [*GROUPS, *KEYS]) if key not in GROUPS and "." not in key else None
+    if group not in GROUPS:
+        return key
+    line.problems.append(Problem(key, value, "no such key", f"Did you mean {group}={value}?"))
+    return group
+
+
+def _option(group: str, value: str, line: CommandLine) -> str:
+    """The word that chooses an option; the nearest one stands for an option that does not exist, "" if none is near."""
+    if re.search(r"[(\[]", value) or any(key_of(other) == "hydra.searchpath" for other in line.words):
+        return f"{group}={value}"  # such as glob(*): Hydra finds the options
+    if group == "experiment" and value == "null":
         return "~experiment"
-    option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
-    return f"{key}={value}" if option else f"++{key}={value}"
-
-
-def _with_options(word: str, line: CommandLine) -> str:
-    """``word`` with an option that does not exist replaced by the nearest one; empty if none is near."""
-    override, group = parse_word(word), key_of(word)
-    if any(key_of(other) == "hydra.searchpath" for other in line.words) or not _is_plain(override):
-        return word  # Hydra finds the options
     known, chosen = options(group, line.config_dir), []
-    for option in override.sweep_string_iterator() if override.is_sweep_override() else [override.value()]:
-        name = str(option).strip("'\"")
-        inside = [option for option in known if option.startswith(f"{name}/")]
-        near = name if name in known else None if inside else nearest(name, known)
+    for option in value.split(","):
+        name = option.strip(" '\"")
+        if group in SWITCHES:
+            name = SWITCH.get(name.lower(), name)
+        near = name if name in known else nearest(name, known)
         if near != name:
-            rule = "must be one of " + ", ".join(inside or _near_folder(name, known))
-            line.problems.append(Problem(group, name, rule, f"Did you mean {near}?" if near else ""))
-        if near is None:
-            return ""
-        chosen.append(near)
-    return f"{group}={','.join(chosen)}"
-
-
-def _is_plain(override: Override) -> bool:
-    """Whether the options are given by name: neither a list nor a glob."""
-    if override.is_sweep_override():
-        return override.is_choice_sweep() and override.value_type != ValueType.GLOB_CHOICE_SWEEP
-    return isinstance(override.value(), (str, int, float, bool))
-
-
-def _near_folder(value: str, known: list[str]) -> list[str]:
-    """The options in the folder that ``value`` lies in; if there are none, all others, each folder once."""
-    folder = value.rpartition("/")[0]
-    inside = [option for option in known if folder and option.startswith(f"{folder}/")]
-    return inside or list(dict.fromkeys(re.sub("/.*", "/...", option) for option in known))
-
-
-def _grammar_problem(word: str, multirun: bool) -> Problem | None:
-    key, value = key_of(word), word.partition("=")[2]
-    try:
-        override = parse_word(word)
-    except HydraException:
-        text = value.replace("'", "\\'")
-        return no_home(key, value) or Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\"")
-    if override.is_sweep_override() and not multirun:
-        fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
-        return Problem(key, value, "several values for one run", fix)
-    return None
-
-
-def _flag_problem(word: str) -> Problem:
-    name, _, value = word.lstrip("-").partition("=")
-    meant = nearest(name, [*GROUPS, *KEYS])
-    fix = f"Write {meant}={value or '<value>'}" if meant else "See --help"
-    return Problem(word, MISSING, "not a flag of this command", fix)
-
-
-def _secret(word: str) -> Problem | None:
-    """The problem of a password or a token in a word: Hydra, the run's record and the console would show it."""
-    key, _, value = word.partition("=")
-    if name := named_in(word):
-        rule = f"{name.rpartition('.')[2]} is a password or a token, and a command line is recorded and shown"
-        return Problem(key, HIDDEN, rule, f"Set the environment variable {variable(name)} instead")
-    if redact(word) != word:
-        rule = "holds a password or a token, and a command line is recorded and shown"
-        return Problem(key.lstrip("+"), redact(value), rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
-    return None
-
-
-def _malformed(words: list[str]) -> Iterator[Problem]:
-    """The problems of words that are not key=value. Adjacent words share one: blanks around = are the usual cause."""
-    runs: list[list[str]] = [[]]
-    for word in words:
-        if WORD.fullmatch(word) or word.startswith("~"):
-            runs.append([])
-        else:
-            runs[-1].append(word)
-    for run in filter(None, runs):
-        joined = "".join(run)
-        empty = re.fullmatch(r"[+]*(\S+?)\s*=\s*", joined)
-        fix = f"Write {joined}" if len(run) > 1 and WORD.fullmatch(joined) else "Write key=value"
-        fix = f"Write {empty[1]}=<value>" if empty else fix
-        yield _secret(joined) or Problem(" ".join(run), MISSING, "not of the form key=value", fix)
+            fix = f"Did you mean {near}?" if near else ""
+            fix = f"Write data=local data.root={name}" if group == "data" and "/" in name else fix
+            line.problems.append(Problem(group, name, "must be one of " + ", ".join(known), fix))
+        chosen.append(near or "")
+    return f"{group}={','.join(chosen)}" if all(chosen) else ""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
-import textwrap
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
@@ -19,26 +16,15 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from dlr_pretrain.config.command_line import CommandLine, options, parse_word, typed
+from dlr_pretrain.config.command_line import CommandLine, key_of, parse_word, typed
 from dlr_pretrain.config.identity import run_name
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import declared_by, parse
+from dlr_pretrain.config.parse import all_keys, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
 from dlr_pretrain.config.rules import unused, validate
-from dlr_pretrain.config.tree import (
-    CONFIG_DIR,
-    GROUPS,
-    MANDATORY,
-    OPEN_GROUPS,
-    ROOT,
-    SECTIONS,
-    Choice,
-    Config,
-    Key,
-    keys_of,
-)
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, ROOT, SECTIONS, Choice, Config, Key, keys_of
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"
@@ -72,30 +58,6 @@ def lost_rank(rank: int, hidden: int, intermediate: int, sparsity: float) -> int
     return max(1, rank - -(-extra // (8 * d + 3 * (d + f))))
 
 
-def overview(width: int = 80) -> str:
-    """The groups with their options, for ``--help``; a folder of options is shown with their number."""
-    lines, usual = [], default_choices()
-    for group in sorted(GROUPS):
-        known = sorted((f"{o}*" if o == usual.get(group) else o for o in options(group)), key=_size)
-        folders = Counter(option.partition("/")[0] for option in known if "/" in option)
-        shown = [option for option in known if "/" not in option] + [f"{f}/ ({n})" for f, n in folders.items()]
-        entries = (entry.replace(" ", "\0") for entry in shown)  # keep a folder and its number on one line
-        line = textwrap.fill(f"{group}: " + ", ".join(entries), width, subsequent_indent="  ")
-        lines.append(line.replace("\0", " "))
-    return "\n".join(lines)
-
-
-def answer_help() -> None:
-    """Make ``${overview:}`` of the help's text the overview: Hydra evaluates it in every composition, help or not."""
-    OmegaConf.register_new_resolver("overview", overview, replace=True)
-
-
-def _size(option: str) -> float:
-    """A sort key: the millions of parameters of a scale such as 60m or 1b. Other options get 0 and keep their order."""
-    found = re.fullmatch(r"(\d+)([mb])\*?", option)
-    return float(found[1]) * {"m": 1, "b": 1000}[found[2]] if found else 0.0
-
-
 def register() -> None:
     """Tell Hydra the defaults of all keys, as ``base_train`` and as ``base_<option>``, and the resolvers."""
     store = ConfigStore.instance()
@@ -106,7 +68,6 @@ def register() -> None:
             store.store(group=group, name=f"base_{option}", node={"name": option, **_defaults(section)})
     for resolver in (by_scale, times, lost_rank):
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-    OmegaConf.register_new_resolver("overview", lambda: "", replace=True)
 
 
 def _defaults(section: type) -> dict[str, object]:
@@ -171,27 +132,23 @@ def configure(
     """The checked ``Config`` of one composed run, with its directory.
 
     ``hydra`` is Hydra's own node of the composition: the chosen options, and the overrides of this run. Raises
-    ConfigError with all problems, those of ``line`` first.
+    ConfigError with the problems of ``line`` and of all keys; if there are none, with those of the rules between keys.
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
-    unresolved: list[Problem] = []
-    tree = _plain(composed, unresolved)
-    own = {group: _own_knobs(hydra, group) for group in OPEN_GROUPS}
-    cfg, found = parse(tree, own, given)
-    broken = {problem.key for problem in unresolved}
-    found = unresolved + [problem for problem in found if problem.key not in broken]
-    if cfg is None or found:
+    try:
+        tree = _plain(composed)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
+    cfg, found = parse(tree, _declared(tree, hydra, words, line), given)
+    if cfg is None or line.problems or found:
         raise ConfigError(line.problems + found)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
         cfg.run.dir = str(Path(cfg.run.root, run_name(cfg, choices, default_choices(), given)))
-    if line.certain and not line.shows:
-        doubtful = set().union(*map(_keys_named, line.problems))
-        broken_rules = [*validate(cfg, world_size, machine), *unused(cfg, given)]
-        found = [problem for problem in broken_rules if not doubtful & _keys_named(problem)]
-    if line.problems or found:
-        raise ConfigError(line.problems + found)
+    found = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
+    if found:
+        raise ConfigError(found)
     return cfg
 
 
@@ -210,47 +167,24 @@ def default_choices() -> dict[str, str]:
     return {group: entry[group] for entry in entries for group in entry if group in GROUPS}
 
 
-def _own_knobs(hydra: Any, group: str) -> dict[str, Key]:
-    """The knobs that the file of the chosen option declares, and those of the options that it is based on."""
-    folders = [source.path for source in hydra.runtime.config_sources if source.schema == "file"]
-
-    def declared(option: str) -> dict[str, Key]:
-        if section := OPTIONS[group].get(option.removeprefix("base_")):
-            return dict(keys_of(section))
-        files = [path for folder in folders if (path := Path(folder, group, f"{option}.yaml")).is_file()]
-        own = (yaml.safe_load(files[0].read_text(encoding="utf-8")) or {}) if files else {}
-        bases = [declared(b) for b in own.pop("defaults", []) if isinstance(b, str) and b != "_self_"]
-        inherited = {knob: found for base in bases for knob, found in base.items()}
-        return declared_by(own) | inherited
-
-    return declared(str(hydra.runtime.choices.get(group)))
+def _plain(composed: DictConfig) -> dict:
+    """The composed tree as plain values, without Hydra's own."""
+    own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
+    tree: Any = OmegaConf.to_container(own, resolve=True)
+    return tree
 
 
-def _keys_named(problem: Problem) -> set[str]:
-    return set(re.findall(r"[a-z_]+\.[a-z_]+", str(problem)))
+def _declared(tree: dict, hydra: Any, words: list[str], line: CommandLine) -> dict[str, Key]:
+    """The keys of a run. What a user's own option declares is what is there without the keys of the command line."""
+    if all(tree[group].get("name") in known for group, known in OPTIONS.items()):
+        return all_keys(tree)
+    chosen = [word for word in words if key_of(word) in GROUPS]
+    search = [word for word in hydra.overrides.hydra if key_of(word) == "hydra.searchpath"]
+    base = compose(line.config_name, [*search, *chosen])
+    return all_keys({group: OmegaConf.to_container(base[group], resolve=True) for group in OPTIONS})
 
 
 def _composition_problem(error: Exception) -> Problem:
     text = " ".join(str(error if str(error) else error.__cause__).split()).partition(" Config search path:")[0]
     quoted = 'Quote "on" and "off" in defaults lists: YAML reads them as booleans'
     return Problem("configuration", MISSING, text.rstrip("."), quoted if "bool" in text else "")
-
-
-def _plain(node: Any, problems: list[Problem], prefix: str = "") -> dict[str, Any]:
-    """The composed tree as plain values, without Hydra's own. A value that cannot be resolved becomes a problem."""
-    tree: dict[str, Any] = {}
-    for name in node:
-        if not prefix and name == "hydra":
-            continue
-        try:
-            value = node[name]
-        except MissingMandatoryValue:
-            value = MANDATORY
-        except OmegaConfBaseException as error:
-            value = None
-            written: Any = OmegaConf.to_container(node, resolve=False)
-            problems.append(Problem(f"{prefix}{name}", written[name], first_line(error)))
-        if OmegaConf.is_dict(value):
-            value = _plain(value, problems, f"{prefix}{name}.")
-        tree[name] = OmegaConf.to_container(value) if OmegaConf.is_list(value) else value
-    return tree

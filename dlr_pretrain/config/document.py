@@ -22,8 +22,6 @@ tokenizer lie, as long as they are the same text and tokenizer.
 
 Groups: {groups}. `experiment` holds recipes, which override any of them ([recipes](recipes.md))."""
 COLUMNS = ("key", "meaning", "values", "default", "")
-KINDS: dict[object, str] = {bool: "true, false", str: "text", list[str]: "list", int: "integer", float: "number"}
-LIMITS = {"gt": ">", "ge": "≥", "le": "≤", "lt": "<"}
 
 
 def page() -> str:
@@ -48,7 +46,7 @@ def _keys(prefix: str, keys: Mapping[str, Key]) -> str:
     rows = []
     for name, found in keys.items():
         default = "by option" if found.default == MANDATORY else f"`{shown(found.default)}`"
-        rows.append([f"`{prefix}{name}`", found.about["doc"], _values(found), default, "·" if found.identity else ""])
+        rows.append([f"`{prefix}{name}`", found.about["doc"], found.takes(), default, "·" if found.identity else ""])
     return table(COLUMNS, rows)
 
 
@@ -60,13 +58,6 @@ def _options(group: str) -> Iterator[list[str]]:
         sets = {key: value for key, value in flatten(yaml.safe_load(text)).items() if key != "defaults"}
         values = ", ".join(f"`{key}={shown(value)}`" for key, value in sets.items() if not key.endswith("name"))
         yield [f"`{group}={path.stem}`", comment, values]
-
-
-def _values(found: Key) -> str:
-    kind, words, _ = found.kinds()
-    limits = [f"{sign} {found.about[name]}" for name, sign in LIMITS.items() if found.about[name] is not None]
-    plain = [", ".join(limits) or KINDS[kind]] if kind else []
-    return ", ".join([*plain, *(f"`{word}`" for word in words)])
 
 
 if __name__ == "__main__":

@@ -29,14 +29,6 @@ class Problem:
         return redact(f"{given}: {self.rule}" + (f". {self.fix}" if self.fix else ""))
 
 
-def no_home(key: str, value: str) -> Problem | None:
-    """The problem of a path that starts with a ``~`` that the shell has not expanded; None for other values."""
-    if value.partition("/")[0] != "~":
-        return None
-    fix = f"Write {key}=$HOME{value.removeprefix('~')}"
-    return Problem(key, value, "~ is expanded only by the shell, and only at the start of a word", fix)
-
-
 class ConfigError(UserError):
     """All problems of a configuration at once; its text has one line for each."""
 
@@ -51,8 +43,8 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
 
-# What users of other trainers type (transformers, GaLore's and CoLA's scripts, nanoGPT, torchtitan), and our keys. Most
-# are known by their last part; those with a dot, by the whole.
+# What users of other trainers type (transformers, GaLore's and CoLA's scripts, nanoGPT, torchtitan), under our key for
+# it, or under advice. Most are known by their last part; those with a dot, by the whole.
 FOREIGN = {
     "train.global_batch": "batch_size total_batch_size global_batch_size train_batch_size",
     "train.micro_batch": "grad_accum gradient_accumulation gradient_accumulation_steps per_device_train_batch_size "
@@ -72,7 +64,7 @@ FOREIGN = {
     "checkpoint.keep_last": "save_total_limit keep_latest_k",
     "log.every": "logging_steps log_interval log_freq",
     "run.dir": "run.name output_dir out_dir save_dir dump_folder",
-    "run.start_from": "resume_from_checkpoint continue_from",
+    "run.start_from": "continue_from init_from",
     "optimizer.weight_decay": "wd",
     "data.root": "data.path data.dir data_path data_dir dataset_path",
     "data.dataset": "data.name dataset_name",
@@ -87,8 +79,22 @@ FOREIGN = {
     "scale": "model_config flavor",
     "logger": "wandb report_to wandb_log",
     "device": "use_cpu",
+    "cuda": "gpu",  # of device
+    "The same command again resumes a run; run.start_from starts another from it": "resume auto_resume "
+    "resume_from_checkpoint",
+    "Set train.steps: a step reads train.global_batch x train.seq_len tokens": "epochs num_epochs num_train_epochs",
+    "Set WANDB_MODE=offline in the environment, or choose logger=jsonl": "logger.mode wandb.mode offline wandb_mode",
 }
-SYNONYMS = {name: key for key, names in FOREIGN.items() for name in names.split()}
+SYNONYMS = {name: meant for meant, names in FOREIGN.items() for name in names.split()}
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
+    """A fix that names the nearest of the known names, or advises; ``otherwise`` if none is near."""
+    for written in (name.lower(), name.lower().rpartition(".")[2]):
+        if " " in (advice := SYNONYMS.get(written, "")):
+            return advice
+    near = nearest(name, known)
+    return f"Did you mean {near}?" if near else otherwise
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
@@ -110,12 +116,6 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 def _likeness(one: str, other: str) -> float:
     return difflib.SequenceMatcher(None, one, other).ratio()
-
-
-def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
-    """A fix that names the nearest of the known names, or ``otherwise`` if none is near."""
-    near = nearest(name, known)
-    return f"Did you mean {near}?" if near else otherwise
 
 
 def shown(value: object) -> str:

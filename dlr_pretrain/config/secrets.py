@@ -31,12 +31,6 @@ def named_in(text: str) -> str | None:
     return found[1].lstrip("+") if found else None
 
 
-def variable(name: str) -> str:
-    """The environment variable to set instead of ``name``."""
-    last = name.rpartition(".")[2]
-    return last if last.isupper() else "WANDB_API_KEY" if "key" in last.lower() or "wandb" in name else "HF_TOKEN"
-
-
 def redact_word(word: str) -> str:
     """``redact`` for a word of a command line. It hides the whole value of a key such as hydra.job.env_set.HF_TOKEN."""
     key, sign, _ = word.partition("=")

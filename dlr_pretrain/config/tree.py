@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,22 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "configs") if folder.is_dir())
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
-ONLY_THE_LAST = "A number of train.steps or more leaves the last step alone"
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
+KINDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+}
+BOUNDS = {
+    "gt": ("above", operator.gt),
+    "ge": ("of at least", operator.ge),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
 
 
 def key(
@@ -31,13 +44,12 @@ def key(
     lt: float | None = None,
     identity: bool = True,
     fixed: bool = False,
-    off: str = "",
 ) -> Any:
     """A documented key with its default and bounds.
 
     ``default`` may be an interpolation such as ``${scale.rank}``. ``identity`` says whether the value takes part in the
     mathematics of the run: such a value must not change on resume. A ``fixed`` key says what an option is: its YAML
-    file sets it, the command line cannot. ``off`` says what switches the thing off, where neither 0 nor null does.
+    file sets it, the command line cannot.
     """
     return field(default=default, metadata={n: v for n, v in locals().items() if n != "default"})
 
@@ -175,18 +187,14 @@ class Train:
 
 @dataclass
 class Eval:
-    every: int = key(
-        "steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False, off=ONLY_THE_LAST
-    )
+    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False)
     tokens: int = key("real tokens of validation text, or all there is", 10_000_000, ge=1)
     packing: Literal["packed", "pad"] = key("packed, or one padded document each, as in published numbers", "pad")
 
 
 @dataclass
 class Checkpoint:
-    every: int = key(
-        "steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False, off=ONLY_THE_LAST
-    )
+    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False)
     keep_last: int = key("newest checkpoints kept", 2, ge=1, identity=False)
     keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1, identity=False)
 
@@ -330,6 +338,19 @@ class Key:
         words = tuple(w for hint in hints if typing.get_origin(hint) is Literal for w in typing.get_args(hint))
         plain = [h for h in hints if h is not type(None) and typing.get_origin(h) is not Literal]
         return plain[0] if plain else None, words, type(None) in hints
+
+    def takes(self) -> str:
+        """The values that the key takes, in words: ``a whole number of at least 1 or null``."""
+        kind, words, optional = self.kinds()
+        limits = [
+            f"{sign} {self.about[name]}" for name, (sign, _) in BOUNDS.items() if self.about.get(name) is not None
+        ]
+        plain = [f"{KINDS.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
+        return " or ".join([*plain, *words, *(["null"] if optional else [])])
+
+    def holds(self, value: Any) -> bool:
+        """Whether ``value``, of the key's type, is within its bounds."""
+        return all(within(value, self.about[n]) for n, (_, within) in BOUNDS.items() if self.about.get(n) is not None)
 
     @property
     def identity(self) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.cli import load
-from dlr_pretrain.config import CONFIG_DIR, Config, ConfigError
-from dlr_pretrain.config.command_line import read
+from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError
+from dlr_pretrain.config.command_line import options, read
 from dlr_pretrain.config.compose import check
-from dlr_pretrain.util.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
@@ -114,92 +113,12 @@ def test_options_and_recipes_of_ones_own(own):
     assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
 
 
-# ---------------------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("word", "problem"),
-    [
-        ("+scal=1b", "scal=1b: no such key. Did you mean scale=1b?"),
-        ("scale=9z", "scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"),
-        ("+train.lrr=1", "train.lrr=1: no such key. Did you mean train.lr?"),
-        ("lr=1", "lr=1: no such key. Did you mean train.lr?"),
-        ("train.lr.peak=1", "train.lr.peak=1: train.lr is a value, not a section. Write train.lr=<value>"),
-        ("train=5", "train=5: a section, not a value. Set one of its keys, such as train.steps"),
-        ("dlr={alhpa: 2}", "dlr.alhpa=2: no such key. Did you mean dlr.alpha?"),
-        ("+trian={lr: 1}", "trian.lr=1: no such key. Did you mean train.lr?"),
-        ("train={max_skipped: 9}", "train.max_skipped=9: would be ignored: train.on_nonfinite=stop. Leave it out"),
-        ("optimizer.bta2=1", "optimizer.bta2=1: no such key of optimizer=adamw. Did you mean optimizer.beta2?"),
-        ("train.lr=???", "train.lr: needs a value. Set train.lr=<value>"),
-        ("train.lr=${nope}", "train.lr=${nope}: Interpolation key 'nope' not found"),
-        ("train.lr=", "train.lr=: not of the form key=value. Write train.lr=<value>"),
-        ("~train.lr", "train.lr: needs a value. Set train.lr=<value>"),
-        ("~logger", "logger.view: needs a value. Choose an option: logger=<option>"),
-        ("--dry-run", "--dry-run: not a flag of this command. See --help"),
-        ("--scale=1b", "--scale=1b: not a flag of this command. Write scale=1b"),
-        ("model=cola", "model=cola: no such key. Did you mean backbone=cola?"),
-        ("data.root=(c4", "data.root=(c4: not a plain value to Hydra. Quote it: \"data.root='(c4'\""),
-        ("data.root=~/c4", "data.root=~/c4: ~ is expanded only by the shell, and only at the start of a word. "
-         "Write data.root=$HOME/c4"),
-        ("run.root=2026_11_22", "run.root=20261122: must be text. "
-         "Quote a number that is meant as text: \"run.root='...'\""),
-        ("train.lr=1,2",
-         "train.lr=1,2: several values for one run. train.py -m runs each. Or quote: \"train.lr='1,2'\""),
-        ("dlr={enabled: true}", "dlr.enabled=true: belongs to the option that is chosen by dlr=<option>, "
-         "and cannot be set by itself. Choose another option: dlr=<option>"),
-        ("train.clip=0", "train.clip=0: must be greater than 0. null switches it off"),
-        ("eval.every=0",
-         "eval.every=0: must be at least 1. A number of train.steps or more leaves the last step alone"),
-        ("checkpoint.every=null", "checkpoint.every=null: must be a whole number. "
-         "A number of train.steps or more leaves the last step alone"),
-        ("train.lr_decay=0.1", "train.lr_decay=0.1: must be one of cosine, linear"),
-        ("wandb=false", "wandb=false: no such key. Did you mean logger=jsonl?"),
-        ("hydra.sweeper.nope=1", "configuration: Could not override 'hydra.sweeper.nope'. "
-         "To append to your config use +hydra.sweeper.nope=1"),
-    ],
-)  # fmt: skip
-def test_a_mistake_is_told_with_its_fix(word, problem):
-    found = problems(word)
-    assert found == [problem] or (word == "hydra.sweeper.nope=1" and found[0].startswith(problem))
-
-
-def test_blanks_around_the_equals_sign():
-    assert problems("scale", "=", "1b") == ["scale = 1b: not of the form key=value. Write scale=1b"]
-
-
-def test_all_mistakes_of_a_command_line_are_told_at_once():
-    argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "--compile=no", "train.clip=-1"]
-    assert problems(*argv) == [
-        "--compile=no: not a flag of this command. Write compile=no",
-        "scal=tiny: no such key. Did you mean scale=tiny?",
-        "backbone=colla: must be one of cola, cola_lax, full, lax, lora, lost, lowrank, relora, sltrain. "
-        "Did you mean cola?",
-        "train.lrr=1: no such key. Did you mean train.lr?",
-        "train.steps=many: must be a whole number",
-        "train.clip=-1: must be greater than 0",
-    ]
-    assert problems("+scal=tiny", "train.global_batch=7", "logger.entity=me", "logger=jsonl", ranks=2) == [
-        "scal=tiny: no such key. Did you mean scale=tiny?",
-        "train.global_batch=7: must be a multiple of the 2 ranks. Try 6 or 8",
-        "logger.entity=me: would be ignored: logger=jsonl. Leave it out",
-    ]
-
-
 def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
     jobs = configs("-m", *SMALL, "+dlr=true,off", "train.lr=range(1,3)")
     assert [(cfg.dlr.name, cfg.train.lr) for cfg in jobs] == [("on", 1), ("on", 2), ("off", 1), ("off", 2)]
     assert [cfg.scale.name for cfg in configs("-m", "scale=glob(1*)")] == ["130m", "1b"]
-    assert problems("-m", *SMALL, "seed=1,-1") == ["seed=-1: must be at least 0"]
+    assert problems("-m", *SMALL, "seed=1,-1")[0].startswith("seed=-1: must be")
     assert "several jobs of this sweep would share" in problems("-m", *SMALL, "log.every=1,2")[0]
-
-
-def test_a_script_of_another_checkout_than_the_package_is_refused(tmp_path, monkeypatch):
-    """It would check what the package of another trains."""
-    (tmp_path / "dlr_pretrain").mkdir()
-    (tmp_path / "dlr_pretrain" / "cli.py").touch()
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "scripts" / "plan.py")])
-    with pytest.raises(UserError, match=r"plan\.py belongs to another checkout .*Call pip install -e "):
-        load(["scale=tiny", "data=sample"])
 
 
 # ---------------------------------------------------------------------------------------------------- the process
@@ -238,9 +157,9 @@ def stub(tmp_path):
 
 def test_help_is_one_screen_and_cfg_prints_the_composed_configuration(tmp_path):
     done = python(str(ROOT / "train.py"), "--help", "+scale=1b", cwd=tmp_path)
-    lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) < 40 and max(map(len, lines)) <= 80
-    assert "scale: tiny, 60m*, 130m, 350m, 1b, 7b" in lines
+    assert done.returncode == 0
+    listed = set(re.findall(r"[\w/]+", done.stdout))
+    assert [(group, o) for group in GROUPS for o in options(group) if not {group, o} <= listed] == []
     done = python(str(ROOT / "train.py"), "+scale=1b", "--cfg", "job", "train.lr=0.5", cwd=tmp_path)
     assert done.returncode == 0
     for line in ("  lr: 0.5\n", "  intermediate_size: 5461\n", "  seq_len: 256\n", "  b_gain: 1.0\n"):
@@ -259,22 +178,6 @@ def test_a_mistake_is_answered_before_torch_is_imported_and_by_rank_0_alone(tmp_
             "  scal=1b: no such key. Did you mean scale=1b?",
             "  train.lrr=1: no such key. Did you mean train.lr?",
         ]
-
-
-def test_what_hydra_refuses_comes_with_the_other_mistakes(tmp_path):
-    done = python(str(ROOT / "train.py"), "+scal=1b", "hydra.nope=1", cwd=tmp_path)
-    assert done.returncode != 0
-    assert "Could not override 'hydra.nope'" in done.stderr and "Did you mean scale=1b?" in done.stderr
-
-
-@pytest.mark.parametrize(("ranks", "rank"), [("abc", "0"), ("2", "-1"), ("2", "2"), ("", "0")])
-def test_a_rank_that_makes_no_sense_is_refused(monkeypatch, ranks, rank):
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    monkeypatch.setenv("RANK", rank)
-    from dlr_pretrain.cli import world_size
-
-    with pytest.raises(ConfigError, match=f"WORLD_SIZE={ranks}: RANK={rank} is out of range"):
-        world_size()
 
 
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):

@@ -129,7 +129,7 @@ def composes(words: list[str]) -> None:
         for of in (runs[0], runs[-1]):
             composes(list(of.words))
         return
-    if not line.answers:
+    if "--help" not in words:
         check(line, None, machine=False)
 
 

@@ -1,0 +1,210 @@
+"""What a command line is told that means nothing, cannot be, or would be ignored: key, value, rule and fix."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import GROUPS, ConfigError
+from dlr_pretrain.config.command_line import read
+from dlr_pretrain.config.compose import check
+from dlr_pretrain.config.parse import all_keys
+from dlr_pretrain.config.problems import FOREIGN, SYNONYMS, nearest
+from tests.conftest import ROOT
+
+KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
+
+
+def refusal(*words: str, ranks: int = 1) -> list[str]:
+    """The problems of a command line; where it does not say otherwise, of a tiny model on sample text."""
+    with pytest.raises(ConfigError) as caught:
+        check(read(["scale=tiny", "data=sample", "logger=jsonl", *words]), ranks)
+    return list(dict.fromkeys(map(str, caught.value.problems)))
+
+
+MISTAKES = {  # a command line, and what the one line about it names
+    # keys that do not exist
+    "+scal=1b": ["scal=1b: no such key", "Did you mean scale=1b?"],
+    "+train.lrr=1": ["train.lrr=1: no such key", "Did you mean train.lr?"],
+    "lr=1": ["lr=1", "Did you mean train.lr?"],
+    "train=5": ["train=5: a section", "train.steps"],
+    "dlr={alhpa: 2}": ["dlr.alhpa=2", "Did you mean dlr.alpha?"],
+    "+trian={lr: 1}": ["trian.lr=1", "Did you mean train.lr?"],
+    "train={max_skipped: 9}": ["train.max_skipped=9: would be ignored: train.on_nonfinite=stop. Leave it out"],
+    "optimizer.bta2=1": ["optimizer.bta2=1: no such key of optimizer=adamw", "Did you mean optimizer.beta2?"],
+    "model=cola": ["model=cola", "Did you mean backbone=cola?"],
+    "dlr={enabled: true}": ["dlr.enabled=true", "Choose another option: dlr=<option>"],
+    "--dry-run": ["--dry-run: not a flag", "See --help"],
+    "--scale=1b": ["--scale=1b: not a flag", "Write scale=1b"],
+    "--train.steps=5": ["--train.steps=5: not a flag", "Write train.steps=5"],
+    "--resume": ["--resume: not a flag", "The same command again resumes a run"],
+    "logger.mode=offline": ["logger.mode=offline: no such key", "Set WANDB_MODE=offline", "logger=jsonl"],
+    "train.epochs=3": ["train.epochs=3: no such key", "Set train.steps", "train.global_batch x train.seq_len"],
+    # options and values
+    "scale=9z": ["scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"],
+    "backbone=colla": ["backbone=colla: must be one of", "sltrain. Did you mean cola?"],
+    "data=/texts/mine": ["data=/texts/mine", "Write data=local data.root=/texts/mine"],
+    "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean cuda?"],
+    "train.lr=???": ["train.lr: needs a value", "Set train.lr=<value>"],
+    "~train.lr": ["train.lr: needs a value", "Set train.lr=<value>"],
+    "seed = 3": ["seed = 3: not of the form key=value", "without blanks"],
+    "~logger": ["logger.view: needs a value", "logger=<option>"],
+    "train.lr=${nope}": ["train.lr", "'nope' not found"],
+    "train.lr=": ["train.lr=: must be a number above 0 (peak learning rate)"],
+    "train.lr=1,5e-3": ["train.lr=1,5e-3: several values", "Or write train.lr=1.5e-3"],
+    "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
+    "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
+    "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
+    "train.clip=0": ["train.clip=0: must be a number above 0 or null"],
+    "train.warmup_ratio=1": ["train.warmup_ratio=1: must be a number of at least 0 and below 1"],
+    "eval.every=0": ["eval.every=0: must be a whole number of at least 1 (steps between evaluations"],
+    "checkpoint.every=null": ["checkpoint.every=null: must be a whole number of at least 1"],
+    "train.lr_decay=0.1": ["train.lr_decay=0.1: must be cosine or linear"],
+    "optimizer.eps=0": ["optimizer.eps=0: must be a number above 0"],
+    "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
+    # rules of the backbone, the optimizer and DLR
+    "optimizer=galore": ["optimizer=galore", "backbone=lowrank", "Use backbone=full"],
+    "optimizer=loro backbone=cola dlr=on": ["optimizer=loro", "backbone=cola", "Use backbone=lowrank"],
+    "optimizer=loro dlr=on": ["optimizer=loro", "not the (B + beta R^T) A^T", "Use dlr=off"],
+    "optimizer=loro optimizer.shift=30": ["optimizer.shift=30", "a multiple of optimizer.exact_every=50", "270"],
+    "optimizer=loro scale=350m optimizer.shift=0.5": [
+        "optimizer.shift=0.5: must be a whole number of at least 0 or null"
+    ],
+    "optimizer=loro optimizer.schedule=cosine optimizer.shift=3": ["optimizer.shift=3: would be ignored"],
+    "optimizer=loro train.lr_decay=linear": ["train.lr_decay=linear: would be ignored: optimizer.schedule=loro"],
+    "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
+    "optimizer=galore backbone=full optimizer.rank=16 scale.rank=8": ["scale.rank=8: would be ignored"],
+    "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
+    "optimizer=muon precision=bf16_sr": ["precision=bf16_sr: optimizer=muon", "Use optimizer=adamw"],
+    "optimizer=muon parallel=fsdp": ["optimizer=muon", "Use parallel=ddp"],
+    "optimizer=muon optimizer.momentum=1": ["optimizer.momentum=1: must be a number of at least 0 and below 1"],
+    "backbone=cola dlr=init_offset_decay": ["dlr.mode=decayed_offset", "Use precision=bf16_mixed"],
+    "backbone=cola dlr=init_offset_decay precision=fp32 optimizer.weight_decay=0": ["dlr.mode=decayed_offset", "decay"],
+    "dlr=init_offset dlr.train_b=false": ["dlr.mode=offset", "Use dlr.mode=residual"],
+    "dlr=no_b dlr.learn_alpha=true": ["dlr.learn_alpha=true", "dlr.train_b=false"],
+    "dlr=no_b backbone.b_gain=2": ["backbone.b_gain=2.0: would be ignored: dlr.train_b=false. Leave it out"],
+    "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
+    "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
+    "probe=on": ["probe=on", "dlr=off lacks", "Use dlr=on"],
+    "dlr=no_b probe=on": ["probe=on", "dlr=no_b lacks"],
+    "dlr=on probe=on parallel=fsdp": ["probe=on", "Use parallel=ddp"],
+    "dlr=on probe=on probe.layers=0.self_atn.q_proj": ["probe.layers=0.self_atn.q_proj", "0.self_attn.q_proj"],
+    "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
+    "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
+    "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
+    "train.lr_decay_steps=1": ["train.lr_decay_steps=1", "must be 0, or from 2"],
+    "train.warmup_steps=300": ["train.warmup_steps=300", "below train.steps=300"],
+    "train.micro_batch=3": ["train.micro_batch=3", "share of train.global_batch, 8 sequences. Try 2"],
+    "train.micro_batch=1 scale.micro_batch=4": ["scale.micro_batch=4: would be ignored: train.micro_batch=1"],
+    "train.warmup_steps=9 train.warmup_ratio=0.2": ["train.warmup_ratio=0.2: would be ignored: train.warmup_steps=9"],
+    "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
+    "data.held_out=0.1": ["data.held_out=0.1: would be ignored: data=sample. Leave it out"],
+    "data.packing=pad data.mask_documents=true": ["data.mask_documents=true: would be ignored: data.packing=pad"],
+    "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
+    "backbone=full optimizer.b_lr=2": ["optimizer.b_lr=2.0: would be ignored: backbone=full"],
+    "backbone=full scale.rank=3": ["scale.rank=3: would be ignored: backbone=full has no rank"],
+    "backbone=full dlr=on": ["dlr=on: backbone=full has no up-projection", "Use dlr=off"],
+    "backbone=full train.activation_checkpointing=latent": ["train.activation_checkpointing=latent", "Use block"],
+    "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
+    "backbone.rank=129": ["backbone.rank=129", "narrowest layer's width, 128"],
+    "backbone.learn_latent_scale=true backbone.latent_scale=2": ["backbone.latent_scale=2.0: would be ignored"],
+    "precision=bf16 parallel=fsdp train.accumulate=fp32": ["train.accumulate=fp32", "Use precision=bf16_mixed"],
+    "scale.num_heads=5": ["scale.num_heads=5: must divide scale.hidden_size=128"],
+    # text and files
+    "run.dir=README.md": ["run.dir=README.md: is a file"],
+    "data=local data.root=README.md": ["data.root=README.md: is a file", "Set data.train_files=README.md"],
+    "data=local": ["data.root=null", "Set data.root=<folder>"],
+    "tokenizer.path=gpt2": ["tokenizer.path=gpt2: no such file", "tokenizer.hub=gpt2"],
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = [line] if "{" in line else line.split()
+    (found,) = refusal(*words)
+    assert [named for named in MISTAKES[line] if named not in found] == [], found
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once():
+    argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "--compile=no", "train.clip=-1"]
+    found = refusal(*argv)
+    named = ["--compile=no", "scal", "backbone", "train.lrr", "train.steps", "train.clip"]
+    assert all(problem.startswith(name) for problem, name in zip(found, named, strict=True)), found
+    named = ["scale.num_heads", "backbone.rank", "train.warmup_steps", "train.global_batch", "logger.entity"]
+    found = refusal(*(f"{name}={value}" for name, value in zip(named, (5, 129, 300, 7, "me"), strict=True)), ranks=2)
+    assert all(problem.startswith(name) for problem, name in zip(found, named, strict=True)), found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "problem"),
+    [
+        (2, 7, "train.global_batch=7: must be a multiple of the 2 ranks. Try 6 or 8"),
+        (8, 3, "train.global_batch=3: must be a multiple of the 8 ranks. Try 8"),
+        (6, 12, "data.streams=4: the ranks share the data streams out evenly, so the 6 ranks must divide their "
+         "number. Set data.streams=12 before the first start, or start 4 ranks"),
+    ],
+)  # fmt: skip
+def test_the_batch_must_fit_the_ranks(ranks, batch, problem):
+    assert refusal(f"train.global_batch={batch}", ranks=ranks) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("train.LR", "train.lr"),
+        ("eval.steps", "train.steps"),
+        ("scale.hidden", "scale.hidden_size"),
+        ("optimizer.lr", "train.lr"),
+        ("train.seed", "seed"),
+        ("train.weight_decay", "optimizer.weight_decay"),
+        ("train.foo", None),
+        ("xyz", None),
+    ],
+)
+def test_nearest_key(name, near):
+    assert nearest(name, KNOWN) == near
+
+
+def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
+    assert {meant for meant in FOREIGN if " " not in meant} <= KNOWN | {"cuda"} and not set(SYNONYMS) & KNOWN
+    assert len(SYNONYMS) > 70
+    for name, key in SYNONYMS.items():
+        if key in KNOWN:
+            assert nearest(name if "." in name else f"train.{name}", KNOWN) == key
+
+
+def test_files_must_exist(tmp_path):
+    folder = tmp_path / "[one]"  # no glob
+    folder.mkdir()
+    (folder / "c4-train.00000.json.gz").touch()
+    (found,) = refusal("data=c4_local", f"data.root='{folder}'")
+    assert found.startswith("data.validation_files=c4-validation.*.json.gz: no file matches")
+    (found,) = refusal("data=c4_local", "data.root=/nowhere")
+    assert found.startswith("data.root=/nowhere: no such folder. Set data.root=<folder")
+    assert refusal("data=c4_local")[0].startswith("data.root=null")
+    assert "scripts/prepare_data.py" in refusal("data=tokens", f"data.root={tmp_path}")[0]
+
+
+def test_packages_are_asked_for(monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else real(name))
+    (found,) = refusal("optimizer=adamw_8bit")
+    assert "needs the package torchao" in found and "use optimizer=adamw" in found
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optimizer=adamw", "backbone=lora", "optimizer.b_lr=16"),
+        ("optimizer=fira", "backbone=full", "scale.rank=128"),
+        ("optimizer=loro", "backbone=lowrank", "optimizer.exact_every=90", "optimizer.shift=270"),
+        ("backbone=cola", "dlr=init_offset_decay", "precision=bf16_mixed", "optimizer.weight_decay=0.001"),
+        ("optimizer=muon", "backbone=cola", "dlr=on", "optimizer.nesterov=false", "precision=bf16_mixed"),
+        ("optimizer=adamw_8bit", "backbone=cola", "dlr=learnable_alpha", "precision=bf16_sr", "parallel=fsdp"),
+    ],
+)
+def test_what_can_be_is_accepted(words):
+    load(["scale=tiny", "data=sample", "logger=jsonl", *words])
