@@ -5,32 +5,31 @@ from __future__ import annotations
 import base64
 import html
 import json
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from string import Template
 
-import pandas as pd
-
 from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw, draw_paths
 from dlr_pretrain.analysis.paper import TASKS, facts
-from dlr_pretrain.analysis.runs import Spread, read_runs
-from dlr_pretrain.analysis.tables import Table, run_tables
+from dlr_pretrain.analysis.runs import read_runs
+from dlr_pretrain.analysis.tables import Table, run_tables, table
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import loading
 
-FORMATS = {"md": Table.markdown, "csv": Table.csv, "tex": Table.latex}
+FIGURES_OF_A_RUN = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", "ppl", "convention", "speed",
+                    "mfu", "memory", "machine"]  # fmt: skip
 Part = Table | Picture | tuple[str, str]  # a table, a figure, or a title and code
 
 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of everything in ``places`` into ``output``, and return the remarks.
 
-    ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX;
-    ``figures/`` has each figure in the formats of ``figures.IMAGES``. ``places`` are run directories, folders of them,
-    globs of either, and JSON of ``evaluate.py --output``.
+    ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX, and the
+    numbers of each run in all digits as ``runs.csv``; ``figures/`` has each figure in the formats of
+    ``figures.IMAGES``. ``places`` are run directories, folders of them, globs of either, and JSON of ``evaluate.py
+    --output``.
     """
     files = [Path(place) for place in places if Path(place).suffix == ".json"]
     of_runs = [place for place in places if Path(place) not in files]
@@ -40,12 +39,14 @@ def write_reports(places: Sequence[str], output: Path, command: str) -> list[str
         found = read_runs(of_runs)
         tables, remarks = [*run_tables(found), *tables], found.remarks
         pictures = [*draw(found, output / "figures")]
-    for table in tables:
-        for kind, render in FORMATS.items():
-            (output / "tables" / f"{table.name}.{kind}").write_text(render(table), encoding="utf-8")
-    write_page(
-        "Pre-training runs", remarks, [*tables, *pictures, ("Made by", command)], output, output / "figures", "index"
-    )
+    for one in tables:
+        (output / "tables" / f"{one.name}.md").write_text(one.markdown(), encoding="utf-8")
+        (output / "tables" / f"{one.name}.tex").write_text(one.latex(), encoding="utf-8")
+        one.frame.to_csv(output / "tables" / f"{one.name}.csv", index=False)
+    if of_runs:
+        found.runs[FIGURES_OF_A_RUN].to_csv(output / "tables" / "runs.csv", index=False)
+    parts = [*tables, *pictures, ("Made by", command)]
+    write_page("Pre-training runs", remarks, parts, output, output / "figures", "index")
     return remarks
 
 
@@ -70,8 +71,11 @@ def accuracy_table(files: Sequence[Path]) -> Iterator[Table]:
             found = json.loads(path.read_text(encoding="utf-8"))
             told = found["tasks"] | ({"average": found["average"]} if set(TASKS) <= set(found["tasks"]) else {})
             n, limit = len(found["checkpoints"]), found["limit"]
-            cells = {task: Spread(100 * of["acc"], 100 * (of.get("std") or math.nan), n) for task, of in told.items()}
-            rows.append({"stage": str(path), "method": found["checkpoints"][0]["folder"]} | cells)
+            row = {"stage": str(path), "method": found["checkpoints"][0]["folder"]}
+            for task, of in told.items():
+                deviation = f" ± {100 * of['std']:.2f}" if of.get("std") else ""
+                row[task] = f"{100 * of['acc']:.2f}{deviation} ({n})"
+            rows.append(row)
             same = ", ".join(task for task, of in told.items() if of.get("distinct_choices") == 1)
             notes.append(
                 f"{path}: convention {found['convention']}, contexts of {found['context_length']:,} tokens, "
@@ -81,7 +85,7 @@ def accuracy_table(files: Sequence[Path]) -> Iterator[Table]:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path} cannot be read as JSON of scripts/evaluate.py --output: {error}") from None
     if files:
-        yield Table("zero_shot", "Zero-shot accuracy, % (the paper's at 1B)", pd.DataFrame(rows), notes)
+        yield table("zero_shot", "Zero-shot accuracy, % (the paper's at 1B)", rows, notes)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -117,10 +121,10 @@ def _html(part: Part, figures: Path) -> str:
     if isinstance(part, Table):
         notes = "".join(f"<li>{html.escape(note)}</li>" for note in part.notes)
         title = f'<h2 id="{part.name}">{html.escape(part.title)}</h2>'
-        return f"{title}<div class=scroll>{part.html()}</div><ul>{notes}</ul>"
+        return f"{title}<div class=scroll>{part.frame.to_html(index=False, border=0)}</div><ul>{notes}</ul>"
     if isinstance(part, Picture):
-        image = base64.b64encode((figures / f"{part.name}.svg").read_bytes()).decode()
+        image = base64.b64encode((figures / f"{part.name}.png").read_bytes()).decode()
         caption = f"<figcaption>{html.escape(part.caption)}</figcaption>"
-        return f'<figure id="{part.name}"><img alt="" src="data:image/svg+xml;base64,{image}">{caption}</figure>'
+        return f'<figure id="{part.name}"><img alt="" src="data:image/png;base64,{image}">{caption}</figure>'
     title, code = part
     return f"<h2>{html.escape(title)}</h2><pre>{html.escape(code)}</pre>"

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob, has_magic
+from glob import glob
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "tra
            "eval/perplexity_galore")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
+NONE = "–"  # what a table shows where there is no value
 SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
 METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
 
@@ -39,34 +40,24 @@ def method_name(backbone: str, dlr: str, optimizer: str) -> str:
     return base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The mean of a figure over ``n`` seeds and its standard deviation (divisor n - 1; NaN for one seed).
+def shown(value: float | None, spec: str) -> str:
+    """A number as text; a missing one as –."""
+    return NONE if pd.isna(value) else f"{value:{spec}}"
 
-    The mean is infinite if seeds have ``diverged``. ``n`` is 0 for published figures.
+
+def spread(values: Iterable[float], spec: str = ",.2f") -> str:
+    """The mean over seeds ± its standard deviation (divisor n - 1), and their number, as text.
+
+    Infinite values have diverged: they are counted, since no mean may leave them out. One missing value, or none at
+    all, gives –.
     """
-
-    mean: float
-    std: float = math.nan
-    n: int = 0
-    diverged: int = 0
-
-    def text(self, spec: str) -> str:
-        if self.diverged:
-            return f"{self.diverged} of {self.n} diverged"
-        deviation = "" if math.isnan(self.std) else f" ± {self.std:{spec.lstrip('+')}}"
-        return f"{self.mean:{spec}}{deviation}" + (f" ({self.n})" if self.n else "")
-
-
-def spread(values: Iterable[float]) -> Spread | None:
-    """The spread of ``values``, of which infinite ones have diverged; None if there are none, or if one is NaN."""
     found = np.array(list(values), dtype=float)
     if not len(found) or np.isnan(found).any():
-        return None
-    diverged = int(np.isinf(found).sum())
-    if diverged:  # a diverged seed is never left out of a mean
-        return Spread(math.inf, math.nan, len(found), diverged)
-    return Spread(float(found.mean()), float(found.std(ddof=1)) if len(found) > 1 else math.nan, len(found))
+        return NONE
+    if diverged := np.isinf(found).sum():
+        return f"{diverged} of {len(found)} diverged"
+    deviation = f" ± {found.std(ddof=1):{spec.lstrip('+')}}" if len(found) > 1 else ""
+    return f"{found.mean():{spec}}{deviation} ({len(found)})"
 
 
 def ended(of: pd.DataFrame) -> pd.DataFrame:
@@ -100,10 +91,6 @@ class Runs:
         """The runs of each group, in the order of scale and method."""
         return [of for _, of in self.runs.groupby("key", sort=False)]
 
-    def of(self, runs: pd.DataFrame) -> pd.DataFrame:
-        """The metrics of some of the runs."""
-        return self.metrics[self.metrics.run.isin(runs.run)]
-
 
 def read_runs(places: Sequence[str | Path]) -> Runs:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
@@ -130,7 +117,7 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for place in map(str, places):
-        paths = sorted(map(Path, glob(place))) if has_magic(place) and not Path(place).exists() else [Path(place)]
+        paths = [Path(place)] if Path(place).exists() else map(Path, sorted(glob(place)))
         own = [f.parent for path in paths for up in ("", "*/", "*/*/") for f in sorted(path.glob(f"{up}config.yaml"))]
         if not own:
             rule = f"{place}: no run directory there (one has a config.yaml)"
@@ -155,31 +142,37 @@ def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     records, lines = sound_records(folder / "metrics.jsonl")
     if lines:
         damage.append(f"{plural(lines, 'damaged line')} of metrics.jsonl left out")
-    if records and (lost := records[-1]["step"] - records[0]["step"] + 1 - len(records)):
-        damage.append(f"metrics.jsonl lacks {plural(lost, 'update')}")
     names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
     metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
     metrics["run"] = str(folder)
     metrics["flops"] = metrics["train/tokens"] * manifest.get("flops_per_token", math.nan)
 
-    starts = manifest.get("starts", [])
-    began = [pd.Timestamp(start["time"]).timestamp() for start in starts]
-    trained = [i for i, at in enumerate(began) if at <= metrics.time.max()]  # not those that only exported
-    recent = metrics[metrics.time >= began[trained[-1]]] if trained else metrics
-    used = [starts[i] for i in trained] or starts[-1:] or [{}]
-    backbone, dlr, optimizer = (config[group]["name"] for group in ("backbone", "dlr", "optimizer"))
-    method = method_name(backbone, dlr, optimizer)
+    began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest.get("starts", [])}
+    trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
+    recent = metrics[metrics.time >= max(trained)]  # since the last start that did more than export
+    last = trained[max(trained)]
+    method = method_name(*(config[group]["name"] for group in ("backbone", "dlr", "optimizer")))
     row = {
-        "run": str(folder), "name": folder.resolve().name, "scale": config["scale"]["name"], "dlr": dlr,
-        "method": method, "base": method.partition("+")[0], "seed": config["seed"],
-        "rank": config["backbone"].get("rank"), "planned": config["train"]["steps"], "config": config,
-        "positions": config["train"]["global_batch"] * config["train"]["seq_len"], "start": used[-1],
-        "identity": manifest.get("identity") or flatten(config), "parameters": manifest.get("parameters", math.nan),
-        "flops": metrics.flops.max(), "code": tuple(dict.fromkeys(map(_commit, used))),
-        "machine": f"{used[-1].get('world_size', '?')} x {used[-1].get('device', 'unknown device')}",
-        "speed": recent["perf/tokens_per_second"].median(), "mfu": recent["perf/mfu"].median(),
+        "run": str(folder),
+        "name": folder.resolve().name,
+        "scale": config["scale"]["name"],
+        "method": method,
+        "base": method.partition("+")[0],
+        "dlr": config["dlr"]["name"],
+        "rank": config["backbone"].get("rank"),
+        "seed": config["seed"],
+        "planned": config["train"]["steps"],
+        "config": config,
+        "identity": manifest.get("identity") or flatten(config),
+        "start": last,
+        "code": tuple(dict.fromkeys(_commit(start.get("git")) for start in trained.values())),
+        "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
+        "parameters": manifest.get("parameters", math.nan),
+        "flops": metrics.flops.max(),
+        "speed": recent["perf/tokens_per_second"].median(),
+        "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
-    }  # fmt: skip
+    }
     return row | _how_far(row["planned"], manifest, records), metrics, damage
 
 
@@ -189,17 +182,20 @@ def _how_far(planned: int, manifest: dict, records: list[dict]) -> dict:
     evaluated = next((record for record in reversed(records) if "eval/loss" in record), {"step": 0})
     whole = evaluated["step"] >= planned
     diverged = manifest.get("state", {}).get("name") == "diverged" or (whole and evaluated.get("eval/loss") is None)
-    names = {"loss": "eval/loss", "ppl": "eval/perplexity", "convention": "eval/perplexity_galore"}
-    return {
-        "state": "diverged" if diverged else "finished" if whole else "unfinished", "step": last["step"],
-        "tokens": last.get("train/tokens", 0), "skipped": last.get("train/skipped") or 0,
-        "last_loss": evaluated.get("eval/loss"), "last_ppl": evaluated.get("eval/perplexity"),
-        **{name: math.inf if diverged else evaluated.get(key) if whole else math.nan for name, key in names.items()},
-    }  # fmt: skip
+    found = {
+        "state": "diverged" if diverged else "finished" if whole else "unfinished",
+        "step": last["step"],
+        "tokens": last.get("train/tokens", 0),
+        "skipped": last.get("train/skipped") or 0,
+        "last_loss": evaluated.get("eval/loss"),
+        "last_ppl": evaluated.get("eval/perplexity"),
+    }
+    for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
+        found[name] = math.inf if diverged else evaluated.get(f"eval/{key}") if whole else math.nan
+    return found
 
 
-def _commit(start: dict) -> str:
-    git = start.get("git")
+def _commit(git: str | None) -> str:
     return git[:12] + "+" * git.endswith("+") if git else "unknown code"
 
 
@@ -208,41 +204,41 @@ def _commit(start: dict) -> str:
 
 
 def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
-    """``runs`` in order and without doubles, with three more columns: ``key`` is equal in a group, ``pair`` in groups
-    that differ in DLR alone, and ``label`` is the group's name."""
+    """``runs`` in order and without doubles, with more columns: ``key`` is equal in a group, ``pair`` in groups that
+    differ in DLR alone, ``shared`` is the identity without the seed, and ``label`` is the group's name."""
     same = [{key: value for key, value in i.items() if key not in ("seed", *ORIGIN)} for i in runs.identity]
     for _, of in runs.groupby([_text(shared, "data.seed", "dlr.") for shared in same]):
         follows = all(identity.get("data.seed") == seed for identity, seed in zip(of.identity, of.seed, strict=True))
         if follows and of.seed.nunique() > 1:  # the order of the data follows the seed (data.seed=${seed})
             for i in of.index:
                 same[i]["data.seed"] = "seed"
-    runs = runs.assign(key=[*map(_text, same)], pair=[_text(shared, "dlr.") for shared in same], shared=same)
+    runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[_text(shared, "dlr.") for shared in same])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
     double = runs.duplicated(["key", "seed"])
     for run in runs[double].itertuples():
-        (kept,) = runs.run[(runs.key == run.key) & (runs.seed == run.seed) & ~double]
-        remarks.append(f"{run.run} is left out: {kept} has the same configuration and seed")
+        remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
     runs = runs[~double]
     names = runs.method.copy()
     for scale, at in runs.groupby("scale"):
+        rate = {"train.lr"} & {*differing(at.shared)}  # a rate that differs is named
         for method, of in at.groupby("method"):
             own = differing(of.shared)
             if own:
                 said = ", ".join(own)
                 remarks.append(f"{method} at {scale}: runs that differ in {said} are groups of their own")
-            keys = dict.fromkeys([*own, *({"train.lr"} & set(differing(at.shared)))])  # a rate that differs is named
-            if keys:
-                names[of.index] = [f"{method} ({', '.join(_override(k, s) for k in keys)})" for s in of.shared]
-    runs = runs.assign(label=names)
-    order = [(_rank(r.scale, SCALES), _rank(r.base, METHODS), r.method, r.label, r.seed) for r in runs.itertuples()]
-    return runs.iloc[sorted(range(len(runs)), key=order.__getitem__)].reset_index(drop=True)
+            for i, shared in of.shared.items():
+                apart = [_override(key, shared[key]) for key in dict.fromkeys([*own, *rate]) if key in shared]
+                names[i] = f"{method} ({', '.join(apart)})" if apart else method
+    order = [(_rank(r.scale, SCALES), _rank(r.base, METHODS), r.method, names[r.Index]) for r in runs.itertuples()]
+    runs = runs.assign(label=names, order=order)
+    return runs.sort_values(["order", "seed"]).reset_index(drop=True)
 
 
 def differing(identities: Iterable[dict]) -> list[str]:
     """The keys whose values are not the same in all ``identities``, without those of a scale that repeat another."""
     identities = list(identities)
     keys = dict.fromkeys(key for identity in identities for key in identity)
-    found = [key for key in keys if len({_text(identity.get(key, "absent")) for identity in identities}) > 1]
+    found = [key for key in keys if len({_text(identity.get(key)) for identity in identities}) > 1]
     leaves = {key.rpartition(".")[2] for key in found if not key.startswith("scale.")}
     return [key for key in found if not (key.startswith("scale.") and key.rpartition(".")[2] in leaves)]
 
@@ -256,13 +252,13 @@ def differing_text(runs: pd.DataFrame) -> list[str]:
 
 def _to_know(runs: pd.DataFrame) -> Iterator[str]:
     """Remarks on what means would hide: unfinished and diverged runs, mixed code or evaluation text."""
-    for run in runs.itertuples():
-        if run.state == "unfinished":
-            yield f"{run.name} is unfinished, step {run.step:,} of {run.planned:,}: in curves, not in means"
-        elif run.state == "diverged":
-            yield f"{run.name} diverged after step {run.step:,}: it counts as infinite in means"
-        if run.skipped:
-            yield f"{run.name} has left out {run.skipped:,.0f} updates that were not finite"
+    for run in runs.to_dict("records"):
+        if run["state"] == "unfinished":
+            yield f"{run['name']} is unfinished, step {run['step']:,} of {run['planned']:,}: in curves, not in means"
+        elif run["state"] == "diverged":
+            yield f"{run['name']} diverged after step {run['step']:,}: it counts as infinite in means"
+        if run["skipped"]:
+            yield f"{run['name']} has left out {run['skipped']:,.0f} updates that were not finite"
     for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
         if len(codes := dict.fromkeys(of.code.sum())) > 1:
             yield f"{label} at {scale} was trained by different code: {', '.join(codes)}"
@@ -271,10 +267,9 @@ def _to_know(runs: pd.DataFrame) -> Iterator[str]:
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"
 
 
-def _override(key: str, shared: dict) -> str:
-    value = shared.get(key, "absent")
+def _override(key: str, value: object) -> str:
     shown = f"{value:.8}…" if isinstance(value, str) and len(value) == 64 else value  # a digest
-    return f"{key.removesuffix('.name')}={'null' if shown is None else shown}"
+    return f"{key.removesuffix('.name')}={'null' if shown is None else Path(str(shown)).name}"
 
 
 def _rank(name: str, known: Sequence[str]) -> tuple[int, str]:

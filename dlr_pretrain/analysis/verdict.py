@@ -18,8 +18,8 @@ import pandas as pd
 
 from dlr_pretrain.analysis.figures import draw_rates
 from dlr_pretrain.analysis.report import write_page
-from dlr_pretrain.analysis.runs import Spread, spread
-from dlr_pretrain.analysis.tables import Table
+from dlr_pretrain.analysis.runs import spread
+from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.util.history import perplexity
 
 LEVEL = 0.95
@@ -152,7 +152,7 @@ def tables(found: dict) -> list[Table]:
         row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": _spread(choice["held_out"])}
         if c := verdicts.get(method):
             d = c["difference"]
-            row |= {"Δ loss": d and Spread(d["mean"], n=d["n"]), "Interval": d and _interval(d)}
+            row |= {"Δ loss": d and f"{d['mean']:+.4f} ({d['n']})", "Interval": d and _interval(d)}
             row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
         own.append(row)
         at = {f"{lr:g}": _spread(held_out(trials, method, lr, design["seeds"])) for lr in design["rates"]}
@@ -164,14 +164,13 @@ def tables(found: dict) -> list[Table]:
         "excludes zero."
     )
     half = "on half of the validation text"
-    notes = [note, *remarks(found)]
     return [
-        Table("tune", f"Each method at its own learning rate, {half}", pd.DataFrame(own), notes),
-        Table("tune_rates", f"Perplexity by learning rate, {half}", pd.DataFrame(by_rate), [note]),
+        table("tune", f"Each method at its own learning rate, {half}", own, [note, *remarks(found)]),
+        table("tune_rates", f"Perplexity by learning rate, {half}", by_rate, [note]),
     ]
 
 
-def _spread(out: dict) -> Spread | None:
+def _spread(out: dict) -> str:
     return spread([*map(perplexity, out["losses"].values()), *(math.inf for _ in out["diverged"])])
 
 
@@ -218,7 +217,7 @@ def verdicts(found: dict) -> Iterator[str]:
 
 def console(found: dict) -> str:
     """The table of the methods, the verdicts and the remarks."""
-    own = tables(found)[0].shown().drop(columns="Better", errors="ignore").to_string(index=False)
+    own = tables(found)[0].frame.drop(columns="Better", errors="ignore").to_string(index=False)
     return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
 
 
