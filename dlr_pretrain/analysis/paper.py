@@ -10,8 +10,8 @@ import pandas as pd
 from dlr_pretrain.analysis.runs import differing
 from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.compose import check
-from dlr_pretrain.config.identity import ORIGIN, identity
 from dlr_pretrain.config.tree import CONFIG_DIR
+from dlr_pretrain.config.written import ORIGIN, identity
 
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
 C4_SHARDS = "1024 train and 8 validation shards"  # of C4's English text, as ``describe`` of a source puts it

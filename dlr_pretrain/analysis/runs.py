@@ -16,8 +16,7 @@ import numpy as np
 import pandas as pd
 
 from dlr_pretrain.config import flatten
-from dlr_pretrain.config.identity import ORIGIN
-from dlr_pretrain.config.written import read_config, read_record
+from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import sound_records
 from dlr_pretrain.util.text import plural

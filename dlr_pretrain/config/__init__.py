@@ -5,11 +5,11 @@ The dataclasses of ``tree`` and ``knobs`` state every key once: type, default, b
 at once. This module does not import Hydra either, because only ``command_line`` and ``compose`` need it.
 """
 
-from dlr_pretrain.config.identity import identity, run_name
 from dlr_pretrain.config.parse import flatten, parse, to_dict
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.rules import compiler_problem, unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Choice, Config, Precision
+from dlr_pretrain.config.written import identity, run_name
 
 __all__ = [
     "CONFIG_DIR",

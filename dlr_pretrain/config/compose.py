@@ -19,12 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlr_pretrain.config.command_line import CommandLine, key_of, parse_word, typed
-from dlr_pretrain.config.identity import run_name
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import all_keys, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, ROOT, SECTIONS, Choice, Config, Key, keys_of
+from dlr_pretrain.config.written import run_name
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"

@@ -42,14 +42,11 @@ def key(
     ge: float | None = None,
     le: float | None = None,
     lt: float | None = None,
-    identity: bool = True,
     fixed: bool = False,
 ) -> Any:
-    """A documented key with its default and bounds.
+    """A documented key with its default, which may be an interpolation such as ``${scale.rank}``, and its bounds.
 
-    ``default`` may be an interpolation such as ``${scale.rank}``. ``identity`` says whether the value takes part in the
-    mathematics of the run: such a value must not change on resume. A ``fixed`` key says what an option is: its YAML
-    file sets it, the command line cannot.
+    A ``fixed`` key says what an option is: its YAML file sets it, the command line cannot.
     """
     return field(default=default, metadata={n: v for n, v in locals().items() if n != "default"})
 
@@ -77,7 +74,7 @@ class Scale:
     num_layers: int = key("transformer blocks", ge=1)
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4)
-    micro_batch: int = key("the paper's sequences per GPU, for train.micro_batch=null", ge=1, identity=False)
+    micro_batch: int = key("the paper's sequences per GPU, for train.micro_batch=null", ge=1)
 
 
 @dataclass
@@ -88,49 +85,41 @@ class Dlr:
     learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
     impl: Literal["weight", "branch"] = key(
-        "inside B, free and folded exactly, or as the paper's own branch, the slow reference", "weight"
+        "inside B, folded exactly, or the paper's own branch, as a slow reference", "weight"
     )
     scope: Literal["all", "attention", "mlp"] = key("which projections carry it", "all")
     grouping: Literal["contiguous", "balanced", "random"] = key(
-        "latent of output i: floor(i / K), floor(i r / d_out), or drawn once", "contiguous"
+        "latent of i: floor(i / K), floor(i r / d_out), or drawn", "contiguous"
     )
     grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)
     mode: Literal["residual", "offset", "decayed_offset"] = key(
-        "beside B, an offset of B at the start, or one that weight decay pulls to", "residual"
+        "beside B, B's initial offset, or one that decay pulls to", "residual"
     )
 
 
 @dataclass
 class Precision:
-    name: Literal["bf16", "bf16_sr", "bf16_mixed", "fp32"] = key(
-        "dtype of weights, gradients and moments, and rounding", fixed=True
-    )
+    name: Literal["bf16", "bf16_sr", "bf16_mixed", "fp32"] = key("dtype of the state, and its rounding", fixed=True)
 
 
 @dataclass
 class Parallel:
-    name: Literal["ddp", "fsdp"] = key("replicated or sharded state", identity=False, fixed=True)
+    name: Literal["ddp", "fsdp"] = key("replicated or sharded state", fixed=True)
 
 
 @dataclass
 class Data:
     source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     dataset: str | None = key("name of the dataset on the hub", None)
-    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None, identity=False)
-    cache: str | None = key("folder in which remote shards are kept; null: none are", None, identity=False)
+    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None)
+    cache: str | None = key("folder in which remote shards are kept; null: none are", None)
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
-    train_files: str | None = key(
-        "glob of the training shards, below data.root or absolute; null: all files there", None
-    )
+    train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
-    held_out: float = key(
-        "held-out share of the documents, by a hash of each, where there are no files", 0.01, gt=0, lt=1
-    )
+    held_out: float = key("held-out share of the documents, by a hash, where there are no files", 0.01, gt=0, lt=1)
     text_key: str = key("field of a record that holds the text; meta.text is a field in a field", "text")
-    document: Literal["file", "paragraph"] = key(
-        "document of a .txt file; paragraphs stand between blank lines", "file"
-    )
+    document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
     bad_rows: Literal["stop", "skip"] = key("rows without a text: end the run, or are left out", "stop")
     streams: int | None = key("document streams, shared by the ranks; null: gcd(global_batch, 64)", None, ge=1)
     seed: int = key("orders the documents, and nothing else", 42, ge=0, le=2**32 - 1)
@@ -140,11 +129,9 @@ class Data:
 
 @dataclass
 class Tokenizer:
-    path: str | None = key(
-        "tokenizer.json, sentencepiece model, or a folder with one; null: the source's, or hub's", None
-    )
+    path: str | None = key("tokenizer.json, sentencepiece model, or their folder; null: the source's, or hub's", None)
     hub: str = key("repository on the hub with the tokenizer where path is null", "google-t5/t5-base")
-    eos: str | None = key("the token that ends a document; null: the tokenizer's own", None, identity=False)
+    eos: str | None = key("the token that ends a document; null: the tokenizer's own", None)
 
 
 @dataclass
@@ -156,92 +143,74 @@ class Train:
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key(
-        "last steps over which the rate falls; null: all after the warm-up; 0: none", None, ge=0
+        "last steps, in which the rate falls; null: all after warm-up; 0: none", None, ge=0
     )
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
     micro_batch: int | Literal["auto"] | None = key(
-        "sequences a rank takes at once; null: scale.micro_batch, or the largest divisor of the rank's share below it; "
-        "auto: the most that fit its memory, found at the start and kept by every resume",
-        None,
-        ge=1,
-        identity=False,
+        "sequences a rank takes at once; null: by scale.micro_batch; auto: what fits the memory", None, ge=1
     )
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
-    accumulate: Literal["native", "fp32"] = key(
-        "dtype in which micro-batches are summed: the gradients' own, or fp32", "native"
-    )
+    accumulate: Literal["native", "fp32"] = key("dtype of sums over micro-batches, the gradients' or fp32", "native")
     activation_checkpointing: Literal["none", "latent", "block"] = key(
-        "kept for the backward pass: everything, a block's input and latents (CoLA-M), or its input alone",
-        "none",
-        identity=False,
+        "kept: everything, a block's input and latents (CoLA-M), or its input", "none"
     )
-    stop_after: int | None = key(
-        "stop and save after this step; the schedule spans train.steps", None, ge=1, identity=False
-    )
-    on_nonfinite: Literal["stop", "skip"] = key(
-        "an update that is not finite ends the run, or is left out", "stop", identity=False
-    )
-    max_skipped: int = key("updates that may be left out in a row", 10, ge=1, identity=False)
+    stop_after: int | None = key("stop and save after this step; the schedule spans train.steps", None, ge=1)
+    on_nonfinite: Literal["stop", "skip"] = key("an update that is not finite ends the run, or is left out", "stop")
+    max_skipped: int = key("updates that may be left out in a row", 10, ge=1)
 
 
 @dataclass
 class Eval:
-    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1, identity=False)
+    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1)
     tokens: int = key("real tokens of validation text, or all there is", 10_000_000, ge=1)
     packing: Literal["packed", "pad"] = key("packed, or one padded document each, as in published numbers", "pad")
 
 
 @dataclass
 class Checkpoint:
-    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1, identity=False)
-    keep_last: int = key("newest checkpoints kept", 2, ge=1, identity=False)
-    keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1, identity=False)
+    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1)
+    keep_last: int = key("newest checkpoints kept", 2, ge=1)
+    keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1)
 
 
 @dataclass
 class Log:
-    every: int = key("steps between console lines where there is no terminal", 10, ge=1, identity=False)
+    every: int = key("steps between console lines where there is no terminal", 10, ge=1)
 
 
 @dataclass
 class Logger:
-    view: Literal["jsonl", "tensorboard", "wandb"] = key("view beside metrics.jsonl", identity=False, fixed=True)
-    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None, identity=False)
-    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None, identity=False)
-    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None, identity=False)
-    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None, identity=False)  # noqa: RUF009
-    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None, identity=False)
-    notes: str | None = key("W&B notes; null: WANDB_NOTES", None, identity=False)
+    view: Literal["jsonl", "tensorboard", "wandb"] = key("view beside metrics.jsonl", fixed=True)
+    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None)
+    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None)
+    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None)
+    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None)  # noqa: RUF009
+    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None)
+    notes: str | None = key("W&B notes; null: WANDB_NOTES", None)
 
 
 @dataclass
 class Probe:
-    name: str = key("name of the choice", identity=False, fixed=True)
-    enabled: bool = key("whether gradient paths are probed", identity=False, fixed=True)
-    layers: str | None = key(
-        'projections, such as "0.self_attn.q_proj *.mlp.up_proj"; null: the paper\'s three', None, identity=False
-    )
-    every: int = key("updates between two probe steps; at first after 0, 1, 3, 10, 30, ...", 1000, ge=1, identity=False)
+    name: str = key("name of the choice", fixed=True)
+    enabled: bool = key("whether gradient paths are probed", fixed=True)
+    layers: str | None = key('projections, such as "0.self_attn.q_proj *.mlp.up_proj"; null: the paper\'s three', None)
+    every: int = key("updates between two probe steps; at first after 0, 1, 3, 10, 30, ...", 1000, ge=1)
 
 
 @dataclass
 class Profile:
-    name: str = key("name of the choice", identity=False, fixed=True)
-    enabled: bool = key("whether some steps are traced", identity=False, fixed=True)
-    start: int = key("steps of this start before the trace, compilation among them", 20, ge=1, identity=False)
-    steps: int = key("steps in the trace", 3, ge=1, identity=False)
+    name: str = key("name of the choice", fixed=True)
+    enabled: bool = key("whether some steps are traced", fixed=True)
+    start: int = key("steps of this start before the trace, compilation among them", 20, ge=1)
+    steps: int = key("steps in the trace", 3, ge=1)
 
 
 @dataclass
 class Run:
-    root: str = key("folder of the runs", "runs", identity=False)
-    dir: str | None = key(
-        "the run directory; null: <root>/<name of its choices, seed and other overrides>", None, identity=False
-    )
-    timeout_minutes: float | None = key(
-        "without progress for so long, the run ends; null: never", 10.0, gt=0, le=100_000, identity=False
-    )
+    root: str = key("folder of the runs", "runs")
+    dir: str | None = key("the run directory; null: <root>/<name of its choices, seed and other overrides>", None)
+    timeout_minutes: float | None = key("ends a run without progress for so long; null: never", 10.0, gt=0, le=100_000)
     start_from: str | None = key("run, checkpoint or folder of weights to start from; null: the seed", None)
     start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too", False)
 
@@ -267,8 +236,8 @@ class Config:
     profile: Profile
     run: Run
     seed: int = key("initialisation, and the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
-    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto", identity=False)
-    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", True, identity=False)
+    device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto")
+    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", True)
 
     @property
     def warmup_steps(self) -> int:
@@ -351,10 +320,6 @@ class Key:
     def holds(self, value: Any) -> bool:
         """Whether ``value``, of the key's type, is within its bounds."""
         return all(within(value, self.about[n]) for n, (_, within) in BOUNDS.items() if self.about.get(n) is not None)
-
-    @property
-    def identity(self) -> bool:
-        return self.about.get("identity", True)
 
     @property
     def fixed(self) -> bool:

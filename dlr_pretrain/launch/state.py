@@ -21,8 +21,7 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
-from dlr_pretrain.config.identity import differences, told
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import differences, read_record, told
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError

@@ -20,9 +20,8 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.identity import differences, told
 from dlr_pretrain.config.secrets import redact_word
-from dlr_pretrain.config.written import MANIFEST, read_record
+from dlr_pretrain.config.written import MANIFEST, differences, read_record, told
 from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably

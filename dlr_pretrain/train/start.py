@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.identity import differences
 from dlr_pretrain.config.problems import shown
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import differences, read_record
 from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint

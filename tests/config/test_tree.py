@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 
 import pytest
 import yaml
@@ -23,12 +24,11 @@ from dlr_pretrain.config import (
     validate,
 )
 from dlr_pretrain.config.compose import default_choices
-from dlr_pretrain.config.document import page
-from dlr_pretrain.config.identity import ORIGIN
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.rules import probed
 from dlr_pretrain.config.tree import KEYS
+from dlr_pretrain.config.written import ORIGIN
 from dlr_pretrain.deploy import card
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
@@ -62,8 +62,8 @@ def broken_rules(cfg: Config, world_size: int = 1) -> list[str]:
 
 
 def test_the_page_of_keys_is_that_of_the_code():
-    command = "python -m dlr_pretrain.config.document > docs/configuration.md"
-    assert (ROOT / "docs/configuration.md").read_text() == page(), f"run {command}"
+    page = runpy.run_path(str(ROOT / "docs/configuration.py"))["page"]
+    assert (ROOT / "docs/configuration.md").read_text() == page(), "run docs/configuration.py > docs/configuration.md"
 
 
 def test_a_configuration_survives_being_written_and_read(loaded, tree):

@@ -1,4 +1,4 @@
-"""Prints the page of all keys: ``python -m dlr_pretrain.config.document > docs/configuration.md``."""
+"""Writes the page of all keys: ``python docs/configuration.py > docs/configuration.md``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, MANDATORY, OPEN_GROUPS, ROOT, SECTIONS, Key, keys_of
+from dlr_pretrain.config.written import CHANGEABLE
 from dlr_pretrain.util.text import table
 
 HEAD = """# Configuration
 
-Every key and every option (`python -m dlr_pretrain.config.document` writes this page from the code). A key is given as
+Every key and every option (`docs/configuration.py` writes this page from the code). A key is given as
 `section.key=value`, an option of a group as `group=option`; a later word replaces an earlier one. `${{a.b}}` is the
 value of another key. Keys with a dot in the last column take part in the mathematics of a run and cannot change when it
 resumes (`run.start_from` starts another run from it). The others may change, and so may those that say where text and
@@ -46,7 +47,8 @@ def _keys(prefix: str, keys: Mapping[str, Key]) -> str:
     rows = []
     for name, found in keys.items():
         default = "by option" if found.default == MANDATORY else f"`{shown(found.default)}`"
-        rows.append([f"`{prefix}{name}`", found.about["doc"], found.takes(), default, "·" if found.identity else ""])
+        kept = "" if f"{prefix}{name}".startswith(CHANGEABLE) else "·"
+        rows.append([f"`{prefix}{name}`", found.about["doc"], found.takes(), default, kept])
     return table(COLUMNS, rows)
 
 
