@@ -13,9 +13,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     paper_table1      what the paper's Table 1 prints for this scale and method, see ``in_table1`` (or null)
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
-    tokens            positions of the whole run; paper_budget at this scale, and budget_steps, its updates (or null)
-    schedule          update (from 0) and lr, at the corners of the schedule and between them
-    restart_every     updates between restarts of the rate (or null)
+    tokens            of the whole run, padding included
+    schedule          update (from 0) and lr, at some updates
     speed             gpu, peak_flops (each one's), and estimates: mfu, tokens_per_second, hours; null in fp32
     paper_measured    what the paper measured for this scale and method, see ``paper_measured`` (or null)
 """
@@ -39,7 +38,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes
-from dlr_pretrain.optim.schedule import rate, restarts
+from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.util.text import fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which speed and ``auto`` are estimated
@@ -57,10 +56,12 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     if cfg.train.micro_batch == "auto":
         sizes = map(cfg.with_micro_batch, reversed(cfg.micro_batches(ranks)))
         cfg = next((c for c in sizes if peak_bytes(c, vocab_size, ranks) <= GPU_BYTES), cfg.with_micro_batch(1))
-    batch = _batch(cfg, ranks)
-    positions = cfg.train.steps * batch["positions"]
-    flops = flops_per_token(cfg, vocab_size, batch["micro_batch"])
-    budget = token_budget(cfg.scale.name)
+    batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
+    positions = batch * cfg.train.seq_len
+    tokens = cfg.train.steps * positions
+    flops = flops_per_token(cfg, vocab_size, micro_batch)
+    steps, warmup = cfg.train.steps, cfg.warmup_steps
+    corners = sorted({0, warmup // 2, min(warmup, steps - 1), (warmup + steps) // 2, steps - 1})
     of = counts(cfg, vocab_size)
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     kept = disk(cfg, vocab_size)
@@ -69,22 +70,24 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
         "parameters": {"total": of.total, "trainable": of.trained, "folded": folded_parameters(cfg, vocab_size)},
         "flops_per_token": flops,
-        "flops_total": flops * positions,
+        "flops_total": flops * tokens,
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
         "host_memory": kept["checkpoint"],
         "disk": kept,
         "paper_table1": in_table1(cfg),
-        "batch": batch,
-        "steps": cfg.train.steps,
-        "warmup_steps": cfg.warmup_steps,
-        "tokens": {
+        "batch": {
+            "ranks": ranks,
+            "global_batch": batch,
+            "micro_batch": micro_batch,
+            "micro_batches": batch // ranks // micro_batch,
+            "seq_len": cfg.train.seq_len,
             "positions": positions,
-            "paper_budget": budget,
-            "budget_steps": budget and round(budget / batch["positions"]),
         },
-        "schedule": [{"update": update, "lr": rate(cfg, update)} for update in _corners(cfg)],
-        "restart_every": (restarts(cfg) or [None])[0],
-        "speed": _speed(cfg, ranks, flops, positions, utilisations),
+        "steps": steps,
+        "warmup_steps": warmup,
+        "tokens": tokens,
+        "schedule": [{"update": update, "lr": rate(cfg, update)} for update in corners],
+        "speed": _speed(cfg, ranks, flops, tokens, utilisations),
         "paper_measured": paper_measured(cfg),
     }
 
@@ -129,22 +132,16 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
-def token_budget(scale: str) -> float | None:
-    """The tokens that the paper's table names for a scale; None for a scale that is not in it."""
-    table = facts("table1")
-    found = table.tokens_b[table.scale == scale]
-    return float(found.iloc[0]) * 1e9 if len(found) else None
-
-
 def in_table1(cfg: Config) -> dict | None:
-    """Millions of parameters and GB that the paper's Table 1 prints for this method at this scale; None if nothing.
+    """What the paper's Table 1 prints for this method at this scale; None if nothing.
 
     Its memory is an estimate of weights and optimizer state alone, whose unit and parts differ between rows.
     """
     name = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
-    table = facts("table1")
+    table = facts("table1").rename(columns={"params_m": "parameters_m", "mem_gb": "memory_gb"})
     rows = table[(table.method == name) & (table.scale == cfg.scale.name)]
-    return None if rows.empty else {"method": name, "params_m": rows.params_m.item(), "memory_gb": rows.mem_gb.item()}
+    columns = ["method", "parameters_m", "memory_gb", "tokens_b"]
+    return None if rows.empty else rows[columns].to_dict("records")[0]
 
 
 def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
@@ -182,35 +179,13 @@ def paper_measured(cfg: Config) -> dict | None:
     }
 
 
-def _speed(cfg: Config, gpus: int, flops: float, positions: int, utilisations: Sequence[float]) -> dict | None:
+def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequence[float]) -> dict | None:
     """Tokens/s of all GPUs and hours of the whole run, from FLOPs and model FLOPs utilisation alone."""
     if WORKING_DTYPE[cfg.precision.name] != torch.bfloat16:  # the table of peaks is of bf16 products
         return None
     rates = {mfu: gpus * PEAK_FLOPS[GPU] * mfu / flops for mfu in utilisations}
-    estimates = [{"mfu": mfu, "tokens_per_second": r, "hours": positions / r / 3600} for mfu, r in rates.items()]
+    estimates = [{"mfu": mfu, "tokens_per_second": r, "hours": tokens / r / 3600} for mfu, r in rates.items()]
     return {"gpu": GPU, "peak_flops": PEAK_FLOPS[GPU], "estimates": estimates}
-
-
-def _batch(cfg: Config, ranks: int) -> dict[str, int]:
-    batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
-    return {
-        "ranks": ranks,
-        "global_batch": batch,
-        "micro_batch": micro_batch,
-        "micro_batches": batch // ranks // micro_batch,
-        "seq_len": cfg.train.seq_len,
-        "positions": batch * cfg.train.seq_len,
-    }
-
-
-def _corners(cfg: Config) -> list[int]:
-    """The updates that show the schedule's shape. All but the last avoid the rise after a restart."""
-    steps, warmup = cfg.train.steps, cfg.warmup_steps
-    every, rise = restarts(cfg) or (steps, 0)
-    falls = steps if cfg.own_schedule else steps - cfg.lr_decay_steps
-    corners = (0, warmup // 2, warmup, (warmup + steps) // 2, falls)
-    risen = (t + max(0, rise - t % every) if t >= every else t for t in corners)
-    return sorted({*(t for t in risen if t < steps), steps - 1})
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -223,7 +198,7 @@ def render(p: dict) -> str:
 
 
 def _lines(p: dict) -> Iterator[tuple[str, str]]:
-    run, sizes, batch, tokens = p["run"], p["parameters"], p["batch"], p["tokens"]
+    run, sizes, batch = p["run"], p["parameters"], p["batch"]
     yield "run", run["dir"]
     choices = f"{run['scale']}, {run['backbone']}, dlr {run['dlr']}, {run['optimizer']}, {run['precision']}"
     assumed = " assumed: the tokenizer's will be taken" if p["vocabulary"]["assumed"] else ""
@@ -234,14 +209,15 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "arithmetic", f"{flops}, forward and backward"
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
     yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
-    yield "steps", f"{p['steps']:,} updates, {tokens['positions'] / 1e9:,.2f}B tokens, padding included"
-    if tokens["paper_budget"]:
-        yield "", f"the paper's table says {tokens['paper_budget'] / 1e9:g}B tokens: {tokens['budget_steps']:,} updates"
-    anew = f"; anew every {p['restart_every']:,} updates" if p["restart_every"] else ""
-    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"]) + anew
+    yield "steps", f"{p['steps']:,} updates, {p['tokens'] / 1e9:,.2f}B tokens, padding included"
+    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
     yield "disk", f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, {p['disk']['run'] / 1e9:.2f} GB at a time"
     yield from _memory_lines(p)
     yield from _speed_lines(p)
+    if paper := p["paper_table1"]:
+        memory = f"{paper['memory_gb']:.2f} GB (weights and optimizer alone)"
+        said = f"{paper['parameters_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
+        yield "Table 1", f"of the paper, for {paper['method']}: {said}"
 
 
 def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
@@ -256,9 +232,6 @@ def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
         if size:
             yield "", f"{labels.get(part, part):<12}{size / 1e9:8.2f}  {notes.get(part, '')}".rstrip()
     yield "", f"{'host copy':<12}{p['host_memory'] / 1e9:8.2f}  pinned by the checkpoint writer, all ranks"
-    if paper := p["paper_table1"]:
-        said = f"{paper['memory_gb']:.2f} for {paper['method']}, of weights and optimizer alone"
-        yield "", f"the paper's Table 1 prints {said}"
 
 
 def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
