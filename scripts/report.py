@@ -18,7 +18,7 @@ def main() -> int:
         "places",
         nargs="+",
         metavar="place",
-        help="run directory, folder of them, glob of either, JSON of evaluate.py --output",
+        help="run directory, folder of them, glob of either",
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, tables, figures"
@@ -34,7 +34,7 @@ def report(given: argparse.Namespace) -> None:
     for remark in remarks:
         print(f"note: {remark}")
     print(f"report      {given.output / 'index.html'}\ntables      {given.output / 'tables'}: md, csv, tex")
-    print(f"figures     {given.output / 'figures'}: png, svg, pdf")
+    print(f"figures     {given.output / 'figures'}: png, pdf")
 
 
 if __name__ == "__main__":

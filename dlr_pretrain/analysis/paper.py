@@ -15,13 +15,12 @@ from dlr_pretrain.config.written import ORIGIN, identity
 
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
 C4_SHARDS = "1024 train and 8 validation shards"  # of C4's English text, as ``describe`` of a source puts it
-TASKS = ("arc_challenge", "boolq", "hellaswag", "mmlu", "piqa", "winogrande")
 AT_7B = {"full": (), "lost": (), "cola+dlr": (), "sltrain": ("optimizer=adamw_8bit", "train.clip=1.0")}
 
 
 @cache
 def facts(name: str) -> pd.DataFrame:
-    """One of the paper's tables: table1, table7b, system_1b, ablations or downstream_1b."""
+    """One of the paper's tables: table1, table7b, system_1b or ablations."""
     return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
 
 

@@ -76,7 +76,7 @@ def test_the_tables_have_the_numbers_of_the_runs(made):
     last = [[lines_of(root / f"lowrank-{dlr}-s{s}")[-1][PERPLEXITY] for s in (41, 42)] for dlr in ("off", "on")]
     each = [b - a for a, b in zip(*last, strict=True)]
     assert gaps["lowrank"]["Δ PPL"] == f"{statistics.fmean(each):+.2f} ± {statistics.stdev(each):.2f} (2)"
-    with (output / "tables/runs.csv").open() as file:
+    with (output / "tables/numbers.csv").open() as file:
         digits = {row["name"]: row["ppl"] for row in csv.DictReader(file)}
     assert float(digits["cola-on-s42"]) == lines_of(root / "cola-on-s42")[-1][PERPLEXITY]
 
@@ -84,7 +84,7 @@ def test_the_tables_have_the_numbers_of_the_runs(made):
 def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
     _, output, _ = made
     page = (output / "index.html").read_text()
-    for name in ("groups", "pairs", "speed", "settings"):
+    for name in ("groups", "pairs", "speed", "settings", "runs"):
         marked = (output / f"tables/{name}.md").read_text()
         rows = [line.strip("| ").split(" | ") for line in marked.splitlines() if line.startswith("| ")]
         assert marked.strip() in (output / "report.md").read_text()
@@ -235,27 +235,6 @@ def test_our_recipes_are_the_papers_setting(method, tmp_path):
     ours, other = (read_runs([tmp_path / name]).runs.iloc[0] for name in "ab")
     assert marks(ours) == ""
     assert marks(other) == "text that is not known to be all of C4; another tokenizer than T5's"
-
-
-def test_accuracies_are_taken_beside_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlr_pretrain.analysis.report.draw", lambda *_: [])
-    report = {
-        "tasks": {"boolq": {"acc": 0.25, "std": 0.01, "distinct_choices": 1}}, "average": {"acc": 0.25},
-        "convention": "plain",
-        "context_length": 256, "dtype": "float32", "data": "hub", "limit": None,
-        "checkpoints": [{"folder": "a/folded"}],
-    }  # fmt: skip
-    (tmp_path / "z.json").write_text(json.dumps(report))
-    a_run(tmp_path / "runs/a", *COLA)
-    out = tmp_path / "out"
-    write_reports([str(tmp_path / name) for name in ("z.json", "runs")], out, "")
-    accuracies = (out / "tables/zero_shot.md").read_text()
-    assert "| a/folded |" in accuracies and "25.00 ± 1.00 (1)" in accuracies and "37.83" in accuracies
-    assert "convention plain, contexts of 256 tokens, float32, data: hub; always the same choice in boolq" in accuracies
-    assert (out / "tables/groups.md").exists()
-    (tmp_path / "z.json").write_text("{}")
-    with pytest.raises(UserError, match=r"z\.json cannot be read as JSON of scripts/evaluate\.py"):
-        write_reports([str(tmp_path / "z.json")], out, "")
 
 
 # ----------------------------------------------------------------------------------------------------
