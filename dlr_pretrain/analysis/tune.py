@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,27 +10,28 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from dlr_pretrain.analysis.runs import method_name
+from dlr_pretrain.analysis.runs import differing, method_name
 from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, console, write
-from dlr_pretrain.config import ConfigError, Problem, flatten, to_dict
+from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import AGAIN, Status, look, queue
-from dlr_pretrain.launch.submit import parser_of, submit, summary
+from dlr_pretrain.launch.state import DUE, Status, last_job, look, queue
+from dlr_pretrain.launch.submit import parser_of, submit
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from dlr_pretrain.util.history import newest_first
 
 EPILOG = """examples:
-  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --limit 8 --output runs/cola
-  tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output runs/cola \\
+  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --limit 8 --output cola
+  tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output cola \\
       --slurm -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
-The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
-rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
-alone, and reports them instead of the grid's. The same command continues where this one stopped."""
+The table is that of submit.py, which shows how its runs stand. Runs that differ in train.lr and seed alone are one
+method; every method needs the same rates and seeds, and the others are compared with the first. --confirm trains fresh
+seeds at each method's chosen rate alone, and reports them instead of the grid's. The same command continues where this
+one stopped."""
 
 Cell = tuple[str, float, int]  # method, learning rate, seed
 FINGERPRINTS = ("data.shards", "tokenizer.pieces", "data.order")  # in a run's identity: text, tokenizer, order
@@ -49,13 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def tune(argv: Sequence[str]) -> int:
     given, for_sbatch = read(argv)
-    machine = not (given.slurm or given.dry_run)
-    methods = by_method(load_runs(read_table(given.what), machine))
+    methods = by_method(load_runs(read_table(given.what), machine=not given.slurm))
     design, runs = grid(methods, given.confirm)
-    if given.dry_run:
-        print("\n".join(f"{method} lr={lr:g} seed={seed}: {run.dir}" for (method, lr, seed), run in runs.items()))
-        print(summary([look(run, {}) for run in runs.values()]))
-        return 0
     trials = bring(runs, given, for_sbatch)
     fresh: dict[Cell, Line] = {}
     for method in methods:
@@ -65,7 +60,7 @@ def tune(argv: Sequence[str]) -> int:
             words = (*(word for word in line.words if key_of(word) != "seed"), f"seed={seed}")
             fresh[method, lr, seed] = replace(line, words=words)
     if fresh:
-        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine), strict=True))
+        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=not given.slurm), strict=True))
         trials += bring(confirming, given, for_sbatch)
         runs |= confirming
     require_one_text(runs.values())
@@ -75,7 +70,7 @@ def tune(argv: Sequence[str]) -> int:
     found["ordered_by_seed"] = len({c.seed for c in configs}) > 1 and all(c.data.seed == c.seed for c in configs)
     write(found, given.output)
     print(f"\n{console(found)}\n\nreport      {given.output / 'report.md'}")
-    broken = [at for at in trials if at.state in AGAIN or not (given.slurm or at.state in ENDED)]
+    broken = [at for at in trials if at.state in ("failed", "stopped") or not (given.slurm or at.state in ENDED)]
     for at in broken:
         print(f"{at.method} lr={at.lr:g} seed={at.seed}: {at.state} {at.remark}".rstrip())
     return EXIT_FAILED if broken else 0
@@ -88,7 +83,6 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--confirm", type=seed_list, default=(), metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--slurm", action="store_true", help="queue the runs as a job array")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    parser.add_argument("--dry-run", action="store_true", help="name the runs of the grid, and train none")
     given = parser.parse_intermixed_args(own)
     if for_sbatch and not given.slurm:
         parser.error("options of sbatch belong to --slurm")
@@ -135,12 +129,9 @@ def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[
             raise UserError(f"{method} has no run with train.lr={lr:g} seed={seed}: {rule}")
     if both := set(seeds) & set(fresh):
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
-    first, *others = methods
-    trees = {method: flatten(to_dict(of[0].cfg)) for method, of in methods.items()}
-    for other, (key, value) in product(others, trees[first].items()):
-        if key.startswith(MEASURE) and key != "eval.every" and trees[other].get(key) != value:
-            rule = f"of {other} is not that of {first}, {value}: their losses do not compare"
-            raise ConfigError([Problem(key, trees[other].get(key), rule, "Give it for all methods")])
+    trees = [flatten(to_dict(of[0].cfg)) for of in methods.values()]
+    if keys := [key for key in differing(trees) if key.startswith(MEASURE) and key != "eval.every"]:
+        raise UserError(f"{', '.join(keys)}: not the same for all methods, so their losses do not compare")
     return Design(tuple(methods), tuple(rates), seeds, fresh), cells
 
 
@@ -163,19 +154,15 @@ def about(methods: dict[str, list[PlannedRun]]) -> dict:
 def bring(runs: dict[Cell, PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> list[Trial]:
     """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all runs."""
     jobs = queue() if given.slurm else {}
-    trials = {cell: trial(cell, run, look(run, jobs)) for cell, run in runs.items()}
-    due = [cell for cell, at in trials.items() if at.state in (*AGAIN, "not started")]
-    chosen = [runs[cell] for cell in due]
-    if not due:
-        return list(trials.values())
+    table = sorted(runs.values(), key=lambda run: run.number)
+    due = [run for run in table if look(run, jobs).state in DUE]
     print(f"{len(due)} of {len(runs)} runs are to be trained", flush=True)
-    if given.slurm:
-        table = sorted(runs.values(), key=lambda run: run.number)
-        print(submit(table, chosen, "tune", for_sbatch, given.limit))
-        print("The same command reports, and goes on")
-        return [replace(at, state="pending", remark="") if cell in due else at for cell, at in trials.items()]
-    train(chosen, given.limit or 1, lambda: require_one_text(runs.values()))
-    return [trial(cell, run, look(run, {})) for cell, run in runs.items()]
+    if due and given.slurm:
+        print(submit(table, due, "tune", for_sbatch, given.limit), "The same command reports, and goes on", sep="\n")
+        jobs |= {last_job(run.dir)["job"]: "PENDING" for run in due}
+    elif due:
+        train(due, given.limit or 1)
+    return [trial(cell, run, look(run, jobs)) for cell, run in runs.items()]
 
 
 def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
@@ -186,14 +173,15 @@ def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
     if status.state != "complete":
         return Trial(*cell, status.state, str(run.dir), remark=status.reason)
     last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
-    if last.get("step") != run.cfg.train.steps:
-        raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
-    losses = [last.get(f"eval/loss{half}") for half in ("_a", "_b", "")]
-    if None in losses:
-        raise UserError(f"{run.dir}: one validation sequence has no halves. Raise eval.tokens={run.cfg.eval.tokens}")
-    if not all(map(math.isfinite, losses)):
+    a, b, loss = (last.get(f"eval/loss{half}") for half in ("_a", "_b", ""))
+    if last.get("step") == run.cfg.train.steps and loss is None:  # it was not finite
         return Trial(*cell, "diverged", str(run.dir))
-    return Trial(*cell, "finished", str(run.dir), *losses)
+    if last.get("step") != run.cfg.train.steps or None in (a, b):
+        raise UserError(
+            f"{run.dir}: complete, and its last step has no losses of both halves of the validation text. Move it "
+            f"away; raise eval.tokens={run.cfg.eval.tokens} if that is a single sequence"
+        )
+    return Trial(*cell, "finished", str(run.dir), a, b, loss)
 
 
 def require_one_text(runs: Iterable[PlannedRun]) -> None:

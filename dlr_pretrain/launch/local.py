@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
@@ -18,11 +18,10 @@ from dlr_pretrain.util.process import cores, stop_signals
 TRAIN = ("-m", "dlr_pretrain")
 
 
-def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] = lambda: None) -> None:
-    """Train ``runs``, ``at_once`` at a time, and print how each has ended. ``check`` is called after each.
+def train(runs: Sequence[PlannedRun], at_once: int) -> None:
+    """Train ``runs``, ``at_once`` at a time, and print how each has ended.
 
-    After a signal, or if ``check`` raises, it waits until the running ones have saved; after a signal it raises
-    Stopped.
+    After a signal it waits until the running ones have saved, and raises Stopped.
     """
     waiting, slots, asked = list(runs), list(range(at_once)), []
     running: dict[subprocess.Popen, tuple[PlannedRun, int]] = {}
@@ -46,7 +45,6 @@ def train(runs: Sequence[PlannedRun], at_once: int, check: Callable[[], object] 
                 done = len(runs) - len(waiting) - len(running)
                 failed = f" (exit code {process.returncode}: see {_log(run)})" if process.returncode else ""
                 print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}{failed}", flush=True)
-                check()
             time.sleep(0.05)
         if asked:
             raise Stopped("asked to stop; what had begun is saved. The same command continues")

@@ -29,7 +29,7 @@ from dlr_pretrain.util.files import EXPIRY, read_beat
 from dlr_pretrain.util.history import newest_first
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
-AGAIN = ("failed", "stopped")  # states of the runs that --resubmit takes
+DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained
 JOB = "job.json"
 
 
@@ -72,21 +72,14 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
         return "complete", ""
     if queued := queue.get(job.get("job", "")):
         return "running" if queued in ("RUNNING", "COMPLETING") else "pending", ""
-    if _beat(run.dir) > time.time() - EXPIRY:
+    lease = run.dir / ".lock"  # a process renews it, perhaps on another machine
+    if lease.exists() and read_beat(lease).get("beat", 0.0) > time.time() - EXPIRY:
         return "running", ""
     if said and said["name"] != "running" and said["time"] > job.get("time", 0.0):
         return said["name"], said["reason"]
     if job:
         return "failed", f"its job has left the queue: see {job['log']}"
     return ("failed", "it ended without a word") if said else ("not started", "")
-
-
-def _beat(run_dir: Path) -> float:
-    """The time when a process, perhaps on another machine, last renewed the lease of the run directory; 0 if never."""
-    try:
-        return float(read_beat(run_dir / ".lock")["beat"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0.0
 
 
 def last_job(run_dir: Path) -> dict:

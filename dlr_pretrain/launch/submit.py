@@ -15,10 +15,11 @@ from pathlib import Path
 from dlr_pretrain.config.secrets import named_in
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import AGAIN, JOB, STATES, Status, ask, look, queue
+from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, look, queue
 from dlr_pretrain.util.command import at_least_1, command
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from dlr_pretrain.util.files import write_durably
+from dlr_pretrain.util.text import plural
 
 EPILOG = """examples:
   submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
@@ -26,7 +27,8 @@ EPILOG = """examples:
   submit.py slurm/table1.runs scale=60m seed=41,42,43 --status
 
 Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
-value, and are added to those that have none. Options after -- are those of sbatch."""
+value, and are added to those that have none. Runs that are complete, have diverged, run or wait are left out. Options
+after -- are those of sbatch."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,8 +42,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "submit.py", argv, "Train a table of runs as one SLURM job array, or on this machine.", EPILOG
     )
     parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
-    parser.add_argument("--resubmit", action="store_true", help="also those that failed, were cancelled, or stopped")
-    parser.add_argument("--local", action="store_true", help="train on this machine all that have not ended")
+    parser.add_argument("--local", action="store_true", help="train on this machine")
     return parser.parse_intermixed_args(own), for_sbatch
 
 
@@ -72,9 +73,9 @@ def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
     stands = [look(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         print(f"{run.number:>3}  {run.dir}: {at}")
-    print(summary(stands))
-    again = AGAIN if given.resubmit or given.local else ()
-    due = [run for run, at in zip(runs, stands, strict=True) if at.state in ("not started", *again)]
+    counts = Counter(at.state for at in stands)
+    print(f"{plural(len(runs), 'run')}: {', '.join(f'{counts[state]} {state}' for state in STATES if counts[state])}")
+    due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
     if not due:
         print("Nothing to submit.")
     elif not given.local:
@@ -84,13 +85,6 @@ def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
         train(due, given.limit or 1)
         return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in due) else 0
     return 0
-
-
-def summary(stands: Sequence[Status]) -> str:
-    """The number of runs in each state, such as "3 runs: 2 complete, 1 failed"."""
-    counts = Counter(status.state for status in stands)
-    parts = [f"{counts[state]} {state}" for state in STATES if counts[state]]
-    return f"{len(stands)} run{'s' * (len(stands) > 1)}: {', '.join(parts)}"
 
 
 def submit(

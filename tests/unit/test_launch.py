@@ -178,14 +178,11 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, tmp_pa
     (fresh.dir).write_text("in the way")
     assert submit.main(words) == 3 and not (scheduler / "asked").exists()
     fresh.dir.unlink()
-    assert submit.main(words) == 0 and f"--array={fresh.number}" in (scheduler / "asked").read_text()
-    queue.write_text("9_2 PENDING\n70_5 PENDING\n")
-    assert (
-        submit.main([*words, "--resubmit"]) == 0 and f"--array={failed.number}\n" in (scheduler / "asked").read_text()
-    )
+    assert submit.main(words) == 0
+    assert f"--array={failed.number},{fresh.number}\n" in (scheduler / "asked").read_text()
     queue.write_text("9_2 RUNNING\n70_3 PENDING\n70_5 RUNNING\n")
     (scheduler / "asked").unlink()
-    assert submit.main([*words, "--resubmit"]) == 0 and not (scheduler / "asked").exists()
+    assert submit.main(words) == 0 and not (scheduler / "asked").exists()
     said = capsys.readouterr().out
     assert "Nothing to submit" in said
     assert "6 runs: 1 complete, 1 diverged, 3 running, 1 pending" in said
@@ -290,20 +287,6 @@ def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys)
         assert said.count(f"{run.dir.name}: not started (exit code 3: see {run.dir}/local.log)") == 2
         assert (run.dir / "local.log").read_text() == "error: the disk is full\n" * 2
     assert {line.split()[1] for line in (tmp_path / "order").read_text().splitlines()} == {"6", "7"}
-
-
-def test_a_check_that_fails_ends_the_local_runs(four, tmp_path, monkeypatch):
-    """Nobody would hear of them any more, and their GPUs would be another's."""
-    runs = [*loaded([*four, "train.lr=0.001"])[:1], *loaded([*four, "train.lr=60"])[1:]]
-    started, begin = [], subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(begin(*a, **k)) or started[-1])
-
-    def check() -> None:
-        raise UserError("another text")
-
-    with pytest.raises(UserError, match="another text"):
-        local.train(runs, 2, check)
-    assert len(started) >= 2 and all(process.returncode is not None for process in started)
 
 
 def test_a_signal_ends_what_runs_and_starts_nothing_more(four, tmp_path):

@@ -206,13 +206,12 @@ class Trained(list):
     failing, changes = (), math.inf
     text = MappingProxyType({"data.shards": "text", "tokenizer.pieces": "t5"})
 
-    def __call__(self, runs, at_once, check) -> None:
+    def __call__(self, runs, at_once) -> None:
         for run in runs:
             self.append(run)
             pretend(run, dict(self.text) | ({"tokenizer.pieces": "another"} if len(self) > self.changes else {}))
             if run.cfg.seed in self.failing:
                 record_state(run.dir, "failed", "the disk is full")
-            check()
 
 
 @pytest.fixture
@@ -258,7 +257,7 @@ def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
 
 
 @pytest.mark.parametrize(("rows", "own", "said"), [
-    ("dlr=off\ndlr=on data.mask_documents=true", [], "data.mask_documents=true: of cola+dlr is not that of cola"),
+    ("dlr=off\ndlr=on data.mask_documents=true", [], "data.mask_documents: not the same for all methods"),
     ("dlr=off\ndlr=on train.lr=0.1", [], "a fair comparison gives all methods the same rates and seeds"),
     ("dlr=off\ndlr=on dlr.alfa=2", [], "dlr.alfa=2: no such key. Did you mean dlr.alpha?"),
     ("dlr=off", ["--confirm", "42,43"], "--confirm: the rates are chosen with seed 42"),
@@ -270,10 +269,8 @@ def test_a_grid_that_does_not_compare_is_refused_before_any_run(given, tmp_path,
     assert said in capsys.readouterr().err and not trained
 
 
-def test_it_goes_on_where_it_was(command, trained, capsys):
+def test_it_goes_on_where_it_was(command, trained):
     """A second time nothing is trained; a wider grid trains its new rates, and a diverged run stays a result."""
-    assert command(*PAIR, "train.lr=0.003", "seed=41,42", "--dry-run") == {} and not trained
-    assert "4 runs: 4 not started" in capsys.readouterr().out
     for _ in range(2):
         found = command(*PAIR, "train.lr=0.003", "seed=41,42")
         assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
@@ -296,11 +293,10 @@ def test_a_run_that_failed_is_no_result(command, trained, capsys):
     assert command(*grid)["chosen"]["cola"]["lr"] == 0.003
 
 
-def test_all_runs_of_a_grid_read_one_text_with_one_tokenizer(command, trained, capsys):
-    """The first run that reads another text, or another tokenizer, than those before it stops the command there."""
+def test_runs_that_read_another_text_or_tokenizer_are_not_compared(command, trained, capsys):
     trained.changes = 1
-    command(*PAIR, "train.lr=0.003", "seed=41,42", code=EXIT_FAILED)
-    assert len(trained) == 2 and "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
+    assert command(*PAIR, "train.lr=0.003", "seed=41,42", code=EXIT_FAILED) == {}
+    assert "tokenizer.pieces is not that of the other runs" in capsys.readouterr().err
 
 
 def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, tmp_path, trained):
@@ -313,7 +309,7 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, 
 
     first = give()
     asked = (scheduler / "asked").read_text().splitlines()
-    assert {"--gpus-per-node=2", "--array=1,3,2,4%2"} < set(asked) and asked[-2] == "slurm/array.sbatch"
+    assert {"--gpus-per-node=2", "--array=1,2,3,4%2"} < set(asked) and asked[-2] == "slurm/array.sbatch"
     runs = load_runs(read_table([word for word in given(*table) if "=" in word]))
     assert [str(line) for line in read_runs(Path(asked[-1]))] == [str(run.line) for run in runs]
     assert first["comparisons"][0]["better"] is None
