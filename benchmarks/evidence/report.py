@@ -56,7 +56,7 @@ class Comparison:
             last = {f"loss_{half}": metrics[f"eval/loss_{half}"][-1] for half in "ab"}
             trials.append(Trial(**trial, state="finished", **last))
         self.design = Design(**line["design"])
-        self.found = compare(self.design, trials) | {"budgets": {}, "ordered_by_seed": True}
+        self.found = compare(self.design, trials)
         self.trials = pd.DataFrame(self.found["trials"])
         self.chosen = self.found["chosen"]
         self.effects = {c["method"]: c for c in self.found["comparisons"] if c["better"]}

@@ -15,13 +15,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from dlr_pretrain.config import flatten
 from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import sound_records
 from dlr_pretrain.util.text import plural
 
-SECTIONS = ("seed", "scale", "backbone", "dlr", "optimizer", "data", "precision", "train", "eval")  # of a config.yaml
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
 METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "train/real_tokens", "train/skipped",
            "perf/tokens_per_second", "perf/mfu", "perf/max_memory_gb", "eval/loss", "eval/perplexity",
@@ -100,13 +98,12 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
     rows, metrics, remarks = [], [], []
     for folder in _folders(places, remarks):
         try:
-            row, updates, damage = _read(folder)
+            row, updates = _read(folder, remarks)
         except UserError as error:
             remarks.append(f"{folder.name} is left out: {error}")
             continue
         rows.append(row)
         metrics.append(updates)
-        remarks += [f"{folder.name}: {what}" for what in damage]
     if not rows:
         raise UserError("no run could be read. " + " ".join(remarks))
     runs = _grouped(pd.DataFrame(rows), remarks)
@@ -117,9 +114,9 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for place in map(str, places):
         paths = [Path(place)] if Path(place).exists() else map(Path, sorted(glob(place)))
-        own = [f.parent for path in paths for up in ("", "*/", "*/*/") for f in sorted(path.glob(f"{up}config.yaml"))]
+        own = [f.parent for path in paths for up in ("", "*/", "*/*/") for f in sorted(path.glob(f"{up}manifest.json"))]
         if not own:
-            rule = f"{place}: no run directory there (one has a config.yaml)"
+            rule = f"{place}: no run directory there (one has a manifest.json)"
             if len(places) == 1 or not Path(place).is_dir():
                 raise UserError(f"{rule}. Name runs, or the folder above")
             remarks.append(rule)  # a shell expands runs/* to all folders
@@ -127,26 +124,18 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     return list(found.values())
 
 
-def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
-    """The row of a run, its updates, and remarks on damage. Raises UserError if the run cannot be read."""
-    config, damage = read_config(folder), []
-    if missing := [key for key in SECTIONS if key not in config]:
-        raise UserError(f"{folder / 'config.yaml'} has no {', '.join(missing)}: it is not of a run")
-    try:
-        manifest = read_record(folder)
-    except UserError:
-        manifest = {}
-    if not manifest:
-        damage.append("manifest.json is missing or damaged: data, tokenizer, code and machine are not known")
+def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
+    """The row of a run, and its updates. Raises UserError if the run cannot be read."""
+    config, manifest = read_config(folder), read_record(folder)
     records, lines = sound_records(folder / "metrics.jsonl")
     if lines:
-        damage.append(f"{plural(lines, 'damaged line')} of metrics.jsonl left out")
+        remarks.append(f"{folder.name}: {plural(lines, 'damaged line')} of metrics.jsonl left out")
     names = dict.fromkeys([*METRICS, *(name for record in records for name in record)])
     metrics = pd.DataFrame(records, columns=list(names)).apply(pd.to_numeric, errors="coerce").astype(float)
     metrics["run"] = str(folder)
     metrics["flops"] = metrics["train/tokens"] * manifest.get("flops_per_token", math.nan)
 
-    began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest.get("starts", [])}
+    began = {pd.Timestamp(start["time"]).timestamp(): start for start in manifest["starts"]}
     trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
     recent = metrics[metrics.time >= max(trained)]  # since the last start that did more than export
     last = trained[max(trained)]
@@ -162,7 +151,7 @@ def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
         "seed": config["seed"],
         "planned": config["train"]["steps"],
         "config": config,
-        "identity": manifest.get("identity") or flatten(config),
+        "identity": manifest["identity"],
         "start": last,
         "code": tuple(dict.fromkeys(_commit(start.get("git")) for start in trained.values())),
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
@@ -172,7 +161,7 @@ def _read(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
     }
-    return row | _how_far(row["planned"], manifest, records), metrics, damage
+    return row | _how_far(row["planned"], manifest, records), metrics
 
 
 def _how_far(planned: int, manifest: dict, records: list[dict]) -> dict:
@@ -218,13 +207,10 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
         remarks.append(f"{run.run} is left out: another run has the same configuration and seed")
     runs = runs[~double]
     names = runs.method.copy()
-    for scale, at in runs.groupby("scale"):
+    for _, at in runs.groupby("scale"):
         rate = {"train.lr"} & {*differing(at.shared)}  # a rate that differs is named
         for method, of in at.groupby("method"):
             own = differing(of.shared)
-            if own:
-                said = ", ".join(own)
-                remarks.append(f"{method} at {scale}: runs that differ in {said} are groups of their own")
             for i, shared in of.shared.items():
                 apart = [_override(key, shared[key]) for key in dict.fromkeys([*own, *rate]) if key in shared]
                 names[i] = f"{method} ({', '.join(apart)})" if apart else method

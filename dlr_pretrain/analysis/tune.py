@@ -64,10 +64,8 @@ def tune(argv: Sequence[str]) -> int:
         trials += bring(confirming, given, for_sbatch)
         runs |= confirming
     require_one_text(runs.values())
-    found = compare(design, trials) | about(methods) | {"command": shlex.join(["scripts/tune.py", *argv])}
-    configs = [run.cfg for run in runs.values()]
-    # whether each seed has its own order of the data, which a single seed cannot show
-    found["ordered_by_seed"] = len({c.seed for c in configs}) > 1 and all(c.data.seed == c.seed for c in configs)
+    found = compare(design, trials) | about(methods, runs.values())
+    found["command"] = shlex.join(["scripts/tune.py", *argv])
     write(found, given.output)
     print(f"\n{console(found)}\n\nreport      {given.output / 'report.md'}")
     broken = [at for at in trials if at.state in ("failed", "stopped") or not (given.slurm or at.state in ENDED)]
@@ -135,16 +133,21 @@ def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[
     return Design(tuple(methods), tuple(rates), seeds, fresh), cells
 
 
-def about(methods: dict[str, list[PlannedRun]]) -> dict:
-    """The overrides of each method, those that all share, and what each trains."""
+def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> dict:
+    """The overrides of each method, those that all share, and what a reader must know of them."""
     words = {method: own_words(of[0]) for method, of in methods.items()}
     shared = [word for word in next(iter(words.values())) if all(word in own for own in words.values())]
     own = {method: shlex.join(word for word in of if word not in shared) for method, of in words.items()}
-    budgets = {}
+    remarks, budgets = [], {}
     for method, (run, *_) in methods.items():
-        train = run.cfg.train
-        budgets[method] = {"steps": train.steps, "tokens": train.steps * train.global_batch * train.seq_len}
-    return {"words": own, "shared": shlex.join(shared), "budgets": budgets}
+        steps, tokens = run.cfg.train.steps, run.cfg.train.global_batch * run.cfg.train.seq_len
+        budgets[method] = f"{steps:,} steps, {steps * tokens:,} tokens"
+    if len(set(budgets.values())) > 1:
+        remarks.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
+    seeds = {(run.cfg.seed, run.cfg.data.seed) for run in runs}
+    if len(seeds) == 1 or any(seed != order for seed, order in seeds):
+        remarks.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
+    return {"words": own, "shared": shlex.join(shared), "remarks": remarks}
 
 
 # ----------------------------------------------------------------------------------------------------

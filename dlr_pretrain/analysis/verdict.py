@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
@@ -80,15 +81,15 @@ def choose(design: Design, trials: Sequence[Trial], method: str) -> dict:
     the end of the grid at which the rate lies, if any: a better rate may lie beyond it.
     """
     grid = {(t.lr, t.seed): t for t in trials if t.method == method and t.state in ENDED}
-    asked = [(lr, seed) for lr in design.rates for seed in design.seeds]
-    missing, reason = sum(cell not in grid for cell in asked), "every rate has a diverged run"
-    if missing:
-        reason = f"{missing} of the {len(asked)} runs of the grid have not ended"
-    losses = {lr: [grid[lr, s].loss_a for s in design.seeds if (lr, s) in grid] for lr in design.rates}
-    means = {lr: statistics.fmean(found) for lr, found in losses.items() if found and None not in found}
-    if missing or not means:
-        return {"lr": None, "edge": None, "reason": reason, "loss_a": None}
+    cells = list(product(design.rates, design.seeds))
+    chosen = {"lr": None, "edge": None, "reason": "every rate has a diverged run", "loss_a": None}
+    if missing := sum(cell not in grid for cell in cells):
+        return chosen | {"reason": f"{missing} of the {len(cells)} runs of the grid have not ended"}
+    losses = {cell: math.inf if grid[cell].state == "diverged" else grid[cell].loss_a for cell in cells}
+    means = {lr: statistics.fmean(losses[lr, seed] for seed in design.seeds) for lr in design.rates}
     best = min(means, key=means.__getitem__)
+    if means[best] == math.inf:
+        return chosen
     ends = {design.rates[-1]: "highest", design.rates[0]: "lowest"}
     edge = "only" if len(design.rates) == 1 else ends.get(best)
     return {"lr": best, "edge": edge, "reason": "", "loss_a": means[best]}
@@ -142,36 +143,27 @@ def estimate(values: Sequence[float], level: float) -> dict:
 # Words
 
 
-def tables(found: dict) -> list[Table]:
-    """Each method at its own rate, and all methods by rate."""
-    own, by_rate, design = [], [], found["design"]
-    verdicts, trials = {c["method"]: c for c in found["comparisons"]}, [Trial(**t) for t in found["trials"]]
+def methods_table(found: dict) -> Table:
+    """Each method at its own rate, with its difference from the first."""
+    rows, verdicts = [], {c["method"]: c for c in found["comparisons"]}
     for method, choice in found["chosen"].items():
         rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
         edge = " (edge of the grid)" if choice["edge"] in ("lowest", "highest") else ""
-        row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": _spread(choice["held_out"])}
+        losses = [*choice["held_out"]["losses"].values(), *(math.inf for _ in choice["held_out"]["diverged"])]
+        row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": spread(map(perplexity, losses))}
         if c := verdicts.get(method):
             d = c["difference"]
             row |= {"Δ loss": d and f"{d['mean']:+.4f} ({d['n']})", "Interval": d and _interval(d)}
             row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
-        own.append(row)
-        at = {f"{lr:g}": _spread(held_out(trials, method, lr, design["seeds"])) for lr in design["rates"]}
-        by_rate.append({"Method": method} | at)
+        rows.append(row)
     note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
         "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
         "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
         "excludes zero."
     )
-    half = "on half of the validation text"
-    return [
-        table("tune", f"Each method at its own learning rate, {half}", own, [note, *remarks(found)]),
-        table("tune_rates", f"Perplexity by learning rate, {half}", by_rate, [note]),
-    ]
-
-
-def _spread(out: dict) -> str:
-    return spread([*map(perplexity, out["losses"].values()), *(math.inf for _ in out["diverged"])])
+    title = "Each method at its own learning rate, on half of the validation text"
+    return table("tune", title, rows, [note, *remarks(found)])
 
 
 def _interval(d: dict) -> str | None:
@@ -192,11 +184,7 @@ def remarks(found: dict) -> list[str]:
         if lost:
             cells = ", ".join(f"{t['lr']:g} (seed {t['seed']})" for t in lost)
             said.append(f"{method} diverged at {cells}.")
-    if len({tuple(budget.values()) for budget in found["budgets"].values()}) > 1:
-        each = (f"{method} {b['steps']:,} steps, {b['tokens']:,} tokens" for method, b in found["budgets"].items())
-        said.append(f"The budgets are not equal: {', '.join(each)}.")
-    if not found["ordered_by_seed"]:
-        said.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
+    said += found.get("remarks", [])
     if not design["fresh"] and len(design["rates"]) > 1:
         said.append(
             "The rates were chosen with the same seeds that are reported, though on other text, so the reported losses "
@@ -217,7 +205,7 @@ def verdicts(found: dict) -> Iterator[str]:
 
 def console(found: dict) -> str:
     """The table of the methods, the verdicts and the remarks."""
-    own = tables(found)[0].frame.drop(columns="Better", errors="ignore").to_string(index=False)
+    own = methods_table(found).frame.drop(columns="Better", errors="ignore").to_string(index=False)
     return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
 
 
@@ -228,5 +216,5 @@ def write(found: dict, folder: Path) -> None:
     pd.DataFrame(found["trials"]).to_csv(folder / "trials.csv", index=False)
     words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
     made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
-    parts = [*tables(found), *draw_rates(found, folder), made]
+    parts = [methods_table(found), *draw_rates(found, folder), made]
     write_page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts, folder, folder)
