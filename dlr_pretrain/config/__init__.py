@@ -6,28 +6,10 @@ at once. This module does not import Hydra either, because only ``command_line``
 """
 
 from dlr_pretrain.config.parse import flatten, parse, to_dict
-from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
-from dlr_pretrain.config.rules import compiler_problem, unused, validate
-from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, OPEN_GROUPS, Choice, Config, Precision
-from dlr_pretrain.config.written import identity, run_name
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
+from dlr_pretrain.config.rules import compiler_problem
+from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, Choice, Config
+from dlr_pretrain.config.written import identity
 
-__all__ = [
-    "CONFIG_DIR",
-    "GROUPS",
-    "MISSING",
-    "OPEN_GROUPS",
-    "Choice",
-    "Config",
-    "ConfigError",
-    "Precision",
-    "Problem",
-    "compiler_problem",
-    "did_you_mean",
-    "flatten",
-    "identity",
-    "parse",
-    "run_name",
-    "to_dict",
-    "unused",
-    "validate",
-]
+__all__ = ["CONFIG_DIR", "GROUPS", "MISSING", "Choice", "Config", "ConfigError", "Problem", "compiler_problem",
+           "flatten", "identity", "parse", "to_dict"]  # fmt: skip

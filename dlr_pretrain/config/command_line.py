@@ -20,12 +20,12 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import flatten
-from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean, nearest
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS
 
-SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off, which may be spelt as in SWITCH
-SWITCH = dict.fromkeys(("on", "true", "yes", "1"), "on") | dict.fromkeys(("off", "false", "no", "0", "null"), "off")
+SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off
+SWITCH = {"true": "on", "false": "off"}  # as a user may spell them
 
 
 @dataclass
@@ -47,7 +47,10 @@ class CommandLine:
 
 
 def read(argv: list[str]) -> CommandLine:
-    """Parse a command line and bring its words into normal form. A later word replaces an earlier one of its key."""
+    """Parse a command line and bring its words into normal form. A later word replaces an earlier one of its key.
+
+    Raises ConfigError if there is no folder ``--config-dir``; all other problems are the line's.
+    """
     given, rest = _flags().parse_known_args(argv)
     line = CommandLine(
         flags=[word for word in argv if word not in rest],
@@ -60,7 +63,7 @@ def read(argv: list[str]) -> CommandLine:
         line.flags = argv
         return line
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
-        line.problems.append(Problem("--config-dir", given.config_dir, "no such folder"))
+        raise ConfigError([Problem("--config-dir", given.config_dir, "no such folder")])
     refused = {word: problem for word in rest if (problem := _secret(word) or _stranger(word))}
     line.problems += refused.values()
     loose = [word for word in rest if not word.startswith(("-", "~")) and not ("=" in word and key_of(word))]
@@ -130,7 +133,6 @@ def _admit(word: str, line: CommandLine) -> None:
     """Add a well-formed word to the line in normal form; what is wrong with its value, to the problems."""
     key, value = key_of(word), word.partition("=")[2].strip()
     if not word.startswith("~") and not re.match(r"hydra[./]", key):
-        key = _meant(key, value, line)
         is_option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
         word = _option(key, value, line) if is_option else f"++{key}={os.path.expanduser(value)}"
         if not word:
@@ -147,15 +149,6 @@ def _admit(word: str, line: CommandLine) -> None:
         line.problems.append(Problem(key, value, "several values for one run", f"train.py -m runs each. {other}"))
         return
     line.words = [*(other for other in line.words if key_of(other) != key), word]
-
-
-def _meant(key: str, value: str, line: CommandLine) -> str:
-    """``key``, or the group that was meant by a name that no group has."""
-    group = nearest(key, [*GROUPS, *KEYS]) if key not in GROUPS and "." not in key else None
-    if group not in GROUPS:
-        return key
-    line.problems.append(Problem(key, value, "no such key", f"Did you mean {group}={value}?"))
-    return group
 
 
 def _option(group: str, value: str, line: CommandLine) -> str:

@@ -90,8 +90,6 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     """
     configs, problems = [], []
     search = [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
-    if any(problem.key == "--config-dir" for problem in line.problems):
-        raise ConfigError(line.problems)
     with session():
         for words in jobs(line.words):
             try:

@@ -213,14 +213,8 @@ class Loro(Adam):
         elif cfg.dlr.enabled:
             rule = f"moves the product B A^T, not the (B + beta R^T) A^T that dlr={cfg.dlr.name} multiplies by"
             yield Problem("optimizer", "loro", rule, "Use dlr=off, or optimizer=adamw")
-        every, shift, restart = cfg.optimizer.exact_every, cfg.optimizer.shift, cfg.optimizer.restart_warmup
-        span = cfg.train.steps - cfg.warmup_steps
-        if every > cfg.train.steps:
-            rule = f"must not exceed train.steps={cfg.train.steps}: no step would be exact"
-            yield Problem("optimizer.exact_every", every, rule)
-        elif cfg.own_schedule and restart >= every:
-            yield Problem("optimizer.restart_warmup", restart, f"must be below optimizer.exact_every={every}")
-        elif cfg.own_schedule and shift is not None and (shift > span or shift % every):
+        every, shift, span = cfg.optimizer.exact_every, cfg.optimizer.shift, cfg.train.steps - cfg.warmup_steps
+        if cfg.own_schedule and shift is not None and (shift > span or shift % every):
             rule = (
                 f"must be null or a multiple of optimizer.exact_every={every} up to {span}, the steps after the warm-up"
             )

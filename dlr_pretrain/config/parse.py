@@ -10,7 +10,7 @@ from typing import Any
 
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
-from dlr_pretrain.config.tree import KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
+from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
 BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 NAME = Key(str, "", {"fixed": True})
@@ -92,7 +92,7 @@ def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -
         return Problem(name, value, "a section, not a value", f"Set one of its keys, such as {inside[0]}")
     section = name.partition(".")[0]
     whose = f" of {section}={tree[section].get('name')}" if section in OPEN_GROUPS else ""
-    settable = [known for known in keys if not keys[known].fixed]
+    settable = [*(known for known in keys if not keys[known].fixed), *GROUPS]
     return Problem(name, value, f"no such key{whose}", did_you_mean(name, settable, "See docs/configuration.md"))
 
 

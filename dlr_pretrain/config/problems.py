@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 
 from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
@@ -98,24 +98,17 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was most likely meant: the same in another section, or a similar one in a similar section."""
-    section, _, leaf = name.lower().rpartition(".")
-    for written in (name.lower(), leaf):
+    """The known name that was most likely meant: another trainer's word for it, the same leaf elsewhere, or a typo."""
+    name = name.lower()
+    leaf = name.rpartition(".")[2]
+    for written in (name, leaf):
         if name not in known and SYNONYMS.get(written) in known:
             return SYNONYMS[written]
-    best, best_likeness = None, 0.0
-    for candidate in known:
-        where, _, own = candidate.rpartition(".")
-        like_leaf, like_section = _likeness(leaf, own), _likeness(section, where) if where else 0.6
-        same = own == leaf
-        likeness = like_leaf + like_section + same
-        if like_leaf >= 0.6 and (like_section >= 0.6 or same) and likeness > best_likeness:
-            best, best_likeness = candidate, likeness
-    return best
-
-
-def _likeness(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    if same := [other for other in known if other.rpartition(".")[2] == leaf]:
+        return min(same, key=lambda other: ("." in other, -SequenceMatcher(None, name, other).ratio()))
+    names = {other if "." in name else other.rpartition(".")[2]: other for other in known}
+    close = get_close_matches(name, names, n=1, cutoff=0.75)
+    return names[close[0]] if close else None
 
 
 def shown(value: object) -> str:

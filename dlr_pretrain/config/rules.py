@@ -9,11 +9,8 @@ import glob
 import importlib.util
 import os
 import shutil
-import sys
-import sysconfig
 from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
 from dlr_pretrain.config.parse import flatten, to_dict
@@ -27,6 +24,9 @@ READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
     ("dlr.impl", "dlr.mode", "residual"),
+    ("dlr.learn_alpha", "dlr.mode", "residual"),
+    ("dlr.learn_alpha", "dlr.train_b", True),
+    ("dlr.train_b", "dlr.mode", "residual"),
     ("probe.", "probe.enabled", True),
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
@@ -51,10 +51,8 @@ READ_IF: list[tuple] = [
     ("tokenizer.hub", "tokenizer.path", None),
 ]  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PROJECTIONS = {
-    "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+               "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
@@ -62,15 +60,14 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, the rules about this machine's files, packages and compiler, and ``unnamed``, are left out.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_start(cfg), *_schedule(cfg), *_probe(cfg), *_secrets(cfg)]
+    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_probe(cfg), *_secrets(cfg)]
     for group in OPEN_GROUPS:
         if option := OPTIONS[group].get(getattr(cfg, group).name):
             found += option.problems(cfg)
     if world_size is not None:
         found += _batch(cfg, world_size)
     if machine:
-        found += [*unnamed(cfg), *_packages(cfg), *_files(cfg)]
-        found += [problem for problem in [compiler_problem(cfg, cfg.device)] if problem]
+        found += list(unnamed(cfg)) or [*_machine(cfg), *_text(cfg)]
     return found
 
 
@@ -121,35 +118,26 @@ def _model(cfg: Config) -> Iterator[Problem]:
 
 
 def _dlr(cfg: Config) -> Iterator[Problem]:
-    dlr = cfg.dlr
-    if not dlr.enabled:
+    dlr, masters = cfg.dlr, cfg.precision.name not in ("bf16", "bf16_sr")
+    if cfg.run.start_optimizer and cfg.run.start_from is None:
+        yield Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too")
+    if dlr.enabled and _starts_from_weights(cfg) and not masters:
+        rule = f"takes the residual of dlr={dlr.name} off B, whose own values bf16 would then round away"
+        yield Problem("run.start_from", cfg.run.start_from, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
+    if dlr.mode != "decayed_offset":
         return
-    if dlr.mode != "residual" and (dlr.learn_alpha or not dlr.train_b):
-        rule = "trains plain weights after the start: there is no alpha to learn, and no residual beside a frozen B"
-        yield Problem("dlr.mode", dlr.mode, rule, "Use dlr.mode=residual")
-    if dlr.learn_alpha and not dlr.train_b:
-        yield Problem("dlr.learn_alpha", True, "alpha's gradient is taken from B's, which dlr.train_b=false leaves out")
-    if dlr.mode == "decayed_offset" and cfg.precision.name in ("bf16", "bf16_sr"):
+    if not masters:
         rule = "in bf16 the pull of a step is less than an offset's rounding: it would be dlr.mode=offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
-    if dlr.mode == "decayed_offset" and not cfg.optimizer.knobs.get("weight_decay"):
+    if not cfg.optimizer.knobs.get("weight_decay"):
         rule = f"pulls to the offset by weight decay, of which optimizer={cfg.optimizer.name} has none here"
         yield Problem("dlr.mode", dlr.mode, rule, "Use optimizer.weight_decay above 0, or dlr.mode=offset")
 
 
-def _start(cfg: Config) -> Iterator[Problem]:
-    """A start from dense weights gives B its values. (A checkpoint holds B itself, beside the residual.)"""
-    key, folder = "run.start_from", cfg.run.start_from
-    if cfg.run.start_optimizer and folder is None:
-        yield Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too")
-    if not _starts_from_weights(cfg) or not cfg.dlr.enabled:
-        return
-    if cfg.dlr.mode == "offset" or not cfg.dlr.train_b:
-        rule = f"gives B its values, which dlr={cfg.dlr.name} sets otherwise"
-        yield Problem(key, folder, rule, "Use dlr=on, dlr=off, or leave it out")
-    elif cfg.precision.name in ("bf16", "bf16_sr"):
-        rule = f"takes the residual of dlr={cfg.dlr.name} off B, whose own values bf16 would then round away"
-        yield Problem(key, folder, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
+def _starts_from_weights(cfg: Config) -> bool:
+    """Whether ``run.start_from`` is a folder of weights. (A checkpoint holds B itself, beside the residual.)"""
+    folder = cfg.run.start_from
+    return folder is not None and any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
 
 
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
@@ -193,24 +181,17 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
         yield Problem("profile.start", cfg.profile.start, rule)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The probe
-
-
-def carrying(cfg: Config) -> list[str]:
-    """The projections that carry the residual, as <block>.<part>.<projection>, such as ``0.self_attn.q_proj``."""
-    scope = {"all": ("self_attn", "mlp"), "attention": ("self_attn",), "mlp": ("mlp",)}[cfg.dlr.scope]
-    blocks = range(cfg.scale.num_layers)
-    return [f"{block}.{part}.{name}" for block in blocks for part in scope for name in PROJECTIONS[part]]
-
-
 def probed(cfg: Config) -> list[str]:
-    """The projections that ``probe=on`` examines, of those that carry the residual: by default the paper's three."""
-    last = cfg.scale.num_layers - 1
+    """The projections that ``probe=on`` examines, such as ``0.self_attn.q_proj``: by default the paper's three.
+
+    Only projections that carry the residual are examined.
+    """
+    last, scope = cfg.scale.num_layers - 1, {"all": "", "attention": "self_attn", "mlp": "mlp"}[cfg.dlr.scope]
     patterns = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]
     if cfg.probe.layers is not None:
         patterns = cfg.probe.layers.split()
-    return [name for name in carrying(cfg) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    carrying = [f"{block}.{name}" for block in range(last + 1) for name in PROJECTIONS if name.startswith(scope)]
+    return [name for name in carrying if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def _probe(cfg: Config) -> Iterator[Problem]:
@@ -221,14 +202,10 @@ def _probe(cfg: Config) -> Iterator[Problem]:
         yield Problem("probe", cfg.probe.name, rule, "Use dlr=on, or probe=off")
     elif not probed(cfg):
         rule = "names no projection with a residual"
-        yield Problem("probe.layers", cfg.probe.layers, rule, f"Names are such as {carrying(cfg)[0]}, or *.q_proj")
+        yield Problem("probe.layers", cfg.probe.layers, rule, "Names are such as 0.self_attn.q_proj, or *.up_proj")
     if cfg.parallel.name == "fsdp":
         rule = "multiplies by whole weights, of which parallel=fsdp leaves a rank some rows"
         yield Problem("probe", cfg.probe.name, rule, "Use parallel=ddp, or probe=off")
-
-
-# ----------------------------------------------------------------------------------------------------
-# Text, files and the machine
 
 
 def _secrets(cfg: Config) -> Iterator[Problem]:
@@ -240,41 +217,46 @@ def _secrets(cfg: Config) -> Iterator[Problem]:
 
 def unnamed(cfg: Config) -> Iterator[Problem]:
     """The problem that no key names the text. A machine that trains needs the name; one that only plans does not."""
-    data = cfg.data
-    found = {
-        "c4_local": all(map(_is_absolute, _globs(cfg).values())),
-        "local": data.train_files is not None,
-        "tokens": False,
-    }
-    if data.root is None and not found.get(data.source, True):
-        made = " that scripts/prepare_data.py has finished" if data.source == "tokens" else " of the text"
-        fix = "Set data.root=<folder>, or use data=sample"
-        yield Problem("data.root", None, f"needed by data={data.source}: the folder{made}", fix)
+    files = cfg.data.train_files or ""
+    absolute = "://" in files or os.path.isabs(files)
+    named = {"c4_local": absolute, "local": files != "", "tokens": False}.get(cfg.data.source, True)
+    if cfg.data.root is None and not named:
+        rule = f"needed by data={cfg.data.source}: the folder of its files"
+        yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
 
 
-def _packages(cfg: Config) -> Iterator[Problem]:
-    needed = [
-        ("logger", cfg.logger.view, "tensorboard", "tensorboard", "use logger=jsonl"),
-        ("optimizer", cfg.optimizer.name, "adamw_8bit", "torchao", "use optimizer=adamw"),
-    ]
-    for group, chosen, option, package, fix in needed:
-        if chosen == option and importlib.util.find_spec(package) is None:
-            rule = f"needs the package {package}, which is not installed"
-            yield Problem(group, chosen, rule, f"Install it, or {fix}")
-
-
-def _files(cfg: Config) -> Iterator[Problem]:
-    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir), ("data.cache", cfg.data.cache)):
+def _machine(cfg: Config) -> Iterator[Problem]:
+    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if folder is not None and os.path.isfile(folder):
             yield Problem(name, folder, "is a file, not a folder")
-    path = cfg.tokenizer.path
+    if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        rule = "needs the package torchao, which is not installed"
+        yield Problem("optimizer", "adamw_8bit", rule, "Install the extra 8bit, or use optimizer=adamw")
+    if problem := compiler_problem(cfg, cfg.device):
+        yield problem
+
+
+def compiler_problem(cfg: Config, device: str) -> Problem | None:
+    """The problem that ``compile=true`` finds no compiler on this machine, or None.
+
+    ``device`` is "cpu" (inductor's C++) or "cuda" (Triton's C). For "auto" the answer is None: the trainer calls this
+    again with the device that it has found.
+    """
+    variable, usual = {"cpu": ("CXX", ["g++", "clang++"]), "cuda": ("CC", ["gcc", "clang"])}.get(device, ("", []))
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if not cfg.compile or not variable or any(map(shutil.which, compilers)):
+        return None
+    rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
+    return Problem("compile", True, rule, f"Use compile=false, or set {variable} to a compiler")
+
+
+def _text(cfg: Config) -> Iterator[Problem]:
+    """The problems of the tokenizer and of the files of text on this machine."""
+    root, source, path = cfg.data.root, cfg.data.source, cfg.tokenizer.path
     if path is not None and not os.path.exists(path):
-        fix = (
-            f"Name a tokenizer.json, a sentencepiece model or a folder that holds one; of the hub: tokenizer.hub={path}"
-        )
+        fix = f"Name a tokenizer.json, a sentencepiece model or their folder; of the hub: tokenizer.hub={path}"
         yield Problem("tokenizer.path", path, "no such file", fix)
-    root, source = cfg.data.root, cfg.data.source
-    if source == "tokens" and root is not None and not os.path.isfile(os.path.join(root, "manifest.json")):
+    if source == "tokens" and not os.path.isfile(os.path.join(root or "", "manifest.json")):
         rule = "holds no tokens that scripts/prepare_data.py has finished"
         yield Problem("data.root", root, rule, "Make them, and set data.root=<its --output>")
     if source not in ("c4_local", "local") or "://" in (root or ""):
@@ -284,50 +266,8 @@ def _files(cfg: Config) -> Iterator[Problem]:
         fix = f"Set data.train_files={root}" if is_file else "Set data.root=<folder of the shards>"
         yield Problem("data.root", root, "is a file, not a folder" if is_file else "no such folder", fix)
         return
-    for name, pattern in _globs(cfg).items():
-        if "://" in pattern or (root is None and not os.path.isabs(pattern) and source == "c4_local"):
-            continue
-        found = glob.iglob(pattern, root_dir=root, recursive=True)
-        if not any(os.path.isfile(os.path.join(root or "", name)) for name in found):
-            yield Problem(name, pattern, f"no file matches {os.path.join(root or '', pattern)}")
-
-
-def _globs(cfg: Config) -> dict[str, str]:
-    """The globs that are given, by their keys."""
-    globs = {f"data.{name}": getattr(cfg.data, name) for name in ("train_files", "validation_files")}
-    return {name: pattern for name, pattern in globs.items() if pattern is not None}
-
-
-def _is_absolute(pattern: str) -> bool:
-    return "://" in pattern or os.path.isabs(pattern)
-
-
-def _starts_from_weights(cfg: Config) -> bool:
-    """Whether ``run.start_from`` is a folder of weights, not a run or a checkpoint."""
-    folder = cfg.run.start_from
-    return folder is not None and any(os.path.isfile(os.path.join(folder, name)) for name in WEIGHTS)
-
-
-def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """The problem that keeps ``compile=true`` from working on ``device`` ("cpu" or "cuda"), or None.
-
-    For "auto" it returns None. The trainer calls it again with the device that it has found. Inductor calls a C++
-    compiler on a CPU; Triton builds its launchers with a C compiler and Python's headers.
-    """
-    variable, usual = {"cpu": ("CXX", ["g++"]), "cuda": ("CC", ["gcc", "clang"])}.get(device, ("", []))
-    if not cfg.compile or not variable:
-        return None
-    compilers = [os.environ[variable]] if variable in os.environ else usual
-    if not any(map(shutil.which, compilers)):
-        rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
-        return Problem("compile", True, rule, f"Use compile=false, or set {variable} to a compiler")
-    headers = sysconfig.get_paths(scheme=sysconfig.get_default_scheme().replace("posix_local", "posix_prefix"))[
-        "include"
-    ]
-    given = (os.environ.get(name, "").split(os.pathsep) for name in ("CPATH", "C_INCLUDE_PATH"))
-    folders = [headers, *(folder for folders in given for folder in folders if folder)]
-    if device == "cpu" or any(Path(folder, "Python.h").exists() for folder in folders):
-        return None
-    package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
-    rule = f"needs Python.h on a GPU, and {headers} has none"
-    return Problem("compile", True, rule, f"Use compile=false, or install Python's headers (package {package})")
+    for name in ("train_files", "validation_files"):
+        pattern = getattr(cfg.data, name) or ""
+        where = os.path.join(glob.escape(root or ""), pattern)
+        if pattern and "://" not in pattern and next(glob.iglob(where, recursive=True), None) is None:
+            yield Problem(f"data.{name}", pattern, f"no file matches {os.path.join(root or '', pattern)}")

@@ -133,7 +133,6 @@ def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
 def test_the_command_line_refuses_what_cannot_start(folder):
     common = ["scale=tiny", "data=sample", "logger=jsonl"]
     for words, place, problem in (
-        (("dlr=no_b",), folder, r"gives B its values, which dlr=no_b sets otherwise"),
         (("dlr=on", "precision=bf16"), folder, r"takes the residual of dlr=on off B, whose own values bf16 would"),
         (("backbone.init=xavier",), folder, r"backbone\.init=xavier: would be ignored"),
     ):
