@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import statistics
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from run_folders import FINGERPRINTS, SHORT, a_record, a_run, configured, moment
 from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.paper import facts, marks, recipe
 from dlr_pretrain.analysis.report import write_report, write_reports
-from dlr_pretrain.analysis.runs import NONE, Runs, ended, read_runs, spread
+from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import groups_table, pairs_table, paper_tables, speed_table, table
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.record import update_record
@@ -32,10 +31,6 @@ PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
 
 def lines_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-
-
-def labels(found: Runs) -> dict[str, list[int]]:
-    return {of.label.iloc[0]: of.seed.tolist() for of in found.groups()}
 
 
 @pytest.fixture(scope="module")
@@ -95,24 +90,23 @@ def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
         assert len((output / f"tables/{name}.csv").read_text().splitlines()) == len(rows) - 1
     links = re.findall(r'(?:src|href)="(.*?)"', page)
     assert links and all(link.startswith("data:image/png;base64,") for link in links)
-    assert "default-src 'none'" in page and "$" not in re.sub(r"<script>.*</script>", "", page, flags=re.DOTALL)
+    assert "default-src 'none'" in page and "<script" not in page
     for name in ("loss_tokens_tiny", "loss_flops_tiny", "perplexity_tiny", "gradient_norm_tiny"):
         assert (output / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG") and f'id="{name}"' in page
         assert (output / f"figures/{name}.pdf").read_bytes().startswith(b"%PDF")
     assert not list(output.glob("tables/table1*"))  # no table of the paper without a run beside it
+    found = table("t", "50 % of {c}", [{"Name": "a|b_c", "Δ x": "1.50 ± 0.25 (2)", "none": None}])
+    assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found.markdown() and "none" not in found.markdown()
+    assert r"a|b\_c & 1.50 ± 0.25 (2) \\" in found.latex() and r"$\Delta$ x" in found.latex()
 
 
 def test_what_is_odd_is_named_and_in_no_mean(made):
     root, output, remarks = made
     text = "\n".join(remarks)
-    for words in (
-        "unfinished is unfinished, step 30 of 60", "same configuration and seed", "diverged diverged after step 60",
-        "damaged: 1 damaged line of metrics.jsonl left out",
-        "unknown is left out", "broken is left out",
-    ):  # fmt: skip
-        assert words in text
-        assert html.escape(words) in (output / "index.html").read_text()
-        assert words in (output / "report.md").read_text()
+    for words in ("unfinished is unfinished, step 30 of 60", "diverged diverged after step 60", "unknown is left out",
+                  "damaged: 1 damaged line", "broken is left out", "same configuration and seed"):  # fmt: skip
+        assert words in text and words in (output / "report.md").read_text()
+        assert words in (output / "index.html").read_text()
     found = read_runs([root])
     rows = groups_table(found).frame.set_index("Method")
     assert rows.Seeds["cola+dlr (precision=bf16)"] == "41, 42"
@@ -128,12 +122,8 @@ def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
     assert spread(ended(read_runs([tmp_path]).runs).ppl) == "1 of 3 diverged"
     assert spread([1.0, 2.0, 4.0], "+.3f") == f"+2.333 ± {math.sqrt(7 / 3):.3f} (3)" and spread([1.0]) == "1.00 (1)"
     assert spread([]) == spread([1.0, math.nan]) == NONE
-
-
-def test_the_convention_is_missing_where_one_evaluation_is_too_small_for_it(tmp_path):
-    a_run(tmp_path / "a", *COLA)
-    a_run(tmp_path / "b", *COLA, seed=42, judged=150_000)
-    (row,) = groups_table(read_runs([tmp_path])).frame.to_dict("records")
+    a_run(tmp_path / "small", *COLA, seed=44, judged=150_000)  # too little text for the convention
+    (row,) = groups_table(read_runs([tmp_path / "41", tmp_path / "small"])).frame.to_dict("records")
     assert row["PPL"].endswith("(2)") and "PPL (convention)" not in row
 
 
@@ -145,13 +135,13 @@ def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
     a_run(tmp_path / "a", *COLA)
     a_run(tmp_path / "b", *COLA, "scale.hidden_size=256", "scale.rank=64", fingerprints=FINGERPRINTS)
     a_run(tmp_path / "c", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001")
-    assert [*labels(read_runs([tmp_path]))] == [
+    assert read_runs([tmp_path]).runs.label.tolist() == [
         "cola (scale.hidden_size=128, backbone.rank=32, train.lr=0.005)",
         "cola (scale.hidden_size=256, backbone.rank=64, train.lr=0.005)",
         "lost (train.lr=0.001)",
     ]
     a_run(tmp_path / "d", *COLA, fingerprints=FINGERPRINTS | {"data.shards": "2" * 64})
-    assert any("data.shards=22222222…" in label for label in labels(read_runs([tmp_path])))
+    assert any("data.shards=22222222…" in label for label in read_runs([tmp_path]).runs.label)
 
 
 def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
@@ -240,12 +230,6 @@ def test_our_recipes_are_the_papers_setting(method, tmp_path):
 # Formats and figures
 
 
-def test_every_sign_survives_the_formats():
-    found = table("t", "50 % of a_b & {c}", [{"Name": "a|b_c~", "Δ x": "1.50 ± 0.25 (2)", "none": None}])
-    assert r"| a\|b_c~ | 1.50 ± 0.25 (2) |" in found.markdown() and "none" not in found.markdown()
-    assert r"a|b\_c\textasciitilde  & 1.50 ± 0.25 (2) \\" in found.latex() and r"$\Delta$ x" in found.latex()
-
-
 def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
     """It ends where one has diverged; an unfinished seed has a thin line of its own."""
     for seed, level, step in ((41, 4.0, None), (42, 4.1, None), (43, 9.0, 30), (44, 4.0, 30)):
@@ -298,35 +282,3 @@ def test_a_runs_own_report_says_how_to_load_it_and_what_was_probed(tmp_path):
     assert "| 0.self_attn.q_proj | 1 | 1.500 | 0.550 | 0.841 | -0.250 |" in text
     assert "| 0.self_attn.q_proj | 4 | 0.750 | 0.550 | 0.841 | -0.250 |" in text and "1.250" not in text
     assert "![gradient_paths](plots/gradient_paths.png)" in text and (run / "plots/gradient_paths.pdf").exists()
-
-
-# ----------------------------------------------------------------------------------------------------
-# In a browser
-
-ASK = """<script>
-const table = document.querySelector('#groups + .scroll table');
-const texts = () => [...table.tBodies[0].rows].map(row => row.cells[3].textContent);
-const answer = {images: [...document.images].map(image => image.naturalWidth),
-  wide: document.documentElement.scrollWidth - document.documentElement.clientWidth};
-table.tHead.rows[0].cells[3].click(); answer.up = texts();
-table.tHead.rows[0].cells[3].click(); answer.down = texts();
-document.body.innerHTML = '<pre id=answer>' + JSON.stringify(answer) + '</pre>';
-</script>"""
-
-
-@pytest.mark.full
-def test_the_page_in_a_browser(made, tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium on this machine: apt-get install chromium")
-    (tmp_path / "page.html").write_text((made[1] / "index.html").read_text().replace("</body>", ASK + "</body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    shown = subprocess.run(
-        [browser, *options, "--window-size=500,900", "--virtual-time-budget=5000", "--dump-dom",
-         (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=600, check=True,
-    ).stdout  # fmt: skip
-    answer = json.loads(html.unescape(re.search(r'<pre id="answer">(.*?)</pre>', shown)[1]))
-    assert min(answer["images"]) > 300 and answer["wide"] <= 0  # tables and figures scroll, the page does not
-    up, down = ([text for text in answer[way] if "diverged" not in text] for way in ("up", "down"))
-    numbers = [float(text.split()[0].replace(",", "")) for text in up]
-    assert numbers == sorted(numbers) and len(numbers) == 6 and down == up[::-1]
