@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -153,7 +152,7 @@ def test_a_run_that_ends_by_itself_is_not_requeued(submit, words, more, facts):
 
 
 # ----------------------------------------------------------------------------------------------------
-# slurm/submit.py and scripts/tune.py --slurm
+# slurm/submit.py
 
 
 def give(script: str, words: list[str], *options: str) -> str:
@@ -223,18 +222,3 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
     assert "4 runs: 4 complete" in table() and restarts(1) >= 1
     steps = [[record["step"] for record in read_metrics(run.dir / "metrics.jsonl")] for run in runs]
     assert steps == [list(range(1, STEPS + 1))] * 4
-
-
-def test_tune_queues_goes_on_and_compares(words, tmp_path, empty_queue):
-    short = words(f"run.root={tmp_path}/runs", "train.steps=4", "eval.every=4", "checkpoint.every=4")
-    given = [word for word in short if not word.startswith("train.lr=")]
-    given += ["backbone=cola", "dlr=off,on", "train.lr=0.003,0.01", "seed=1", "--confirm", "2", "--slurm"]
-    given += ["--output", str(tmp_path / "out")]
-    options = ("--", "--ntasks-per-node=1", "--mem=1G", "--time=10")
-    for submitted in ("Submitted 4 of 4 as job ", "Submitted 2 of 2 as job "):
-        assert submitted in give("scripts/tune.py", given, *options)
-        wait(lambda: not queue(), queue)
-    assert "Submitted" not in (last := give("scripts/tune.py", given, *options))
-    found = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert [trial["state"] for trial in found["trials"]] == ["finished"] * 6
-    assert list(found["comparisons"][0]["by_seed"]) == ["2"] and "cola+dlr" in last

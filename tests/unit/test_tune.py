@@ -21,9 +21,9 @@ from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_runs, read_tabl
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
 from tests.conftest import ROOT
-from tests.unit.test_launch import composed_once, scheduler
+from tests.unit.test_launch import scheduler
 
-__all__ = ["composed_once", "scheduler"]
+__all__ = ["scheduler"]
 RATES = (0.001, 0.003, 0.01)
 TWO = Design(("one", "two"), RATES, (1, 2, 3))
 
