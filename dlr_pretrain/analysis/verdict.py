@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-import pandas as pd
-
 from dlr_pretrain.analysis.figures import draw_rates
 from dlr_pretrain.analysis.report import write_page
 from dlr_pretrain.analysis.runs import spread
@@ -210,10 +208,9 @@ def console(found: dict) -> str:
 
 
 def write(found: dict, folder: Path) -> None:
-    """Write ``tune.json``, ``trials.csv`` (a line for each run), the curve as a figure, ``report.md`` and ``.html``."""
+    """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    pd.DataFrame(found["trials"]).to_csv(folder / "trials.csv", index=False)
     words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
     made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
     parts = [methods_table(found), *draw_rates(found, folder), made]

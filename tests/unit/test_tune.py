@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import random
@@ -54,15 +53,6 @@ def dressed(found: dict) -> dict:
 
 # ----------------------------------------------------------------------------------------------------
 # Choosing and comparing
-
-
-def test_an_estimate_is_the_textbooks():
-    found = estimate([2.0, 4.0, 9.0], 0.95)
-    reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
-    assert (found["n"], found["mean"], found["std"]) == (3, 5.0, pytest.approx(math.sqrt(13)))
-    assert (found["low"], found["high"]) == pytest.approx((5 - reach, 5 + reach), rel=1e-6)
-    assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0, 2.0], 0.95)["high"]) == (2.0, 2.0)
-    assert estimate([2.0], 0.95) == {"n": 1, "mean": 2.0, "level": 0.95, "std": None, "low": None, "high": None}
 
 
 def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
@@ -118,38 +108,29 @@ def test_fresh_seeds_are_reported_and_choose_nothing_and_one_that_diverges_decid
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda t: None if t.lr == 0.001 and t.seed == 2 and t.method == "two" else t, "1 of the 9 runs"),
     (lambda t: Trial(t.method, t.lr, t.seed, "running") if t.lr > 0.002 else t, "6 of the 9 runs"),
     (lambda t: Trial(t.method, t.lr, t.seed, "diverged"), "every rate has a diverged run"),
-    (lambda t: None, "9 of the 9 runs"),
-], ids=["missing", "running", "diverged", "nothing"])  # fmt: skip
+], ids=["running", "diverged"])  # fmt: skip
 def test_nothing_is_decided_without_the_runs(change, reason, tmp_path):
     finished = trials(TWO, lambda m, lr, s: (bowl(0.003, lr), 3.0))
-    found = dressed(compare(TWO, [changed for t in finished if (changed := change(t)) is not None]))
+    found = dressed(compare(TWO, [*map(change, finished)]))
     (comparison,) = found["comparisons"]
     assert comparison["better"] is None and reason in comparison["reason"]
     write(found, tmp_path)
     assert "not decided" in console(found) and reason in (tmp_path / "report.md").read_text()
 
 
-def test_one_seed_gives_a_difference_and_no_verdict():
-    design = Design(("one", "two"), RATES, (1,))
-    found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two")))))
-    (comparison,) = found["comparisons"]
-    assert comparison["better"] is None and comparison["difference"]["mean"] == -1
-    assert "two against one: not decided: one seed" in console(found)
-
-
-def test_several_methods_hold_together():
+def test_intervals_are_the_textbooks_and_those_of_several_methods_hold_together():
     """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
-    from scipy.stats import t
-
-    design = Design(("one", "two", "three", "four"), RATES, (1, 2, 3))
-    found = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 + s * (m != "one"))))
-    reach = t.ppf(1 - 0.05 / 6, 2) / math.sqrt(3)
+    found = estimate([2.0, 4.0, 9.0], 0.95)
+    reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((5, 5 - reach, 5 + reach), rel=1e-6)
+    assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0], 0.95)["low"]) == (2.0, None)
+    design = Design(("one", "two", "three", "four"), RATES, (1,))
+    found = dressed(compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two")))))
     for comparison in found["comparisons"]:
-        d = comparison["difference"]
-        assert (d["level"], d["low"], d["high"]) == pytest.approx((1 - 0.05 / 3, 2 - reach, 2 + reach))
+        assert comparison["better"] is None and comparison["difference"]["level"] == pytest.approx(1 - 0.05 / 3)
+    assert "two against one: not decided: one seed" in console(found)
 
 
 def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tmp_path):
@@ -163,12 +144,6 @@ def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tm
     stored = json.loads((tmp_path / "tune.json").read_text())
     difference = stored["comparisons"][0]["difference"]
     assert stored["comparisons"][0]["better"] == "two" and difference == found["comparisons"][0]["difference"]
-    with open(tmp_path / "trials.csv") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 18
-    for row, trial in zip(rows, found["trials"], strict=True):
-        assert (row["method"], float(row["lr"]), int(row["seed"])) == (trial["method"], trial["lr"], trial["seed"])
-        assert row["loss_b"] == ("" if trial["state"] == "diverged" else repr(trial["loss_b"]))
     text = (tmp_path / "report.md").read_text()
     assert f"* two against one: two is better. {difference['mean']:+.4f} nats/token" in text
     values = [math.exp(3 + seed / 1000) for seed in (1, 2, 3)]
