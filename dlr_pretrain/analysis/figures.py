@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from dlr_pretrain.analysis.runs import Runs, ended, spread
 from dlr_pretrain.analysis.tables import PATHS, probed
@@ -16,6 +19,7 @@ from dlr_pretrain.util.text import amount
 
 IMAGES = ("png", "pdf")
 POINTS = 1000  # of a curve
+COLOURS = colormaps["tab20"].colors * 5  # twenty that can be told apart, in pairs of one hue
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm"}  # fmt: skip
 LOSS = "training loss (lines, running medians) and evaluations (dots)"
@@ -35,27 +39,15 @@ class Picture:
     caption: str
 
 
-def axes():
+def axes() -> Axes:
     """The axes of a new figure, with faint lines at the ticks."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 4.8), dpi=150)
-    FigureCanvasAgg(figure)
-    ax = figure.subplots()
+    ax = Figure(figsize=(8.0, 4.8), dpi=150).subplots()
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
-def colour(i: int) -> tuple:
-    """The colour of the i-th line: twenty that can be told apart, in pairs of one hue."""
-    from matplotlib import colormaps
-
-    return colormaps["tab20"](i % 20)
-
-
-def save(ax, folder: Path, name: str, caption: str) -> Picture:
+def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     """Save the figure of ``ax``, with its legend beside it."""
     if ax.get_legend_handles_labels()[1]:
         ax.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
@@ -83,7 +75,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
     """A line for each group, and thin ones for unfinished runs."""
     ax, levels = axes(), []
     for i, of in enumerate(at.groups()):
-        levels += draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, colour(i))
+        levels += draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i])
     if levels:  # not the first losses, which would flatten the curve
         room = 0.04 * (max(levels) - min(levels)) or 0.1
         ax.set_ylim(min(levels) - room, max(levels) + room)
@@ -93,7 +85,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
     return save(ax, folder, name, f"{caption}: {told}; unfinished runs are thin.")
 
 
-def draw_group(ax, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple) -> list[float]:
+def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple) -> list[float]:
     """Draw a group: mean and band, unfinished runs, evaluations. Returns the values that the axes should show."""
     last = spread(ended(of).ppl) if len(ended(of)) else "unfinished"
     label = textwrap.fill(f"{of.label.iloc[0]}: {last}", 44)
@@ -148,7 +140,7 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     grid = grid[grid.seed.isin(design["seeds"])]
     grid["ppl"] = grid.loss_b.map(perplexity, na_action="ignore")
     for i, method in enumerate(design["methods"]):
-        of, style = grid[grid.method == method], {"color": colour(i)}
+        of, style = grid[grid.method == method], {"color": COLOURS[i]}
         means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
         ax.plot(of.lr, of.ppl, "o", alpha=0.4, markersize=4, **style)
         ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)

@@ -20,8 +20,15 @@ AT_7B = {"full": (), "lost": (), "cola+dlr": (), "sltrain": ("optimizer=adamw_8b
 
 @cache
 def facts(name: str) -> pd.DataFrame:
-    """One of the paper's tables: table1, table7b, system_1b or ablations."""
+    """One of the paper's tables: table1, measured or ablations."""
     return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
+
+
+def printed(name: str, method: str, scale: str) -> dict | None:
+    """What a table prints for a method at a scale, by column; None if nothing."""
+    table = facts(name)
+    rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
+    return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
 
 
 def recipe(method: str) -> list[str]:

@@ -10,13 +10,14 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
                       optimizer_state, activations, temporaries, total (the peak)
     host_memory       bytes of the pinned copies, on all ranks together, that checkpoints are written from
     disk              checkpoint, in bytes; run: bytes of all that it keeps at a time, with a checkpoint being written
-    paper_table1      what the paper's Table 1 prints for this scale and method, see ``in_table1`` (or null)
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
     tokens            of the whole run, padding included
     schedule          update (from 0) and lr, at some updates
     speed             gpu, peak_flops (each one's), and estimates: mfu, tokens_per_second, hours; null in fp32
-    paper_measured    what the paper measured for this scale and method, see ``paper_measured`` (or null)
+    paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
+                      of weights and optimizer state alone, and measured: memory of one GPU, compiled, with micro_batch
+                      sequences, and tokens/s on 32 H100
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.memory import peak_bytes
-from dlr_pretrain.analysis.paper import facts, recipe
+from dlr_pretrain.analysis.paper import facts, printed, recipe
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
@@ -63,6 +64,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     steps, warmup = cfg.train.steps, cfg.warmup_steps
     corners = sorted({0, warmup // 2, min(warmup, steps - 1), (warmup + steps) // 2, steps - 1})
     of = counts(cfg, vocab_size)
+    method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     kept = disk(cfg, vocab_size)
     return {
@@ -74,7 +76,6 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
         "host_memory": kept["checkpoint"],
         "disk": kept,
-        "paper_table1": in_table1(cfg),
         "batch": {
             "ranks": ranks,
             "global_batch": batch,
@@ -88,7 +89,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "tokens": tokens,
         "schedule": [{"update": update, "lr": rate(cfg, update)} for update in corners],
         "speed": _speed(cfg, ranks, flops, tokens, utilisations),
-        "paper_measured": paper_measured(cfg),
+        "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
 
 
@@ -132,18 +133,6 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
-def in_table1(cfg: Config) -> dict | None:
-    """What the paper's Table 1 prints for this method at this scale; None if nothing.
-
-    Its memory is an estimate of weights and optimizer state alone, whose unit and parts differ between rows.
-    """
-    name = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
-    table = facts("table1").rename(columns={"params_m": "parameters_m", "mem_gb": "memory_gb"})
-    rows = table[(table.method == name) & (table.scale == cfg.scale.name)]
-    columns = ["method", "parameters_m", "memory_gb", "tokens_b"]
-    return None if rows.empty else rows[columns].to_dict("records")[0]
-
-
 def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
 
@@ -159,24 +148,6 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
             "memory in the paper": row.mem_gb,
         })  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def paper_measured(cfg: Config) -> dict | None:
-    """What the paper measured for this method (the backbone, with or without DLR) at this scale; None if nothing.
-
-    memory_gb on one GPU with micro_batch sequences, and tokens_per_second on 32 H100, compiled (null at 7b).
-    """
-    name = {"1b": "system_1b", "7b": "table7b"}.get(cfg.scale.name)
-    if name is None:
-        return None
-    method = cfg.backbone.name + ("+dlr" if cfg.dlr.enabled else "")
-    row = next((row for row in facts(name).to_dict("records") if row["method"].split(" (")[0] == method), None)
-    return row and {
-        "method": method,
-        "micro_batch": row.get("batch_per_gpu", cfg.scale.micro_batch),  # at 1b as in the paper's table of scales
-        "memory_gb": row.get("memory_gb") or row.get("mem_gb"),
-        "tokens_per_second": row.get("tokens_per_s_32xh100"),
-    }
 
 
 def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequence[float]) -> dict | None:
@@ -214,9 +185,9 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "disk", f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, {p['disk']['run'] / 1e9:.2f} GB at a time"
     yield from _memory_lines(p)
     yield from _speed_lines(p)
-    if paper := p["paper_table1"]:
-        memory = f"{paper['memory_gb']:.2f} GB (weights and optimizer alone)"
-        said = f"{paper['parameters_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
+    if paper := p["paper"]["table1"]:
+        memory = f"{paper['mem_gb']:.2f} GB (weights and optimizer alone)"
+        said = f"{paper['params_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
         yield "Table 1", f"of the paper, for {paper['method']}: {said}"
 
 
@@ -235,7 +206,7 @@ def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
 
 
 def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
-    speed, measured = p["speed"], p["paper_measured"]
+    speed, measured = p["speed"], p["paper"]["measured"]
     if speed is None:
         yield "time", f"not estimated: the known peaks are of bf16 products, not of {p['run']['precision']}"
     else:
@@ -245,8 +216,8 @@ def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
         for e in speed["estimates"]:
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {e['hours']:>10,.1f} hours"
     if measured:
-        rate, held = measured["tokens_per_second"], f"{measured['memory_gb']:.2f} GB a GPU"
+        rate, held = measured.get("tokens_per_s_32xh100"), f"{measured['memory_gb']:.2f} GB a GPU"
         share = rate * p["flops_per_token"] / (32 * PEAK_FLOPS[GPU]) if rate else 0.0
-        fast = f"{rate:,} tokens/s on 32 H100, compiled (MFU {share:.2g} by the FLOPs above); " if rate else ""
+        fast = f"{rate:,.0f} tokens/s on 32 H100, compiled (MFU {share:.2g} by the FLOPs above); " if rate else ""
         rows = f"with micro-batches of {measured['micro_batch']}"
         yield "", f"the paper measured for {measured['method']}: {fast}{held} {rows}"

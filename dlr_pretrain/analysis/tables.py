@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import nan
 
 import pandas as pd
 
@@ -88,19 +89,16 @@ def settings_table(found: Runs) -> Iterator[Table]:
         yield table("settings", "What differs", rows)
 
 
-def pairs(found: Runs) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
-    """Pairs of groups (without DLR, with DLR) that differ in nothing else."""
-    plain = {of.pair.iloc[0]: of for of in found.groups() if of.dlr.iloc[0] == "off"}
-    return [(plain[k], of) for of in found.groups() if of.dlr.iloc[0] == "on" and (k := of.pair.iloc[0]) in plain]
-
-
 def pairs_table(found: Runs) -> Iterator[Table]:
     """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
     theirs = facts("table1").set_index(["scale", "method"]).ppl
+    plain = {of.pair.iloc[0]: of for of in found.groups() if of.dlr.iloc[0] == "off"}
     rows, notes = [], [f"Differences are between runs with the same seed: mean ± standard deviation. {CONVENTION}"]
-    for a, b in pairs(found):
-        scale, base, label = b.scale.iloc[0], b.base.iloc[0], b.label.iloc[0]
-        without, with_dlr = (ended(of).set_index("seed") for of in (a, b))
+    for of in found.groups():
+        if of.dlr.iloc[0] != "on" or of.pair.iloc[0] not in plain:
+            continue
+        scale, base, label = of.scale.iloc[0], of.base.iloc[0], of.label.iloc[0]
+        without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[of.pair.iloc[0]], of))
         rows.append({
             "Scale": scale,
             "Backbone": label.replace("+dlr", "", 1),
@@ -108,8 +106,7 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "PPL with DLR": spread(with_dlr.ppl),
             "Δ PPL": spread(differences(without.ppl, with_dlr.ppl), "+.2f"),
             "Δ convention": spread(differences(without.convention, with_dlr.convention), "+.2f"),
-            "Δ paper": shown(theirs.get((scale, f"{base}+dlr")) - theirs.get((scale, base)), "+.2f")
-            if (scale, f"{base}+dlr") in theirs else NONE,
+            "Δ paper": shown(theirs.get((scale, f"{base}+dlr"), nan) - theirs.get((scale, base), nan), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
             notes.append(f"{label} at {scale}: without a partner, and not in the difference: seed {odd}")
@@ -137,11 +134,11 @@ def speed_table(found: Runs) -> Table:
                 "GB a rank": spread(on_it.memory.dropna()), "tokens/s": spread(on_it.speed.dropna(), ",.0f"),
                 "MFU": spread(on_it.mfu.dropna(), ".3f"),
             })  # fmt: skip
-    if "1b" in set(found.runs.scale):
-        for row in facts("system_1b").itertuples():
+    for row in facts("measured").itertuples():
+        if row.scale in set(found.runs.scale):
             rows.append({
-                "Scale": "1b", "Method": row.method, "Machine": "32 x H100, paper", "GB a rank": f"{row.memory_gb:.2f}",
-                "tokens/s": f"{row.tokens_per_s_32xh100:,}",
+                "Scale": row.scale, "Method": row.method, "Machine": "32 x H100, paper",
+                "GB a rank": f"{row.memory_gb:.2f}", "tokens/s": shown(row.tokens_per_s_32xh100, ",.0f"),
             })  # fmt: skip
     notes = [
         "tokens/s is the median since the last start of each run, of means over 20 steps without evaluation and "

@@ -237,7 +237,7 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
     update_record(tmp_path / "44", {"state": {"name": "diverged"}})
     found = read_runs([tmp_path])
     ax = figures.axes()
-    figures.draw_group(ax, found.runs, found.metrics, "eval/perplexity", "train/tokens", figures.colour(0))
+    figures.draw_group(ax, found.runs, found.metrics, "eval/perplexity", "train/tokens", figures.COLOURS[0])
     mean, thin = ax.get_lines()
     first = [lines_of(tmp_path / str(seed))[19][PERPLEXITY] for seed in (41, 42, 44)]
     assert mean.get_ydata() == pytest.approx([statistics.fmean(first)])
