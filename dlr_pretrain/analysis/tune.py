@@ -11,7 +11,7 @@ from itertools import product
 from pathlib import Path
 
 from dlr_pretrain.analysis.runs import differing, method_name
-from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, console, write
+from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, methods_table, remarks, write
 from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import read_record
@@ -67,7 +67,8 @@ def tune(argv: Sequence[str]) -> int:
     found = compare(design, trials) | about(methods, runs.values())
     found["command"] = shlex.join(["scripts/tune.py", *argv])
     write(found, given.output)
-    print(f"\n{console(found)}\n\nreport      {given.output / 'report.md'}")
+    print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
+    print(f"\nreport      {given.output / 'report.md'}")
     broken = [at for at in trials if at.state in ("failed", "stopped") or not (given.slurm or at.state in ENDED)]
     for at in broken:
         print(f"{at.method} lr={at.lr:g} seed={at.seed}: {at.state} {at.remark}".rstrip())
@@ -188,17 +189,14 @@ def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
 
 
 def require_one_text(runs: Iterable[PlannedRun]) -> None:
-    """Raises UserError if runs that have started have read other text, or used another tokenizer, than others.
+    """Raises UserError if a run has read other text, or used another tokenizer, than another.
 
     Their configurations do not show it: the files themselves may have changed since.
     """
-    seen: dict[str, object] = {}
+    seen: dict[str, tuple[object, Path]] = {}
     for run in runs:
-        record = read_record(run.dir)
-        for name in FINGERPRINTS:
-            value = record.get("identity", {}).get(name)
-            if "saved" in record and value is not None and seen.setdefault(name, value) != value:
-                raise UserError(
-                    f"{run.dir}: {name} is not that of the other runs: their losses do not compare. "
-                    "Move away those that were trained on what the text was before, or choose another run.root"
-                )
+        for name, value in read_record(run.dir).get("identity", {}).items():
+            there, first = seen.setdefault(name, (value, run.dir))
+            if name in FINGERPRINTS and value != there:
+                rule = f"{name} is not that of {first}, so their losses do not compare"
+                raise UserError(f"{run.dir}: {rule}. Move away the runs of another text, or choose another run.root")

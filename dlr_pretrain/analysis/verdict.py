@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -142,7 +142,7 @@ def estimate(values: Sequence[float], level: float) -> dict:
 
 
 def methods_table(found: dict) -> Table:
-    """Each method at its own rate, with its difference from the first."""
+    """Each method at its own rate, with its difference from the first, and the verdict."""
     rows, verdicts = [], {c["method"]: c for c in found["comparisons"]}
     for method, choice in found["chosen"].items():
         rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
@@ -150,9 +150,11 @@ def methods_table(found: dict) -> Table:
         losses = [*choice["held_out"]["losses"].values(), *(math.inf for _ in choice["held_out"]["diverged"])]
         row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": spread(map(perplexity, losses))}
         if c := verdicts.get(method):
-            d = c["difference"]
-            row |= {"Δ loss": d and f"{d['mean']:+.4f} ({d['n']})", "Interval": d and _interval(d)}
-            row |= {"Better": c["better"] or f"not decided: {c['reason']}"}
+            row["Better"] = c["better"] or f"not decided: {c['reason']}"
+            if d := c["difference"]:
+                row["Δ loss"] = f"{d['mean']:+.4f} ({d['n']})"
+            if c["better"]:
+                row["Interval"] = f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
         rows.append(row)
     note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
@@ -160,12 +162,7 @@ def methods_table(found: dict) -> Table:
         "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
         "excludes zero."
     )
-    title = "Each method at its own learning rate, on half of the validation text"
-    return table("tune", title, rows, [note, *remarks(found)])
-
-
-def _interval(d: dict) -> str | None:
-    return None if d["low"] is None else f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+    return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
 
 
 def remarks(found: dict) -> list[str]:
@@ -191,22 +188,6 @@ def remarks(found: dict) -> list[str]:
     return said
 
 
-def verdicts(found: dict) -> Iterator[str]:
-    """A sentence for each method that is compared."""
-    for c in found["comparisons"]:
-        said = {None: f"not decided: {c['reason']}", "none shown": "no difference shown"}
-        better = said.get(c["better"], f"{c['better']} is better")
-        d = c["difference"]
-        change = f". {d['mean']:+.4f} nats/token, {_interval(d)}, {d['n']} seeds" if c["better"] else ""
-        yield f"{c['method']} against {c['against']}: {better}{change}."
-
-
-def console(found: dict) -> str:
-    """The table of the methods, the verdicts and the remarks."""
-    own = methods_table(found).frame.drop(columns="Better", errors="ignore").to_string(index=False)
-    return "\n".join([own, "", *verdicts(found), *(f"note: {line}" for line in remarks(found))])
-
-
 def write(found: dict, folder: Path) -> None:
     """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -214,4 +195,4 @@ def write(found: dict, folder: Path) -> None:
     words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
     made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
     parts = [methods_table(found), *draw_rates(found, folder), made]
-    write_page(" / ".join(found["design"]["methods"]), list(verdicts(found)), parts, folder, folder)
+    write_page(" / ".join(found["design"]["methods"]), remarks(found), parts, folder, folder)
