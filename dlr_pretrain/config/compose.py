@@ -33,11 +33,11 @@ VERSION_BASE = "1.3"
 def by_scale(values: Mapping, *, _root_: DictConfig) -> object:
     """The value for the chosen scale's name, else that of ``other``: ``"${by_scale:{1b: 200, other: 500}}"``, quoted.
 
-    Raises KeyError if the scale is not listed and there is no ``other``.
+    Raises ValueError if the scale is not listed and there is no ``other``.
     """
     name = _root_.scale.name
     if name not in values and "other" not in values:
-        raise KeyError(f"no value for scale={name} (there are {', '.join(values)}): give one on the command line")
+        raise ValueError(f"no value for scale={name} (there are {', '.join(values)}): give one on the command line")
     return values[name] if name in values else values["other"]
 
 

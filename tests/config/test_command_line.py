@@ -37,15 +37,6 @@ def problems(*argv: str, ranks: int = 1) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- the same meaning
 
 
-def test_defaults():
-    cfg = config()
-    chosen = [cfg.scale.name, cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name, cfg.data.source, cfg.precision.name]
-    assert chosen == ["60m", "lowrank", "off", "adamw", "c4", "bf16"]
-    assert (cfg.parallel.name, cfg.logger.view, cfg.compile, cfg.seed) == ("ddp", "wandb", True, 42)
-    assert (cfg.train.lr, cfg.train.steps, cfg.backbone.rank, cfg.optimizer.eps) == (0.01, 11_000, 128, 1e-8)
-    assert cfg.run.dir == "runs/60m-lowrank-dlr_off-s42"
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -68,6 +59,14 @@ def test_overrides_that_change_no_mathematics_keep_the_run_directory():
     assert config(*SMALL, "run.dir=mine").run.dir == "mine"
     # a run that is resumed by a later version must find its directory
     assert config("scale=1b", "train.lr=1e-3", "seed=7").run.dir == "runs/1b-lowrank-dlr_off-s7-590ae857"
+    assert config().run.dir == "runs/60m-lowrank-dlr_off-s42"
+
+
+def test_values_of_the_environment_and_of_the_home_folder(monkeypatch):
+    monkeypatch.setenv("MY_LR", "1e-3")
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = config(*SMALL, "train.lr=${oc.env:MY_LR}", "run.root=~/runs")
+    assert (cfg.train.lr, cfg.run.root) == (1e-3, "/home/me/runs")
 
 
 @pytest.fixture

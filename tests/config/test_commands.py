@@ -1,123 +1,63 @@
-"""Every command of README and of the pages of docs/ and benchmarks/ is one that its program understands: options by the
-program's own parser, which then acts no further, and overrides composed into a configuration without a problem.
-
-What takes seconds is run besides: tests/unit/test_documented_runs.py, and test_launch.py there for slurm/submit.py.
-docs/extending.md has a test of its own.
+"""Every command of README and of the pages of docs/ and benchmarks/ is one that its program takes: its flags are in the
+program's help, and its overrides compose into a configuration without a problem. docs/extending.md has its own test.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
-from benchmarks.__main__ import parser as benchmarks_parser
-from benchmarks.variants import joined
 from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.compose import check
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.launch.runs import expand, load_runs, read_table
+from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
 
 COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
-TRAINING = re.compile(r"train\.(?:py|sbatch)$")
-ELSEWHERE = ("generate", "sft", "evaluate", "fold", "report")  # their words are no overrides
-
-
-class Understood(BaseException):
-    """Carries what a parser made of the words: the options, and the words it leaves to the program."""
-
-
-@pytest.fixture
-def understood(monkeypatch):
-    """What the program makes of a command line; nothing is done."""
-    names = ("parse_args", "parse_known_args", "parse_intermixed_args")
-    own = {name: getattr(argparse.ArgumentParser, name) for name in names}
-
-    def ending(name: str):
-        def parse(parser, *args, **kwargs):
-            with monkeypatch.context() as inside:
-                for other in names:
-                    inside.setattr(argparse.ArgumentParser, other, own[other])
-                found = own[name](parser, *args, **kwargs)
-            raise Understood(*(found if name == "parse_known_args" else (found, [])))
-
-        return parse
-
-    def run(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-        for name in names:
-            monkeypatch.setattr(argparse.ArgumentParser, name, ending(name))
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(Understood) as found:
-            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
-        monkeypatch.undo()
-        return found.value.args
-
-    return run
+PROGRAM = re.compile(r"\.(py|sh|sbatch)$")
+OVERRIDES = ("train", "plan", "doctor", "prepare_data", "benchmarks")  # programs whose other words are overrides
+pytestmark = pytest.mark.full
 
 
 def program(words: list[str]) -> int:
     """Where the program stands among the words of a command: behind python, sbatch or torchrun and their options."""
-    return next(i for i, word in enumerate(words) if re.search(r"\.(py|sh|sbatch)$", word) and "launch.py" not in word)
+    return next(i for i, w in enumerate(words) if (PROGRAM.search(w) and "launch.py" not in w) or words[i - 1] == "-m")
 
 
-def test_there_are_commands():
-    assert len(COMMANDS) > 60
-    named = {Path(word).name for command in COMMANDS for word in command.split() if re.search(r"\.(py|sh)$", word)}
-    of_users = {path.name for folder in ("scripts", "slurm") for path in (ROOT / folder).glob("*.py")}
-    assert named >= of_users, "a command that no page shows"
+@cache
+def flags(*command: str) -> set[str]:
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout))
 
 
-pytestmark = pytest.mark.full
-TRAINED = [c for c in COMMANDS if not re.match(r"pip |hf |wandb |python3? -m |.*submit\.py", c)]
-
-
-@pytest.mark.parametrize("command", TRAINED)
-def test_a_command_is_understood(command, understood):
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if not re.match(r"pip |hf |wandb |python3? -m (pytest|venv)", c)]
+)
+def test_a_command_is_understood(command):
     words = shlex.split(command)
     at = program(words)
     name, rest = words[at], words[at + 1 :]
-    assert (ROOT / name).is_file(), name
-    if TRAINING.search(name):
-        composes(rest)
-        return
+    rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is sbatch's
     if name.endswith(".sh"):
-        listed = subprocess.run(["bash", ROOT / name, *rest, "list"], capture_output=True, text=True)
-        assert listed.returncode == 0 and len(listed.stdout.splitlines()) > 20, listed.stderr
-        for line in listed.stdout.splitlines():
-            piece = shlex.split(line.partition(": ")[2])
-            if piece[2] == "benchmarks":
-                measured(piece[3:])
-            else:
-                assert piece[1:5] == ["-m", "pytest", "-m", "gpu"] and (ROOT / piece[5]).is_file()
+        assert subprocess.run(["bash", ROOT / name, *rest, "list"], capture_output=True).returncode == 0
         return
-    given, overrides = understood(words[at:])
-    script = Path(name).stem
-    if script in ELSEWHERE:
-        assert overrides == []
-    elif script == "tune":
-        load_runs(read_table(given.what)[-1:])
+    own = [word for word in rest if not word.startswith("-")]
+    if not name.endswith("train.sbatch") and Path(name).stem != "train":
+        given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert given <= flags(*(("-m", name) if words[at - 1] == "-m" else (name,)))
     else:
-        overrides_compose(given, overrides)
-
-
-def overrides_compose(given: argparse.Namespace, overrides: list[str]) -> None:
-    for variant in getattr(given, "variant", []) or [""]:
-        composes(["-m", *joined(overrides, variant.split())])
-
-
-def measured(words: list[str]) -> None:
-    """What ``python -m benchmarks`` checks first."""
-    given = benchmarks_parser().parse_intermixed_args(words)
-    overrides_compose(given, given.overrides)
+        own = rest
+    if Path(name).stem in OVERRIDES:
+        composes([word for word in own if " " not in word and ("=" in word or word.startswith("-"))])
 
 
 def composes(words: list[str]) -> None:
@@ -128,9 +68,13 @@ def composes(words: list[str]) -> None:
         runs = expand([word for word in words if word != "-m"])
         for of in (runs[0], runs[-1]):
             composes(list(of.words))
-        return
-    if "--help" not in words:
+    elif "--help" not in words:
         check(line, None, machine=False)
+
+
+def test_every_script_is_shown_by_a_page():
+    named = {Path(word).name for command in COMMANDS for word in command.split() if PROGRAM.search(word)}
+    assert named >= {path.name for folder in ("scripts", "slurm") for path in (ROOT / folder).glob("*.py")}
 
 
 def test_installations_name_extras_that_are():
@@ -142,12 +86,3 @@ def test_installations_name_extras_that_are():
 def test_what_is_fetched_is_what_the_configuration_names():
     fetched = {shlex.split(command)[2] for command in COMMANDS if command.startswith("hf download ")}
     assert fetched == {OmegaConf.load(ROOT / "configs/data/c4.yaml").dataset, KEYS["tokenizer.hub"].default}
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python -m ")])
-def test_a_module_that_is_run_is_there(command):
-    _, _, module, *words = shlex.split(command)
-    if module == "benchmarks":
-        measured(words)
-    else:
-        assert command == "python -m pytest -n 3"

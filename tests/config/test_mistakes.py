@@ -57,6 +57,13 @@ MISTAKES = {  # a command line, and what the one line about it names
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
+    "train.steps=1.5": ["train.steps=1.5: must be a whole number of at least 1"],
+    "train.steps=true": ["train.steps=true: must be a whole number"],
+    "train.lr=nan": ["train.lr=nan: must be a number above 0"],
+    "train.clip=[1]": ["train.clip=[1]: must be a number above 0 or null"],
+    "train.micro_batch=many": ["train.micro_batch=many: must be a whole number of at least 1 or auto or null"],
+    "train.min_lr_ratio=2": ["must be a number of at least 0 and at most 1"],
+    "tokenizer=t5": ["tokenizer=t5: a section", "tokenizer.path"],
     "train.clip=0": ["train.clip=0: must be a number above 0 or null"],
     "train.warmup_ratio=1": ["train.warmup_ratio=1: must be a number of at least 0 and below 1"],
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1 (steps between evaluations"],
@@ -138,34 +145,18 @@ def test_all_mistakes_of_a_command_line_are_told_at_once():
     assert all(problem.startswith(name) for problem, name in zip(found, named, strict=True)), found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "batch", "problem"),
-    [
-        (2, 7, "train.global_batch=7: must be a multiple of the 2 ranks. Try 6 or 8"),
-        (8, 3, "train.global_batch=3: must be a multiple of the 8 ranks. Try 8"),
-        (6, 12, "data.streams=4: the ranks share the data streams out evenly, so the 6 ranks must divide their "
-         "number. Set data.streams=12 before the first start, or start 4 ranks"),
-    ],
-)  # fmt: skip
-def test_the_batch_must_fit_the_ranks(ranks, batch, problem):
-    assert refusal(f"train.global_batch={batch}", ranks=ranks) == [problem]
+def test_the_batch_must_fit_the_ranks():
+    assert refusal("train.global_batch=7", ranks=2)[0].endswith("must be a multiple of the 2 ranks. Try 6 or 8")
+    assert refusal("train.global_batch=3", ranks=8)[0].endswith("must be a multiple of the 8 ranks. Try 8")
+    (found,) = refusal("train.global_batch=12", ranks=6)
+    assert found.startswith("data.streams=4") and "Set data.streams=12 before the first start, or start 4" in found
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("train.LR", "train.lr"),
-        ("eval.steps", "train.steps"),
-        ("scale.hidden", "scale.hidden_size"),
-        ("optimizer.lr", "train.lr"),
-        ("train.seed", "seed"),
-        ("train.weight_decay", "optimizer.weight_decay"),
-        ("train.foo", None),
-        ("xyz", None),
-    ],
-)
-def test_nearest_key(name, near):
-    assert nearest(name, KNOWN) == near
+def test_nearest_key():
+    near = {"train.LR": "train.lr", "eval.steps": "train.steps", "scale.hidden": "scale.hidden_size", "xyz": None,
+            "optimizer.lr": "train.lr", "train.seed": "seed", "train.weight_decay": "optimizer.weight_decay",
+            "train.foo": None}  # fmt: skip
+    assert {name: nearest(name, KNOWN) for name in near} == near
 
 
 def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
@@ -195,16 +186,13 @@ def test_packages_are_asked_for(monkeypatch):
     assert "needs the package torchao" in found and "use optimizer=adamw" in found
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("optimizer=adamw", "backbone=lora", "optimizer.b_lr=16"),
-        ("optimizer=fira", "backbone=full", "scale.rank=128"),
-        ("optimizer=loro", "backbone=lowrank", "optimizer.exact_every=90", "optimizer.shift=270"),
-        ("backbone=cola", "dlr=init_offset_decay", "precision=bf16_mixed", "optimizer.weight_decay=0.001"),
-        ("optimizer=muon", "backbone=cola", "dlr=on", "optimizer.nesterov=false", "precision=bf16_mixed"),
-        ("optimizer=adamw_8bit", "backbone=cola", "dlr=learnable_alpha", "precision=bf16_sr", "parallel=fsdp"),
-    ],
-)
-def test_what_can_be_is_accepted(words):
-    load(["scale=tiny", "data=sample", "logger=jsonl", *words])
+def test_what_can_be_is_accepted():
+    for words in (
+        "optimizer=adamw backbone=lora optimizer.b_lr=16",
+        "optimizer=fira backbone=full scale.rank=128",
+        "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
+        "backbone=cola dlr=init_offset_decay precision=bf16_mixed optimizer.weight_decay=0.001",
+        "optimizer=muon backbone=cola dlr=on optimizer.nesterov=false precision=bf16_mixed",
+        "optimizer=adamw_8bit backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
+    ):
+        load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])

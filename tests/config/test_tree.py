@@ -15,8 +15,6 @@ from dlr_pretrain.config import (
     CONFIG_DIR,
     GROUPS,
     Config,
-    ConfigError,
-    Problem,
     compiler_problem,
     identity,
     parse,
@@ -52,14 +50,6 @@ def cfg(tree) -> Config:
     return cfg
 
 
-def problems_of(tree: dict) -> list[str]:
-    return list(map(str, parse(tree)[1]))
-
-
-def broken_rules(cfg: Config, world_size: int = 1) -> list[str]:
-    return list(map(str, validate(cfg, world_size)))
-
-
 def test_the_page_of_keys_is_that_of_the_code():
     page = runpy.run_path(str(ROOT / "docs/configuration.py"))["page"]
     assert (ROOT / "docs/configuration.md").read_text() == page(), "run docs/configuration.py > docs/configuration.md"
@@ -92,50 +82,6 @@ def test_values_take_the_type_of_their_key(tree, key, value, parsed):
     assert problems == []
     got = getattr(getattr(cfg, section[0]) if section else cfg, leaf)
     assert got == parsed and type(got) is type(parsed)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "rule"),
-    [
-        ("train.steps", 1.5, "train.steps=1.5: must be a whole number of at least 1"),
-        ("train.steps", True, "train.steps=true: must be a whole number"),
-        ("train.steps", None, "train.steps=null: must be a whole number"),
-        ("train.lr", float("nan"), "train.lr=nan: must be a number above 0"),
-        ("train.clip", [1], "train.clip=[1]: must be a number above 0 or null"),
-        ("train.micro_batch", "many", "train.micro_batch=many: must be a whole number of at least 1 or auto or null"),
-        ("run.start_from", 1000.0, "run.start_from=1000.0: must be text or null"),
-        ("train.min_lr_ratio", 2, "train.min_lr_ratio=2: must be a number of at least 0 and at most 1"),
-    ],
-)
-def test_wrong_values_are_refused(tree, key, value, rule):
-    section, name = key.split(".")
-    tree[section][name] = value
-    (found,) = problems_of(tree)
-    assert parse(tree)[0] is None and found.startswith(rule)
-
-
-def test_all_problems_are_found_at_once(tree):
-    del tree["scale"]["rank"], tree["eval"]["every"]  # which has a default
-    tree["train"] |= {"lr": -1, "stepz": 3}
-    tree["backbone"] |= {"rnk": 3, "rank": "many"}
-    tree["tokenizer"] = "t5"
-    tree["nonsense"] = {"a": 1}
-    assert [problem.partition(":")[0] for problem in problems_of(tree)] == [
-        *("backbone.rnk=3", "train.stepz=3", "tokenizer=t5", "nonsense.a=1", "scale.rank", "train.lr=-1"),
-        "backbone.rank=many",
-    ]
-
-
-def test_numbers_of_the_environment_are_numbers(monkeypatch):
-    monkeypatch.setenv("MY_LR", "1e-3")
-    assert load(["scale=tiny", "data=sample", "logger=jsonl", "train.lr=${oc.env:MY_LR}"]).train.lr == 1e-3
-
-
-def test_one_problem_is_one_line_and_several_are_a_list():
-    one, two = Problem("train.lr", 0, "must be greater than 0"), Problem("compile", None, "must be true or false")
-    assert str(ConfigError([one])) == "train.lr=0: must be greater than 0"
-    both = "2 problems\n  train.lr=0: must be greater than 0\n  compile=null: must be true or false"
-    assert str(ConfigError([one, two, one])) == both
 
 
 def test_derived_values(cfg):
@@ -212,7 +158,6 @@ def test_every_option_is_named_as_its_file_and_quotes_its_switches():
 
 @pytest.mark.full
 def test_every_shape_composes():
-    """Knobs of a backbone follow from the scale: their whole product, and the options of dlr in turn."""
     shapes = itertools.product(OPTION_FILES["scale"], OPTION_FILES["backbone"])
     for (scale, backbone), dlr in zip(shapes, itertools.cycle(OPTION_FILES["dlr"]), strict=False):
         carries = all_keys({"backbone": {"name": backbone}})["backbone.factorized"].default
