@@ -19,7 +19,8 @@ from dlr_pretrain.util.text import amount
 
 IMAGES = ("png", "pdf")
 POINTS = 1000  # of a curve
-COLOURS = colormaps["tab20"].colors * 5  # twenty that can be told apart, in pairs of one hue
+TAB20 = colormaps["tab20"].colors
+COLOURS = (TAB20[::2] + TAB20[1::2]) * 5  # ten hues, then the same ones lighter
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm"}  # fmt: skip
 LOSS = "training loss (lines, running medians) and evaluations (dots)"

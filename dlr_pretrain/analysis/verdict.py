@@ -150,11 +150,11 @@ def methods_table(found: dict) -> Table:
         losses = [*choice["held_out"]["losses"].values(), *(math.inf for _ in choice["held_out"]["diverged"])]
         row = {"Method": method, "Learning rate": rate + edge, "PPL (held out)": spread(map(perplexity, losses))}
         if c := verdicts.get(method):
-            row["Better"] = c["better"] or f"not decided: {c['reason']}"
             if d := c["difference"]:
                 row["Δ loss"] = f"{d['mean']:+.4f} ({d['n']})"
             if c["better"]:
                 row["Interval"] = f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+            row["Better"] = c["better"] or f"not decided: {c['reason']}"
         rows.append(row)
     note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "

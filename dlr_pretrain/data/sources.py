@@ -25,6 +25,7 @@ from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import plural
 
 KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
 SNIFF_THREADS = 16
@@ -205,11 +206,10 @@ class TextSource:
 
     def describe(self) -> str:
         """One line for the console."""
-        train = f"{len(self.train_shards)} train"
         if not self.holds_out:
-            return f"{self.where}: {train} and {len(self.validation_shards)} validation shards"
+            return f"{self.where}: {len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         share = f"{100 * self.data.held_out:g} % of the {'document' if self.halves else 'documents'}"
-        return f"{self.where}: {train} shards, {share} held out for validation"
+        return f"{self.where}: {plural(len(self.train_shards), 'train shard')}, {share} held out for validation"
 
 
 def _hash(text: str) -> int:

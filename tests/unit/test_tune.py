@@ -145,7 +145,7 @@ def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tm
     difference = stored["comparisons"][0]["difference"]
     assert stored["comparisons"][0]["better"] == "two" and difference == found["comparisons"][0]["difference"]
     text = (tmp_path / "report.md").read_text()
-    assert f"| two | {difference['mean']:+.4f} (3) |" in text
+    assert f"| {difference['mean']:+.4f} (3) |" in text and "| two |\n" in text
     values = [math.exp(3 + seed / 1000) for seed in (1, 2, 3)]
     mean = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} (3)"
     assert f"| one | 0.01 (edge of the grid) | {mean} |" in text
