@@ -26,7 +26,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 tune() { # name of the comparison, words of tune.py
   local output=$root/$piece/$1
   shift
-  "$python" scripts/tune.py "experiment=$experiment" --limit "${JOBS:-1}" --output "$output" "$@"
+  "$python" scripts/tune.py "experiment=$experiment" --local --limit "${JOBS:-1}" --output "$output" "$@"
 }
 
 each() { # name of the comparison, rate, overrides of each method beside backbone=cola

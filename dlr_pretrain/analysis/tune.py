@@ -15,23 +15,21 @@ from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare,
 from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import DUE, Status, last_job, look, queue
-from dlr_pretrain.launch.submit import parser_of, submit
+from dlr_pretrain.launch.state import Status, look
+from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from dlr_pretrain.util.history import newest_first
 
 EPILOG = """examples:
-  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --limit 8 --output cola
+  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output cola \\
-      --slurm -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+      -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
 
-The table is that of submit.py, which shows how its runs stand. Runs that differ in train.lr and seed alone are one
-method; every method needs the same rates and seeds, and the others are compared with the first. --confirm trains fresh
-seeds at each method's chosen rate alone, and reports them instead of the grid's. The same command continues where this
-one stopped."""
+The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
+rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
+alone, and reports them instead of the grid's. The same command continues where this one stopped."""
 
 Cell = tuple[str, float, int]  # method, learning rate, seed
 FINGERPRINTS = ("data.shards", "tokenizer.pieces", "data.order")  # in a run's identity: text, tokenizer, order
@@ -48,8 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(argv: Sequence[str]) -> int:
-    given, for_sbatch = read(argv)
-    methods = by_method(load_runs(read_table(given.what), machine=not given.slurm))
+    parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
+    parser.add_argument("--confirm", type=seed_list, default=(), metavar="SEEDS", help="fresh seeds, such as 44,45,46")
+    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
+    given, for_sbatch = read(parser, argv)
+    methods = by_method(load_runs(read_table(given.what), machine=given.local))
     design, runs = grid(methods, given.confirm)
     trials = bring(runs, given, for_sbatch)
     fresh: dict[Cell, Line] = {}
@@ -60,7 +61,7 @@ def tune(argv: Sequence[str]) -> int:
             words = (*(word for word in line.words if key_of(word) != "seed"), f"seed={seed}")
             fresh[method, lr, seed] = replace(line, words=words)
     if fresh:
-        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=not given.slurm), strict=True))
+        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
         trials += bring(confirming, given, for_sbatch)
         runs |= confirming
     require_one_text(runs.values())
@@ -69,23 +70,10 @@ def tune(argv: Sequence[str]) -> int:
     write(found, given.output)
     print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
-    broken = [at for at in trials if at.state in ("failed", "stopped") or not (given.slurm or at.state in ENDED)]
+    broken = [at for at in trials if at.state in ("failed", "stopped") or (given.local and at.state not in ENDED)]
     for at in broken:
         print(f"{at.method} lr={at.lr:g} seed={at.seed}: {at.state} {at.remark}".rstrip())
     return EXIT_FAILED if broken else 0
-
-
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of tune.py, and those for sbatch."""
-    what = "Compare methods, each at its best learning rate of the same grid."
-    parser, own, for_sbatch = parser_of("tune.py", argv, what, EPILOG)
-    parser.add_argument("--confirm", type=seed_list, default=(), metavar="SEEDS", help="fresh seeds, such as 44,45,46")
-    parser.add_argument("--slurm", action="store_true", help="queue the runs as a job array")
-    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    given = parser.parse_intermixed_args(own)
-    if for_sbatch and not given.slurm:
-        parser.error("options of sbatch belong to --slurm")
-    return given, for_sbatch
 
 
 def seed_list(text: str) -> tuple[int, ...]:
@@ -157,15 +145,7 @@ def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> d
 
 def bring(runs: dict[Cell, PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> list[Trial]:
     """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all runs."""
-    jobs = queue() if given.slurm else {}
-    table = sorted(runs.values(), key=lambda run: run.number)
-    due = [run for run in table if look(run, jobs).state in DUE]
-    print(f"{len(due)} of {len(runs)} runs are to be trained", flush=True)
-    if due and given.slurm:
-        print(submit(table, due, "tune", for_sbatch, given.limit), "The same command reports, and goes on", sep="\n")
-        jobs |= {last_job(run.dir)["job"]: "PENDING" for run in due}
-    elif due:
-        train(due, given.limit or 1)
+    jobs = start(sorted(runs.values(), key=lambda run: run.number), given, for_sbatch)
     return [trial(cell, run, look(run, jobs)) for cell, run in runs.items()]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from dlr_pretrain.config.secrets import named_in
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, look, queue
+from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, look, queue
 from dlr_pretrain.util.command import at_least_1, command
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from dlr_pretrain.util.files import write_durably
@@ -33,58 +33,63 @@ after -- are those of sbatch."""
 
 def main(argv: Sequence[str]) -> int:
     """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
-    return command(lambda: act(*read(argv)))
+    about = "Train a table of runs as one SLURM job array, or on this machine."
+    return command(lambda: act(*read(parser_of("submit.py", about, EPILOG), argv)))
 
 
-def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of submit.py, and those for sbatch."""
-    parser, own, for_sbatch = parser_of(
-        "submit.py", argv, "Train a table of runs as one SLURM job array, or on this machine.", EPILOG
-    )
-    parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
-    parser.add_argument("--local", action="store_true", help="train on this machine")
-    return parser.parse_intermixed_args(own), for_sbatch
-
-
-def parser_of(
-    name: str, argv: Sequence[str], about: str, epilog: str
-) -> tuple[argparse.ArgumentParser, list[str], list[str]]:
-    """The parser of a command that takes a table of runs, its own words, and the options of sbatch behind ``--``."""
+def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    """The parser of a command that trains a table of runs."""
     parser = argparse.ArgumentParser(
         name, f"{name} [options] [FILE.runs] [key=value,... ...] [-- options of sbatch]", about, epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
+    parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
+    parser.add_argument("--local", action="store_true", help="train on this machine")
     parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
+    return parser
+
+
+def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of a command, and those for sbatch, which follow a lone ``--``."""
     cut = argv.index("--") if "--" in argv else len(argv)
-    return parser, list(argv[:cut]), list(argv[cut + 1 :])
+    given, for_sbatch = parser.parse_intermixed_args(argv[:cut]), list(argv[cut + 1 :])
+    if given.local and for_sbatch:
+        parser.error("--local has no use for options of sbatch")
+    return given, for_sbatch
 
 
 def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
     """Nothing is queued or trained before every run has been checked."""
     runs = load_runs(read_table(given.what), machine=given.local)
+    start(runs, given, for_sbatch)
+    trained = runs if given.local and not given.status else []
+    return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in trained) else 0
+
+
+def start(runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> dict[str, str]:
+    """Show how ``runs`` stand, and queue or train those that are due; returns SLURM's state of each job."""
     jobs = {}
     try:
         jobs = {} if given.local else queue()
     except UserError as error:
         if not given.status:
-            raise
+            raise UserError(f"{error}. --local trains on this machine") from None
         print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
     stands = [look(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         print(f"{run.number:>3}  {run.dir}: {at}")
     counts = Counter(at.state for at in stands)
-    print(f"{plural(len(runs), 'run')}: {', '.join(f'{counts[state]} {state}' for state in STATES if counts[state])}")
+    said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    print(f"{plural(len(runs), 'run')}: {said}", flush=True)
     due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
-    if not due:
-        print("Nothing to submit.")
-    elif not given.local:
+    if due and given.local and not given.status:
+        train(due, given.limit or 1)
+    elif due and not given.local:
         name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
         print(submit(runs, due, name, for_sbatch, given.limit, given.status))
-    elif not given.status:
-        train(due, given.limit or 1)
-        return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in due) else 0
-    return 0
+        jobs |= {last_job(run.dir).get("job", ""): "PENDING" for run in due if not given.status}
+    return jobs
 
 
 def submit(

@@ -191,7 +191,7 @@ class Trained(list):
 @pytest.fixture
 def trained(monkeypatch):
     found = Trained()
-    monkeypatch.setattr(tune, "train", found)
+    monkeypatch.setattr("dlr_pretrain.launch.submit.train", found)
     monkeypatch.setattr("dlr_pretrain.analysis.verdict.draw_rates", lambda *_: [])
     return found
 
@@ -208,7 +208,7 @@ def command(given, tmp_path):
     """``tune.py``, and what it wrote."""
 
     def give(*own: str, code: int = 0) -> dict:
-        assert tune.main(given(*own)) == code
+        assert tune.main(given(*own, "--local")) == code
         written = tmp_path / "out" / "tune.json"
         return json.loads(written.read_text()) if written.exists() else {}
 
@@ -239,7 +239,7 @@ def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
 def test_a_grid_that_does_not_compare_is_refused_before_any_run(given, tmp_path, trained, capsys, rows, own, said):
     path = tmp_path / "my.runs"
     path.write_text("".join(f"{row} backbone=cola\n" for row in rows.splitlines()))
-    assert tune.main(given(str(path), *own)) in (2, 3)
+    assert tune.main(given(str(path), *own, "--local")) in (2, 3)
     assert said in capsys.readouterr().err and not trained
 
 
@@ -276,7 +276,7 @@ def test_runs_that_read_another_text_or_tokenizer_are_not_compared(command, trai
 
 def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, tmp_path, trained):
     table = ("train.lr=0.003,0.01", *PAIR, "seed=41")
-    words = given(*table, "--confirm", "5", "--slurm", "--limit", "2")
+    words = given(*table, "--confirm", "5", "--limit", "2")
 
     def give() -> dict:
         assert tune.main([*words, "--", "--gpus-per-node=2"]) == 0
@@ -305,7 +305,7 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, 
 @pytest.mark.full
 def test_the_command_trains_diverges_and_compares(given, tmp_path):
     """Real processes: a rate at which it learns, and one at which the first updates are not finite."""
-    words = given("train.steps=4", "backbone=cola", "train.lr=0.003,1e30", "seed=1", "--limit", "2")
+    words = given("train.steps=4", "backbone=cola", "train.lr=0.003,1e30", "seed=1", "--local", "--limit", "2")
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "tune.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "tune.json").read_text())
