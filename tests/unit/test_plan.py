@@ -5,19 +5,17 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis import memory as measuring
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
 from dlr_pretrain.analysis.paper import facts, printed, recipe
 from dlr_pretrain.analysis.plan import beside_table1, counts, folded_parameters, plan, render
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.models import build
+from dlr_pretrain.models import build, dlr
 from tests.conftest import script
 
 SHAPES = {"60m": (512, 1376, 8, 128), "1b": (2048, 5461, 24, 512), "7b": (4096, 11008, 32, 1024)}  # D, F, L, r
@@ -80,43 +78,20 @@ def test_recipes_have_the_papers_parameters():
 # ---------------------------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize("words", [
-    "backbone=cola dlr=on dlr.impl=branch train.activation_checkpointing=block",
-    "backbone=lowrank train.activation_checkpointing=latent",
-    "backbone=cola_lax dlr=on backbone.gate=tensor",
-    "backbone=lost dlr=no_b",
-    "backbone=lora",
-    "backbone=cola data.mask_documents=true",
-])  # fmt: skip
-def test_meta_tensors_count_as_real_ones(monkeypatch, words):
-    """The same operators on both: attention is that of a CPU. (Its LayerNorm keeps bf16 statistics, a GPU's fp32.)"""
-
-    def cpu_attention(q, k, v, bias, is_causal):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias)[0]
-
-    monkeypatch.setattr(measuring, "attention_as_on_a_gpu", nullcontext)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", cpu_attention)
-    cfg = config(*TINY, "scale.num_layers=2", *words.split())
-    dtype = torch.float32 if "lax" in words else torch.bfloat16
-    models = [build(cfg, 500, torch.device(at), dtype) for at in ("meta", "cpu")]
-    for held in (False, True):
-        on_meta, real = (step_bytes(model, 2, 64, held, masked=cfg.data.mask_documents) for model in models)
-        assert on_meta == real and 0 < real.kept < real.peak
-
-
-def test_the_count_is_what_the_allocator_hands_out():
+@pytest.mark.parametrize("words", ["backbone=cola dlr=on", "backbone=lost train.activation_checkpointing=block"])
+def test_the_count_is_what_the_allocator_hands_out(words):
     """torch's own record of the CPU allocator; GPU attention keeps 24 bytes more a block, a random state.
 
     In fp32: the CPU's bf16 products ask the allocator for a workspace.
     """
-    cfg = config(*TINY, "backbone=cola", "precision=fp32")
+    cfg = config(*TINY, *words.split(), "precision=fp32")
     model = build(cfg, 500, torch.device("cpu"))
     counted = step_bytes(build(cfg, 500, torch.device("meta")), 2, 64, held=False)
     ids = torch.zeros(2, 64, dtype=torch.int64)
     model(ids, ids).backward()  # what the first call alone allocates
     model.zero_grad()
     gc.collect()  # or old memory is let go of in between
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record, dlr.active(model):
         ids = torch.zeros(2, 64, dtype=torch.int64)
         loss = model(ids, ids)
         with record_function("backward starts"):

@@ -21,7 +21,6 @@ from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import groups_table, pairs_table, paper_tables, speed_table, table
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.util.errors import UserError
 from tests.conftest import script
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
@@ -172,9 +171,6 @@ def test_places(tmp_path, monkeypatch, capsys):
     (tmp_path / "sweep" / "arrays").mkdir()
     found = read_runs([tmp_path / "sweep" / "a", tmp_path / "sweep" / "arrays"])  # as a shell expands sweep/*
     assert "arrays: no run directory there" in found.remarks[0]
-    for nowhere in (["nowhere"], ["sweep/a", "nowhere"], ["sweep/arrays"]):
-        with pytest.raises(UserError, match=r"(nowhere|arrays): no run directory there"):
-            read_runs([tmp_path / place for place in nowhere])
     monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
     assert script("report").main() == 3 and "no run directory there" in capsys.readouterr().err
 
