@@ -13,14 +13,16 @@ from tqdm import tqdm
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.config.command_line import typed
-from dlr_pretrain.data.prepare import prepare
+from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
-from dlr_pretrain.data.tokenizer import TRAINING_TEXT, open_tokenizer, train_tokenizer
+from dlr_pretrain.data.tokenizer import open_tokenizer
+from dlr_pretrain.data.tokens import prepare
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
 
 LONGEST_LINE = 4192  # about: sentencepiece's max_sentence_length in bytes
+TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
 FEWEST_TOKENS = 300  # so that letters, digits and signs have one each
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
 

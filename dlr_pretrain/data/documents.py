@@ -8,17 +8,17 @@ each text, so they have the same blocks. A row is a document, unless it is left 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer
 
 BLOCK_DOCUMENTS = 1024  # documents that are shuffled together
 BLOCK_CHARACTERS = 4 << 20  # also ends a block, for long texts such as books: each stream holds a block in memory
-CHUNK_DOCUMENTS = 64  # documents that are tokenised at once
-CHUNK_CHARACTERS = 1 << 18
+CHUNK_DOCUMENTS = 64  # documents that are tokenised, or copied from a shard, at once
 
 
 class Tokens(NamedTuple):
@@ -28,66 +28,57 @@ class Tokens(NamedTuple):
     starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing
 
 
-class Block(Protocol):
+class Block(ABC):
     """Documents that are shuffled together."""
 
     rows: int  # of the shard that the block spans: its documents, and rows that are left out
 
+    @abstractmethod
     def __len__(self) -> int:
         """The number of its documents."""
-        ...
 
-    def take(self, order: np.ndarray, longest: int) -> Tokens:
-        """The tokens of the first documents in ``order`` [n]: at least one, and as many as one take should hold.
+    @abstractmethod
+    def take(self, numbers: np.ndarray) -> Tokens:
+        """The tokens of the documents with these numbers [n]."""
 
-        Only the first ``longest`` tokens of a document are needed, so those after them may be missing.
-        """
-        ...
-
-
-def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.int32
+    def in_order(self, order: np.ndarray, done: int = 0) -> Iterator[tuple[int, Tokens]]:
+        """Yield the documents in ``order`` from position ``done`` on, some at a time, as (position, tokens)."""
+        for at in range(done, len(order), CHUNK_DOCUMENTS):
+            yield at, self.take(order[at : at + CHUNK_DOCUMENTS])
 
 
-def tokenise(texts: list[str], tokenizer: Tokenizer, longest: int = WHOLE) -> Tokens:
-    """The tokens of each text. If a document has more than ``longest``, those after them may be missing."""
-    ids = tokenizer.encode_documents(texts, longest)
-    tokens = np.concatenate(ids, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
-    return Tokens(tokens, np.cumsum([0, *map(len, ids[:-1])]))
+class TextBlock(Block):
+    """A block of texts, which are tokenised when they are taken."""
+
+    def __init__(self, texts: list[str | None], tokenizer: Tokenizer):
+        self.texts = texts  # of the rows; None for a row that is left out
+        self.rows, self._tokenizer = len(texts), tokenizer
+        self._documents = [text for text in texts if text is not None]
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def take(self, numbers: np.ndarray) -> Tokens:
+        ids = self._tokenizer.encode([self._documents[i] for i in numbers])
+        end = np.array([self._tokenizer.eos_id])
+        parts = [part for document in ids for part in (document, end)]
+        tokens = np.concatenate(parts, dtype=token_dtype(self._tokenizer.vocab_size), casting="unsafe")
+        return Tokens(tokens, np.cumsum([0, *(len(document) + 1 for document in ids[:-1])]))
 
 
-def in_order(block: Block, order: np.ndarray, longest: int, done: int = 0) -> Iterator[tuple[int, Tokens]]:
-    """Yield the documents of a block in ``order`` from position ``done`` on, as (position of the first, tokens)."""
-    while done < len(order):
-        some = block.take(order[done:], longest)
-        yield done, some
-        done += len(some.starts)
-
-
-def chunks(texts: Iterable[str | None], documents: int, characters: int) -> Iterator[list[str | None]]:
-    """Lists of consecutive texts (None: left out), each ended by its number of texts or of characters."""
+def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[TextBlock]:
+    """The blocks of the texts of consecutive rows (None: left out)."""
     taken: list[str | None] = []
     size = 0
     for text in texts:
         taken.append(text)
         size += len(text or "")
-        if len(taken) == documents or size >= characters:
-            yield taken
+        if len(taken) == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
+            yield TextBlock(taken, tokenizer)
             taken, size = [], 0
     if taken:
-        yield taken
+        yield TextBlock(taken, tokenizer)
 
 
-class TextBlock:
-    """A block of texts, which are tokenised when they are taken."""
-
-    def __init__(self, texts: list[str | None], tokenizer: Tokenizer):
-        self.texts = [text for text in texts if text is not None]
-        self.rows, self._tokenizer = len(texts), tokenizer
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def take(self, order: np.ndarray, longest: int) -> Tokens:
-        texts = next(chunks((self.texts[i] for i in order), CHUNK_DOCUMENTS, CHUNK_CHARACTERS))
-        return tokenise([text for text in texts if text is not None], self._tokenizer, longest)
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.int32

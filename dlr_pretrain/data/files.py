@@ -13,11 +13,10 @@ import os
 import random
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is told withi
 PATIENCE_SECONDS = 480.0  # without any progress; less than run.timeout_minutes by default, so that this ends first
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
-AGAIN = "The same command continues once it answers"
+FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
 
 T = TypeVar("T")
@@ -59,31 +58,22 @@ def find(root: str, pattern: str) -> list[File]:
     whole = pattern if "://" in pattern or os.path.isabs(pattern) else os.path.join(root, pattern)
     if "://" in whole:
         return _find_remote(root, whole)
-    found = []
-    for name in sorted(set(glob.glob(pattern, root_dir=root or None, recursive=True))):  # several ** find files twice
-        path = os.path.join(root, name)
-        try:
-            if not os.path.isdir(path):
-                found.append(File(name, path, os.path.getsize(path)))
-        except OSError as error:
-            fix = "Fetch this shard again, or narrow the glob that matches it"
-            raise UserError(f"{path}: cannot be opened ({error.strerror}). {fix}") from error
-    return found
+    # Not by fsspec, which takes no links and patterns in the names of folders.
+    names = sorted(set(glob.glob(pattern, root_dir=root or None, recursive=True)))  # several ** find files twice
+    paths = {name: os.path.join(root, name) for name in names}
+    return [File(name, path, os.path.getsize(path)) for name, path in paths.items() if not os.path.isdir(path)]
 
 
 def _find_remote(root: str, address: str) -> list[File]:
     system, path = _file_system(address)
     base = _file_system(root)[1] if "://" in root else os.path.dirname(path.split("*")[0])
+    look = partial(system.glob, path, detail=True) if "*" in path else lambda: {path: system.info(path)}
     try:
-        if "*" in path:
-            found = insist(lambda: system.glob(path, detail=True), address)
-        else:
-            found = insist(lambda: {path: system.info(path)}, address)
+        found = insist(look, address)
     except FileNotFoundError:
         return []
-    protocol = address.split("://")[0]
     return [
-        File(name.removeprefix(base).lstrip("/"), name if "://" in name else f"{protocol}://{name}", entry.get("size"))
+        File(name.removeprefix(base).lstrip("/"), system.unstrip_protocol(name), entry.get("size"))
         for name, entry in sorted(found.items())
         if entry["type"] == "file"
     ]
@@ -118,20 +108,9 @@ def pinned(address: str, revision: str | None, commit: str | None = None) -> tup
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
 
-    def in_time() -> T:  # in a thread, as a look-up of a name has no time-out
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(ask())
-            except Exception as error:
-                answer.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
-        return answer.result(FIRST_CONTACT_SECONDS)
-
+    pool = ThreadPoolExecutor(1)  # as a look-up of a name has no time-out
     try:
-        return insist(in_time, name, patience=0.0)
+        return insist(lambda: pool.submit(ask).result(FIRST_CONTACT_SECONDS), name, patience=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error
@@ -146,18 +125,16 @@ def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
     while True:
         try:
             return ask()
+        except (FileNotFoundError, PermissionError, UserError):
+            raise
         except Exception as error:  # the types differ between file systems
-            answer = getattr(error, "response", None)
-            status = getattr(answer, "status_code", None) or getattr(error, "status", None)
+            answer = getattr(error, "response", error)
+            status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
             allowed = PATIENCE_SECONDS if patience is None or status is not None else patience
-            gated = "GatedRepo" in (getattr(answer, "headers", None) or {}).get("X-Error-Code", "")
-            offline = type(error).__name__ == "OfflineModeIsEnabled"  # of huggingface_hub
-            denied = isinstance(error, (FileNotFoundError, PermissionError, UserError))
-            final = gated or offline or denied or status in FINAL
+            final = status in FINAL or type(error).__name__ in FINAL_ERRORS
             if final or time.monotonic() - since >= allowed:
                 raise
-            headers = getattr(answer, "headers", None) or getattr(error, "headers", None) or {}
-            asked = str(headers.get("Retry-After", ""))
+            asked = str((getattr(answer, "headers", None) or {}).get("Retry-After", ""))
             pause = max(wait * _jitter.uniform(0.5, 1.5), float(asked) if asked.isdigit() else 0.0)
             log.info("%s: %s; asking again in %.1f s", name, first_line(error), pause)
             time.sleep(pause)
@@ -179,7 +156,8 @@ class Retrying(AbstractBufferedFile):
             return b"".join(insist(partial(self._ask, *one), self._address) for one in ranges)
         except Exception as error:
             said = " ".join(str(error).split()) or type(error).__name__
-            raise UserError(f"{self._address}: cannot be read: {said[:400]}. {AGAIN}") from error
+            fix = "The same command continues once it answers"
+            raise UserError(f"{self._address}: cannot be read: {said[:400]}. {fix}") from error
 
     def _ask(self, start: int, end: int) -> bytes:
         try:
@@ -197,26 +175,18 @@ class Retrying(AbstractBufferedFile):
 
 def open_file(file: File, cache: str | None = None) -> BinaryIO:
     """The bytes of a file. If ``cache`` names a folder, a remote file is fetched into it once, and read from there."""
-    try:
-        if file.is_local:
-            return open(file.address, "rb")
-        if cache is not None:
-            return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
-    except FileNotFoundError as error:
-        fix = "Was it moved? Check data.root and the globs of data"
-        raise UserError(f"{error.filename}: no such file. {fix}") from error
-    except OSError as error:
-        raise UserError(f"{error.filename or file.address}: cannot be opened ({error.strerror or error})") from error
+    if file.is_local:
+        return open(file.address, "rb")
+    if cache is not None:
+        return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
-    whole = tempfile.TemporaryFile()  # noqa: SIM115 (a server that names no length sends no ranges; the caller closes it)
-    system, path = _file_system(file.address)
-    whole.write(insist(lambda: system.cat_file(path), file.address))
-    whole.seek(0)
-    return whole
+    system, path = _file_system(file.address)  # a server that names no length sends no ranges
+    return io.BytesIO(insist(lambda: system.cat_file(path), file.address))
 
 
 def _cached(file: File, path: Path) -> BinaryIO:
+    """The file at ``path``, where it is fetched to. Other processes see it whole, unlike with fsspec's caches."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too

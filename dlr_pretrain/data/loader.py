@@ -1,4 +1,4 @@
-"""A rank's batches: its share of the streams, read ahead by one background thread.
+"""A rank's batches: its share of the streams, read ahead by one background thread; and the validation set.
 
 At the start, the streams read their first rows in parallel, because each may have to wait for the network or to skip
 most of a compressed shard.
@@ -16,19 +16,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.data.documents import token_dtype
-from dlr_pretrain.data.packing import RowReader, packed_runs, padded_runs, real_tokens
+from dlr_pretrain.data.documents import Tokens, token_dtype
+from dlr_pretrain.data.packing import RowReader, Rows, packed_runs, padded, padded_runs
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position
-from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
 STARTING_THREADS = 16  # that read the first rows of the streams
 BATCHES_AHEAD = 8  # hides the time in which a stream reads its next block
 CLOSE_SECONDS = 5.0  # longest wait for a read that hangs in the network; all threads are daemons
 POLL_SECONDS = 0.5  # between checks of whether to go on waiting
+
+State = dict[str, list[int]]  # the position of each stream
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Batch:
     tokens: torch.Tensor  # uint16 (int32 above 65,536 ids) [local_batch, seq_len + 1], padded
     lengths: torch.Tensor  # int32 [local_batch], number of tokens in each row that are not padding
     real_tokens: int  # number of input positions that are not padding
-    state: dict[str, list[int]]  # the position of each of this rank's streams after this batch
+    state: State  # the position of each of this rank's streams after this batch
     separator: int | None = None  # the id that ends a document, where data.mask_documents separates them
 
 
@@ -51,13 +54,7 @@ class TrainLoader:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        source: Source,
-        tokenizer: Tokenizer,
-        rank: int,
-        world_size: int,
-        state: dict[str, list[int]] | None,
+        self, cfg: Config, source: Source, tokenizer: Tokenizer, rank: int, world_size: int, state: State | None
     ):
         if state is not None and set(state) != {str(v) for v in range(cfg.num_streams)}:
             have = f"the checkpoint's data position has {len(state)} streams, and this run has {cfg.num_streams}"
@@ -132,29 +129,27 @@ def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Sem
 def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> None:
     """Let every reader read its first rows, in parallel. The first error ends this and is raised.
 
-    The readers of a group share a shard, so one thread serves them in turn: what one has read is kept for the next.
+    The readers of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
     """
-    waiting, failed = iter(groups), threading.Event()
+    waiting = iter(groups)  # shared by all threads
     results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            for group in waiting:  # the iterator is shared by all threads
-                for reader in group:
-                    if not (closed.is_set() or failed.is_set()):
-                        reader.ready()
+            for reader in (reader for group in waiting for reader in group):
+                if not closed.is_set():
+                    reader.ready()
             results.put(None)
         except Exception as error:
-            failed.set()
             results.put(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in groups[:STARTING_THREADS]]
     for thread in threads:
         thread.start()
     if error := next(filter(None, (results.get() for _ in threads)), None):
-        deadline = time.monotonic() + CLOSE_SECONDS
+        list(waiting)  # leaves nothing for the other threads
         for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(CLOSE_SECONDS / len(threads))
         raise error
 
 
@@ -163,11 +158,10 @@ def _batches(
 ) -> Iterator[Batch]:
     """The batches of the streams in ``positions``, from there on."""
     seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
-    longest = WHOLE if packed else seq_len + 1  # the extra token shows that a document must be cut
     readers: dict[int, RowReader] = {}
     sharing: dict[tuple[int, ...], list[RowReader]] = defaultdict(list)
     for v, position in positions.items():
-        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams, longest)
+        stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams)
         chunks = stream.chunks(position)
         if packed:
             readers[v] = RowReader(packed_runs(chunks, position, seq_len))
@@ -183,5 +177,55 @@ def _batches(
         for i, (v, reader) in enumerate(readers.items()):
             own = slice(i * each, (i + 1) * each)
             state[str(v)] = reader.fill(tokens[own], lengths[own])
-        real = real_tokens(lengths, seq_len)
+        real = int(np.minimum(lengths, seq_len).sum())
         yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """Sequences of validation text, as rows of seq_len + 1 tokens for ``inputs_and_targets``."""
+
+    tokens: np.ndarray  # uint16 (int32 above 65,536 ids) [n, seq_len + 1], padded
+    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
+    real_tokens: int  # number of input positions that are not padding
+    separator: int | None = None  # the id that ends a document, where each is scored on its own: see ``separated``
+
+
+def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> ValidationSet:
+    """Documents of the validation shards in file order, until they have ``eval.tokens`` real tokens or all are used."""
+    seq_len, pad = cfg.train.seq_len, cfg.eval.packing == "pad"
+    parts, found, has_text = [], 0, False
+    for tokens, starts in _documents(source, tokenizer):
+        ends = np.append(starts[1:], len(tokens))
+        real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
+        last = min(int(np.searchsorted(real, cfg.eval.tokens)), len(real) - 1)
+        tokens, starts, found = tokens[: ends[last]], starts[: last + 1], int(real[last])
+        parts.append(padded(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
+        has_text = has_text or len(tokens) > len(starts)
+        if found >= cfg.eval.tokens:
+            break
+    if not has_text:
+        fix = "Give data.validation_files with text, or a larger data.held_out"
+        raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}. {fix}")
+    if pad:
+        rows = Rows(*map(np.concatenate, zip(*parts, strict=True)))
+    else:
+        rows = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
+    separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
+    return ValidationSet(*rows, found, separator)
+
+
+def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
+    for shard in source.validation_shards:
+        for block in source.blocks(tokenizer, shard):
+            for _, some in block.in_order(np.arange(len(block))):
+                yield some
+
+
+def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> Rows:
+    """Packed windows as in training; the last is padded, so that no token is left out."""
+    count = -(-len(tokens) // seq_len)
+    filled = np.full(count * seq_len + 1, pad_id, tokens.dtype)
+    filled[: len(tokens)] = tokens
+    lengths = np.minimum(len(tokens) - seq_len * np.arange(count), seq_len + 1)
+    return Rows(sliding_window_view(filled, seq_len + 1)[::seq_len].copy(), lengths.astype("int32"))

@@ -60,11 +60,6 @@ def separated(
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
-def real_tokens(lengths: np.ndarray, seq_len: int) -> int:
-    """The number of input positions that are not padding in rows of these lengths."""
-    return int(np.minimum(lengths, seq_len).sum())
-
-
 def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int) -> Rows:
     """One document per row, padded, or cut to ``seq_len`` tokens of which the last is replaced by </s>.
 

@@ -1,48 +1,35 @@
-"""The sample: English prose that needs no download, from the docstrings and comments of Python's standard library.
+"""The sample: English prose that needs no download, from the docstrings of Python's standard library and its help.
 
-It is harvested once into C4-layout shards, together with a SentencePiece model in T5's layout trained on them, and kept
-in the user cache under the version of Python, so that no installed package changes it. Its identity is its text.
+It is harvested once into a file of JSON lines, whose name has a hash of the text, together with a SentencePiece model
+in T5's layout trained on it, and kept in the user cache under the version of Python: no installed package changes it.
 """
 
 from __future__ import annotations
 
 import ast
-import gzip
 import hashlib
 import inspect
 import json
 import os
 import platform
-import random
 import re
 import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import groupby
 from pathlib import Path
 
-from dlr_pretrain.data.tokenizer import train_tokenizer
+from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.process import cores
 
-VERSION = 3  # of the harvest
-SEED = 20260
-TRAIN_SHARDS = 4
-VALIDATION_SHARE = 0.03
-TOKENIZER_FILE, DIGEST = "spiece.model", "text.sha256"
-VOCAB_SIZE = 8192
+VERSION = 4  # of the harvest
+TOKENIZER_FILE, VOCAB_SIZE = "spiece.model", 8192
 OPTIONAL = {"site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "ensurepip",
             "lib2to3", "distutils", "__pycache__"}  # fmt: skip
-SCOPES = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.If)  # nodes whose bodies may hold docstrings
-MIN_WORDS, MIN_CHARACTERS = 6, 80  # of a paragraph (a shorter one is a title or a label); of a document
-COMMON_WORDS = """a an and any are as at be been but by can for from has have if in into is it its may more must no not
-of on one only or other should so such than that the their then there these they this to used was when where which will
-with without you your"""
-COMMON = frozenset(COMMON_WORDS.split())
-MARKUP = re.compile(r":[\w:+.-]+:(?=`)|`+[~!]?|[`*]{1,2}")  # roles, code and emphasis; their text is kept
-FIELD = re.compile(r"^(:\w|@\w|\.\. |>>> |\.\.\. |\||\+[-=]|#|[-*=~^_\"#+`]{3,}$|\$ |% )")
-BULLET = re.compile(r"^([-*+•]|\(?\w{1,2}[.)])\s+")
-WORD = re.compile(r"[A-Za-z][a-z]*(?:['’-][a-z]+)*$")
+PROSE = re.compile(r"[A-Z\"'(][^\n]*(\n\S[^\n]*)*[.!?]", re.DOTALL)
+MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`*]+[~!]?")  # roles, code and emphasis; their text is kept
+MIN_SPACES = 6  # a shorter paragraph is a label
 
 
 def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
@@ -72,20 +59,13 @@ def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]
 
 
 def build(folder: Path, progress: Callable[[str], None]) -> None:
-    """Harvest the sample into ``folder``: its shards, their tokenizer and the hash of the text."""
+    """Harvest the sample into ``folder``: its text and the tokenizer."""
     folder.mkdir()
     documents = list(harvest())
     progress(f"{sum(map(len, documents)) / 1e6:.1f} MB of text in {len(documents):,} documents; training a tokenizer")
-    random.Random(SEED).shuffle(documents)
-    held_out = round(VALIDATION_SHARE * len(documents))
-    splits = {"validation.00000-of-00001": documents[:held_out]}
-    for i in range(TRAIN_SHARDS):
-        splits[f"train.{i:05d}-of-{TRAIN_SHARDS:05d}"] = documents[held_out + i :: TRAIN_SHARDS]
-    for name, texts in splits.items():
-        lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
-        (folder / f"sample-{name}.json.gz").write_bytes(gzip.compress(lines, mtime=0))
-    (folder / DIGEST).write_text(hashlib.sha256(json.dumps(documents).encode()).hexdigest())
-    train_tokenizer(folder / TOKENIZER_FILE, documents[held_out:], VOCAB_SIZE)
+    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
+    (folder / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
+    train_tokenizer(folder / TOKENIZER_FILE, documents, VOCAB_SIZE)
 
 
 def harvest() -> Iterator[str]:
@@ -94,53 +74,47 @@ def harvest() -> Iterator[str]:
 
     stdlib, seen = Path(sysconfig.get_path("stdlib")), set()
     files = [path for path in stdlib.rglob("*.py") if not OPTIONAL.intersection(path.relative_to(stdlib).parts)]
-    found = (block for path in sorted(files) for block in blocks(path.read_text("utf-8", "replace")))
+    found = (block for path in sorted(files) for block in docstrings(path.read_text("utf-8", "replace")))
     for block in (*found, *(topics.topics[name] for name in sorted(topics.topics))):
-        fresh = [text for text in paragraphs(block) if text not in seen]
+        fresh = [text for text in prose(block) if text not in seen]
         seen.update(fresh)
-        if len(text := "\n".join(fresh)) >= MIN_CHARACTERS:
-            yield text
+        if fresh:
+            yield "\n".join(fresh)
 
 
-def blocks(source: str) -> Iterator[str]:
-    """The docstrings of a Python file, then its runs of comment lines."""
+def docstrings(source: str) -> Iterator[str]:
+    """Those of a Python file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in strings
-            nodes: list = [ast.parse(source)]
+            tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError):  # a template, a file for another version of Python
         return
-    while nodes:
-        node = nodes.pop()
-        nodes += [inner for inner in reversed(node.body) if isinstance(inner, SCOPES)]
-        if not isinstance(node, ast.If) and (docstring := ast.get_docstring(node, clean=False)):
-            yield docstring
-    for is_comment, lines in groupby(map(str.strip, source.splitlines()), lambda line: line.startswith("#")):
-        if is_comment:
-            yield "\n".join(line.lstrip("#").removeprefix(" ") for line in lines)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""
 
 
-def paragraphs(block: str) -> list[str]:
-    """The paragraphs that are English prose, each on one line and without markup: no code, tables, fields or titles."""
-    found: list[list[str]] = [[]]
-    for line in inspect.cleandoc(block).splitlines():
-        if not line.strip() or BULLET.match(line):
-            found.append([])
-        if line.strip():
-            found[-1].append(line)
-    return [text for lines in found if lines and (text := _prose(lines))]
+def prose(block: str) -> list[str]:
+    """The paragraphs that are English sentences, each on one line and without markup: no code, tables or titles."""
+    found = [text for text in re.split(r"\n\s*\n", inspect.cleandoc(block)) if PROSE.fullmatch(text)]
+    texts = [" ".join(MARKUP.sub("", text).split()) for text in found]
+    return [text for text in texts if text.count(" ") >= MIN_SPACES]
 
 
-def _prose(lines: list[str]) -> str:
-    """Some lines as one line of prose; empty if they are not English sentences."""
-    bullet = BULLET.match(lines[0])
-    if any(FIELD.match(line) or (line[0].isspace() and not bullet) for line in lines):
-        return ""
-    text = " ".join(" ".join(lines).split())
-    text = BULLET.sub("", MARKUP.sub("", text)).strip()
-    words = [word.strip("()[]\"',.;:!?") for word in text.split()]
-    begins = text[:1].isupper() or text[:1].isdigit() or text[:1] in "\"'("
-    if len(words) < MIN_WORDS or not begins or text[-1] not in ".!?\"')":
-        return ""
-    plain = sum(bool(WORD.match(word)) for word in words) >= 0.85 * len(words)
-    return text if plain and sum(word.lower() in COMMON for word in words) >= 0.2 * len(words) else ""
+def train_tokenizer(path: Path, documents: list[str], vocab_size: int) -> None:
+    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
+    from sentencepiece import SentencePieceTrainer
+
+    with path.open("wb") as model:
+        SentencePieceTrainer.train(
+            sentence_iterator=(line for document in documents for line in valid_text(document).split("\n")),
+            model_writer=model,
+            model_type="unigram",
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,  # a small text may yield fewer tokens
+            character_coverage=0.9999,
+            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
+            num_threads=min(cores(), 8),
+            minloglevel=2,
+        )  # fmt: skip

@@ -13,27 +13,27 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
-from dlr_pretrain.data import documents, sample
+from dlr_pretrain.data import sample
+from dlr_pretrain.data.documents import TextBlock, text_blocks
 from dlr_pretrain.data.files import File, find, open_file, pinned
-from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
+from dlr_pretrain.data.formats import SUFFIXES, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
 SNIFF_THREADS = 16
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
 TOLD_ROWS = 5  # bad rows that a process tells of by their number
 EXPRESSED_DOCUMENTS = 64  # that a tokenizer is tried on
-SPLIT = re.compile(r"(?:^|[/._-])(train|validation|valid|val|dev|test)(?=[/._-]|\d|$)")
+SPLIT = re.compile(r"(?:^|[/._-])(train|valid(?:ation)?|val|dev|test)(?=[/._-]|\d|$)")
+OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json")  # beside the shards of ``save_to_disk``
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     """
     data, progress = cfg.data, progress or log.info
     if data.source == "tokens":
-        return TokenSource(Path(data.root or ""), Path(cfg.tokenizer.path) if cfg.tokenizer.path else None)
+        return TokenSource(Path(data.root or ""))
     if data.source == "sample":
         folder = sample.prepare(Path(data.root) if data.root else None, version, progress)
         root, version = str(folder), folder.name
@@ -60,22 +60,28 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     source = TextSource(data, root or os.path.dirname(train[0].address), train, validation, version)
     if data.source == "sample":
         source.tokenizer_path = Path(root, sample.TOKENIZER_FILE)
-        source.fingerprint = Path(root, sample.DIGEST).read_text()
     return source
 
 
 def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
     """The training and validation files, by their globs or, without these, by the names of all files below the root."""
-    train, validation = _matching(root, "train", data.train_files), _matching(root, "validation", data.validation_files)
+    found: dict[str, list[File]] = {"train": [], "validation": []}
+    for split, pattern in (("train", data.train_files), ("validation", data.validation_files)):
+        if pattern is not None and not (files := find(root, pattern)):
+            where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
+            raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
+        elif pattern is not None:
+            found[split] = files
+    train, validation = found.values()
     if data.train_files is None:
         there = [file for file in find(root, "**/*") if file.name.lower().endswith(SUFFIXES)]
-        there = [file for file in there if not file.name.endswith(("state.json", "dataset_info.json", "_dict.json"))]
+        there = [file for file in there if not file.name.endswith(OF_DATASETS)]
         if not there:
             raise UserError(f"data.root={root}: holds no file that ends with {', '.join(SUFFIXES)}")
-        others = [file for file in there if file.name not in {file.name for file in validation}]
-        train = [file for file in others if _split_of(file.name) == "train"] or others
         if data.validation_files is None:
-            validation = [file for file in there if _split_of(file.name) == "validation"]
+            validation = [file for file in there if _split_of(file.name) not in ("train", "test")]
+        others = [file for file in there if file not in validation]
+        train = [file for file in others if _split_of(file.name) == "train"] or others
     paths = [{os.path.realpath(file.address) for file in files} for files in (train, validation)]
     if both := set.intersection(*paths):
         rule = f"data.train_files and data.validation_files both match {min(both)}"
@@ -83,34 +89,23 @@ def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
     return train, validation
 
 
-def _matching(root: str, split: str, pattern: str | None) -> list[File]:
-    """The files that the glob of a split matches; none without a glob."""
-    if pattern is None:
-        return []
-    if not (found := find(root, pattern)):
-        where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
-        raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-    return found
-
-
 def _split_of(name: str) -> str:
-    """train, validation or test, by the first such word in the name of a file; train if there is none."""
+    """The first word in the name of a file that names a split; train if there is none."""
     word = SPLIT.search(name.lower())
-    return {"train": "train", "test": "test"}.get(word[1], "validation") if word else "train"
+    return word[1] if word else "train"
 
 
 def _not_empty(files: list[File], cache: str | None, progress: Callable[[str], None]) -> list[File]:
     """The files that are not empty. All local ones are looked at, of remote ones the first."""
 
-    def is_empty(i: int) -> bool:
-        file = files[i]
-        if file.size == 0 or not (file.is_local or i == 0):
+    def is_empty(file: File) -> bool:
+        if file.size == 0 or not (file.is_local or file == files[0]):
             return file.size == 0
         with open_file(file, cache) as stream:
-            return sniff(file, stream).kind == "empty"
+            return sniff(file, stream)[0] == "empty"
 
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
-        empty = [file for file, found in zip(files, pool.map(is_empty, range(len(files))), strict=True) if found]
+        empty = [file for file, found in zip(files, pool.map(is_empty, files), strict=True) if found]
     for file in empty:
         progress(f"{file.address}: empty, and left out")
     return [file for file in files if file not in empty]
@@ -142,22 +137,9 @@ class TextSource:
             self.halves = len(hashes) == 1
             if not self.halves:
                 self.threshold = max(round(data.held_out * (1 << 64)), min(hashes, default=0) + 1)
-        self.fingerprint = self._fingerprint(train, validation)
-
-    def _fingerprint(self, *splits: Sequence[File]) -> str:
-        """A hash of the names and sizes of the files, and of how they are read."""
-        paths = [[os.path.abspath(file.address) for file in files] for files in splits]
-        root = os.path.commonpath([os.path.dirname(path) for own in paths for path in own])
-        names = [
-            {os.path.relpath(path, root): file.size for path, file in zip(own, files, strict=True)}
-            for own, files in zip(paths, splits, strict=True)
-        ]
-        content: list[object] = [self.data.text_key, names]
-        if self.holds_out:
-            content += [self.data.held_out, self.threshold]
-        if (self.data.document, self.data.bad_rows) != ("file", "stop"):
-            content += [self.data.document, self.data.bad_rows]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        shards = [[(os.path.basename(file.name), file.size) for file in files] for files in (train, validation)]
+        how = (data.text_key, data.document, data.bad_rows, self.holds_out and (data.held_out, self.threshold))
+        self.fingerprint = hashlib.sha256(json.dumps([shards, how]).encode()).hexdigest()
 
     def read(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
         """The texts of the rows start, start + step, ... of a shard; None for a row that is left out."""
@@ -175,17 +157,13 @@ class TextSource:
 
     def texts(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
         """As ``read``, of a file's rows, whether held out or not."""
-        file, key = self.files[shard], self.data.text_key
-        how = (file, key, self.data.document == "paragraph", self.data.cache)
-        if step > 1 and file.size is not None and file.size <= KEPT_BYTES:
-            found = iter(_kept_rows(*how)[start::step])
-        else:
-            found = islice(rows(*how, start), 0, None, step)
-        for document, row in zip(count(start, step), found, strict=False):
+        file, data = self.files[shard], self.data
+        found = rows(file, data.text_key, data.document == "paragraph", data.cache, start)
+        for document, row in zip(count(start, step), islice(found, 0, None, step), strict=False):
             try:
-                yield parse_text(row, key, file.address, document)
+                yield parse_text(row, data.text_key, file.address, document)
             except UserError as error:
-                if self.data.bad_rows == "stop":
+                if data.bad_rows == "stop":
                     raise
                 self._bad += 1
                 if self._bad <= TOLD_ROWS:
@@ -193,11 +171,9 @@ class TextSource:
                     log.warning("left out (data.bad_rows=skip): %s%s", error, more)
                 yield None
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[documents.Block]:
+    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TextBlock]:
         """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
-        rows = self.read(shard, first, step)
-        for texts in documents.chunks(rows, documents.BLOCK_DOCUMENTS, documents.BLOCK_CHARACTERS):
-            yield documents.TextBlock(texts, tokenizer)
+        return text_blocks(self.read(shard, first, step), tokenizer)
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
         """The share of the first documents that the tokenizer cannot express."""
@@ -214,12 +190,6 @@ class TextSource:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-
-
-@lru_cache(maxsize=KEPT_FILES)
-def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[Row]:
-    """All rows of a small file: several streams read it, each every m-th row."""
-    return list(rows(file, text_key, by_paragraph, cache))
 
 
 Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dlr_pretrain.data.documents import Tokens, in_order
+from dlr_pretrain.data.documents import Tokens
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.tokenizer import WHOLE, Tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
@@ -53,23 +53,13 @@ def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, 
 
 
 class DocumentStream:
-    """The endless sequence of documents of one of the V streams.
+    """The endless sequence of documents of one of the V streams."""
 
-    Each document has its first ``longest`` tokens, and perhaps more.
-    """
-
-    def __init__(
-        self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int, longest: int = WHOLE
-    ):
-        self._names, self._source, self._tokenizer = source.train_shards, source, tokenizer
-        self._key, self._longest = (seed, stream), longest
-        self._stream, self._count = stream, num_streams
-        self._shards, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
-
-    @property
-    def shards(self) -> tuple[int, ...]:
-        """The indices of the shards that it reads; two streams have the same tuple, or no shard in common."""
-        return tuple(self._shards)
+    def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int):
+        self._source, self._tokenizer = source, tokenizer
+        self._key, self._count = (seed, stream), num_streams
+        dealt, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
+        self.shards = tuple(dealt)  # indices; two streams have the same, or no shard in common
 
     def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:
         """The documents from ``position`` on, for ever, some at a time, with the position of the first of them.
@@ -79,10 +69,10 @@ class DocumentStream:
         epoch, begin, block, document, _ = position
         while True:
             whole = (begin, block, document) == (0, 0, 0)
-            order = permutation(len(self._shards), *self._key, epoch)
+            order = permutation(len(self.shards), *self._key, epoch)
             has_text = False
             for at in range(begin, len(order)):
-                for where, some in self._shard_chunks(Position(epoch, at, block, document), self._shards[order[at]]):
+                for where, some in self._shard_chunks(Position(epoch, at, block, document), self.shards[order[at]]):
                     has_text = has_text or len(some.tokens) > len(some.starts)
                     yield where, some
                 block = document = 0
@@ -92,18 +82,19 @@ class DocumentStream:
 
     def _shard_chunks(self, position: Position, shard: int) -> Iterator[tuple[Position, Tokens]]:
         epoch, at, start, document, _ = position
-        name, first = self._names[shard], self._residue + start * self._step
+        name, first = self._source.train_shards[shard], self._residue + start * self._step
         for block in self._source.blocks(self._tokenizer, name, first, self._step):
             order = permutation(len(block), *self._key, epoch, shard, start)
-            for done, some in in_order(block, order, self._longest, document):
+            for done, some in block.in_order(order, document):
                 yield Position(epoch, at, start, done), some
             start, document = start + block.rows, 0
 
     def _no_text(self) -> str:
-        there = sum(len(block) for name in self._names for block in self._source.blocks(self._tokenizer, name))
+        names = self._source.train_shards
+        there = sum(len(block) for name in names for block in self._source.blocks(self._tokenizer, name))
         counts = f"{plural(there, 'document')} for {plural(self._count, 'data stream')}"
-        rule = f"{', '.join(self._names[:3])}: {counts}: stream {self._stream} has no text"
+        rule = f"{', '.join(names[:3])}: {counts}: stream {self._key[1]} has no text"
         if there == 0:
             return f"{rule}. Give other files, or see data.text_key"
-        divisors = (n for n in range(1, self._count) if self._count % n == 0 and n <= there)
-        return f"{rule}. Set data.streams={max(divisors, default=1)}, or give more text"
+        fitting = max((n for n in range(1, self._count) if self._count % n == 0 and n <= there), default=1)
+        return f"{rule}. Set data.streams={fitting}, or give more text"

@@ -12,9 +12,8 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,12 @@ import numpy as np
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.files import FIRST_CONTACT_SECONDS, first_contact
 from dlr_pretrain.util.errors import UserError, first_line
-from dlr_pretrain.util.process import cores
 
 EOS = 1  # in T5's layout: <pad> 0, </s> 1, <unk> 2
-WHOLE = 1 << 62  # a value of ``longest``: all of each text
 SPACE = "\u2581"  # as sentencepiece writes it
-CHARACTERS = 6  # per token; none of 600 documents of C4 has more on average over its first 257 tokens
 MODELS = ("spiece.model", "tokenizer.json", "tokenizer.model")  # the first of them that a folder has is taken
 SETTINGS, SPECIALS = "tokenizer_config.json", "special_tokens_map.json"
 ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]", "<|eos|>")  # where no configuration says it
-TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
 PADDED_FROM, MULTIPLE = 1024, 64  # a vocabulary of at least so many is padded: matrices of odd widths are slower
 
 
@@ -49,8 +44,8 @@ class Tokenizer(ABC):
     _model: Any  # of the library: sentencepiece and tokenizers have no types
 
     @abstractmethod
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without an end of sequence. Uses one thread: a rank has one producer."""
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Ids of each text, int32 [n], without an end of sequence. Uses one thread: a rank has one producer."""
 
     @abstractmethod
     def token(self, id: int) -> str:
@@ -59,10 +54,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def unknown_characters(self, text: str) -> int:
         """How many characters of a text have no token."""
-
-    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        """Ids of each text and the end of sequence, int32. Those after the first ``longest`` may be missing."""
-        return [np.array([*ids, self.eos_id], np.int32) for ids in self.encode(texts)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without padding and end of sequence."""
@@ -104,39 +95,22 @@ class SentencePieceTokenizer(Tokenizer):
             fix = "Set tokenizer.path to a sentencepiece model, a tokenizer.json, or a folder that holds one"
             raise UserError(f"{path}: not a readable sentencepiece model ({error}). {fix}") from error
         self.vocab_size, self.unk_id = model.vocab_size(), model.unk_id()
-        tokens = model.id_to_piece(list(range(self.vocab_size)))
         own = model.eos_id() if model.eos_id() >= 0 else None
-        self.eos_id = _end_of_sequence(path, end, {token: i for i, token in enumerate(tokens)}, own)
+        ids = {model.id_to_piece(i): i for i in range(self.vocab_size)}
+        self.eos_id = _end_of_sequence(path, end, ids, own)
         self.pad_id = model.pad_id() if model.pad_id() >= 0 else self.eos_id
-        self._adds_end = self.eos_id == own
-        self.fingerprint = hashlib.sha256(
-            content + (b"" if self._adds_end else tokens[self.eos_id].encode())
-        ).hexdigest()
-        # Where spaces only begin tokens, the ids of a text up to a space do not depend on what follows.
-        self._words_are_apart = SPACE in tokens and not any(SPACE in token[1:] for token in tokens)
+        another_end = b"" if self.eos_id == own else self.token(self.eos_id).encode()
+        self.fingerprint = hashlib.sha256(content + another_end).hexdigest()
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return self._model.encode([_valid(text) for text in texts], num_threads=1)
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return self._model.encode([valid_text(text) for text in texts], out_type="numpy", num_threads=1)
 
     def token(self, id: int) -> str:
         return self._model.id_to_piece(id)
 
     def unknown_characters(self, text: str) -> int:
-        tokens = self._model.encode(_valid(text), out_type=str)
+        tokens = self._model.encode(valid_text(text), out_type=str)
         return sum(len(token) for token in tokens if self._model.piece_to_id(token) == self.unk_id)
-
-    def encode_documents(self, texts: list[str], longest: int = WHOLE) -> list[np.ndarray]:
-        valid = [_valid(text) for text in texts]
-        heads = [_head(text, CHARACTERS * longest) for text in valid] if self._words_are_apart else valid
-        found = self._ended(heads)
-        short = [i for i, head in enumerate(heads) if len(head) < len(valid[i]) and len(found[i]) <= longest]
-        for i, ids in zip(short, self._ended([valid[i] for i in short]), strict=True):
-            found[i] = ids
-        return found
-
-    def _ended(self, texts: list[str]) -> list[np.ndarray]:
-        found = self._model.encode(texts, out_type="numpy", add_eos=self._adds_end, num_threads=1)
-        return found if self._adds_end else [np.append(ids, np.int32(self.eos_id)) for ids in found]
 
 
 class FastTokenizer(Tokenizer):
@@ -164,60 +138,54 @@ class FastTokenizer(Tokenizer):
         unknown = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token"))
         self.unk_id = None if model.get("byte_fallback") else unknown
         self.eos_id = _end_of_sequence(path, end, vocabulary, None)
-        self.pad_id = vocabulary.get(_configured(path, "pad_token") or "", self.eos_id)
+        self.pad_id = vocabulary.get(_configured(path).get("pad_token", ""), self.eos_id)
         parts = {name: spec.get(name) for name in ("model", "normalizer", "pre_tokenizer", "decoder")}
         parts["added_tokens"] = [token for token in spec.get("added_tokens", []) if not token["special"]]
         parts["end"] = self.token(self.eos_id)
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        found = self._model.encode_batch_fast([_valid(text) for text in texts], add_special_tokens=False)
-        # A vocabulary may have the end as a word as well, which no text may reach.
-        return [[id for id in one.ids if id != self.eos_id] if self.eos_id in one.ids else one.ids for one in found]
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        found = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
+        ids = [np.array(one.ids, np.int32) for one in found]
+        return [each[each != self.eos_id] for each in ids]  # it may be a word as well, which no text may reach
 
     def token(self, id: int) -> str:
         return self._model.id_to_token(id)
 
     def unknown_characters(self, text: str) -> int:
-        found = self._model.encode(_valid(text), add_special_tokens=False)
+        found = self._model.encode(valid_text(text), add_special_tokens=False)
         return sum(end - start for id, (start, end) in zip(found.ids, found.offsets, strict=True) if id == self.unk_id)
 
 
-def _end_of_sequence(path: Path, given: str | None, vocabulary: dict[str, int], own: int | None) -> int:
+def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int], own: int | None) -> int:
     """The id of the token that ends documents: as given, as configured beside the file, the model's own, or usual."""
+    usual = [token for token in ENDS if token in vocabulary]
     if given is not None and given not in vocabulary:
-        known = [token for token in ENDS if token in vocabulary]
-        fix = f"Perhaps {' or '.join(known)}" if known else "Name a token of its vocabulary"
+        fix = f"Perhaps {' or '.join(usual)}" if usual else "Name a token of its vocabulary"
         raise UserError(f"tokenizer.eos={given}: is no token of {path}. {fix}")
-    token = given or _configured(path, "eos_token")
+    token = given or _configured(path).get("eos_token", "")
     if token in vocabulary:
         return vocabulary[token]
-    usual = [vocabulary[token] for token in ENDS if token in vocabulary]
-    if own is None and not usual:
+    if own is not None:
+        return own
+    if not usual:
         rule = "does not say which token ends a document"
         raise UserError(f"{path}: {rule}. Set tokenizer.eos=<a token of its vocabulary>")
-    return usual[0] if own is None else own
+    return vocabulary[usual[0]]
 
 
-def _configured(path: Path, name: str) -> str | None:
-    """A special token by the configuration beside a tokenizer's file."""
-    for file in (SETTINGS, SPECIALS):
-        try:
-            token = json.loads((path.parent / file).read_text(encoding="utf-8")).get(name)
-        except (OSError, ValueError, AttributeError):
-            continue
-        if token := token.get("content") if isinstance(token, dict) else token:
-            return token
-    return None
+def _configured(path: Path) -> dict[str, str]:
+    """The special tokens by the configuration beside a tokenizer's file."""
+    tokens: dict[str, str] = {}
+    for file in (SPECIALS, SETTINGS):
+        with suppress(OSError, ValueError):
+            found = json.loads((path.parent / file).read_text(encoding="utf-8"))
+            texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
+            tokens |= {name: text for name, text in texts.items() if isinstance(text, str)}
+    return tokens
 
 
-def _head(text: str, characters: int) -> str:
-    """The text up to the last space in its first ``characters``; the whole text if it is not longer or has no space."""
-    space = text.rfind(" ", 1, characters) if len(text) > characters else -1
-    return text if space == -1 else text[:space]
-
-
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """The text with its lone surrogates, which have no UTF-8 form, replaced by question marks."""
     try:
         text.encode()
@@ -266,23 +234,3 @@ def embedding_rows(cfg: Config, tokenizer: Tokenizer) -> int:
         rule = f"{tokenizer.vocab_size:,} ids, but the model has scale.vocab_size={rows}"
         raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set scale.vocab_size={tokenizer.vocab_size} or more")
     return rows
-
-
-def train_tokenizer(path: Path, documents: list[str], vocab_size: int) -> None:
-    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
-    from sentencepiece import SentencePieceTrainer
-
-    sentences = [text for document in documents for text in _valid(document).split("\n")]
-    sizes = accumulate(len(text) for text in sentences)
-    with path.open("wb") as model:
-        SentencePieceTrainer.train(
-            sentence_iterator=(text for text, size in zip(sentences, sizes, strict=True) if size <= TRAINING_TEXT),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,  # a small text may yield fewer tokens
-            character_coverage=0.9999,
-            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
-            num_threads=min(cores(), 8),
-            minloglevel=2,
-        )  # fmt: skip

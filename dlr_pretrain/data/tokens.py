@@ -1,6 +1,6 @@
 """Pre-tokenised shards: a folder that ``scripts/prepare_data.py`` writes and ``data=tokens`` memory-maps.
 
-    manifest.json                 what they were made from, and how many they are; written last
+    manifest.json                 what they are made from, and how many they are
     tokenizer/                    the tokenizer
     train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
     train-00000-of-01024.rows     its rows
@@ -10,30 +10,43 @@ its end of sequence. Its rows are little-endian int64 [rows + 1, 2]: for each ro
 in the shard (a row that is left out has no tokens) and the number of characters of its text, which decide where the
 blocks of ``documents.py`` end; the first is 0, 0. So a shard gives the batches of its source, packed or padded, for any
 seed, batch and number of ranks.
+
+The manifest is written first, and a shard's ids before its rows. So a kill at any point leaves finished shards, which
+the same command keeps.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dlr_pretrain.data import documents
-from dlr_pretrain.data.documents import Tokens, token_dtype
+from dlr_pretrain.data.documents import Block, Tokens, token_dtype
 from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.files import sync, write_durably
+
+if TYPE_CHECKING:
+    from dlr_pretrain.data.sources import TextSource
 
 FORMAT = 3
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
 INT64 = np.dtype("<i8")
 SPLITS = ("train", "validation")
-TAKEN_TOKENS = 1 << 16  # taken at once, or one longer document: this bounds the memory of a stream
 PREPARE = "Make it with scripts/prepare_data.py"
+Job = tuple[str, Path]  # the name of the source's shard, and the token shard to make
+_tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
 
 def file_names(split: str, count: int) -> tuple[str, ...]:
@@ -55,22 +68,22 @@ def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
 
 
-class TokenBlock:
-    """A block of a pre-tokenised shard."""
+class TokenBlock(Block):
+    """A block of a pre-tokenised shard, whose rows begin and end there; an empty one is left out."""
 
-    def __init__(self, source: TokenSource, shard: str, begins: np.ndarray, lengths: np.ndarray):
-        self.rows, there = len(begins), lengths > 0
-        self._source, self._shard, self._begins, self._lengths = source, shard, begins[there], lengths[there]
+    def __init__(self, source: TokenSource, shard: str, begins: np.ndarray, ends: np.ndarray):
+        self.rows, there = len(begins), ends > begins
+        self._source, self._shard, self._begins, self._ends = source, shard, begins[there], ends[there]
 
     def __len__(self) -> int:
         return len(self._begins)
 
-    def take(self, order: np.ndarray, longest: int) -> Tokens:
-        begins, ends = self._begins[order], np.cumsum(np.minimum(self._lengths[order], longest))
-        count = max(1, int(np.searchsorted(ends, TAKEN_TOKENS, side="right")))
-        begins, ends = begins[:count], ends[:count]
-        starts = np.append(0, ends[:-1])
-        index = np.repeat(begins - starts, ends - starts)
+    def take(self, numbers: np.ndarray) -> Tokens:
+        begins = self._begins[numbers]
+        lengths = self._ends[numbers] - begins
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        index = np.repeat(begins - starts, lengths)
         index += np.arange(len(index))
         tokens, _ = self._source.shard(self._shard)
         return Tokens(tokens[index], starts)
@@ -81,7 +94,7 @@ class TokenSource:
 
     version: str | None = None
 
-    def __init__(self, root: Path, tokenizer_path: Path | None = None):
+    def __init__(self, root: Path):
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
         try:
@@ -89,28 +102,17 @@ class TokenSource:
             if (version := manifest["format"]) != FORMAT:
                 rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
                 raise UserError(f"{root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
-            about = manifest["tokenizer"]
+            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
+            about, shards = manifest["tokenizer"], manifest["shards"]
             self._sha256, self.vocab_size, self._unknown = (about[n] for n in ("sha256", "vocab_size", "unknown_share"))
-            self.fingerprint, self._made_from = (manifest["source"][n] for n in ("fingerprint", "description"))
-            shards = manifest["shards"]
             self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
         except FileNotFoundError:
-            raise UserError(f"data.root={root}: no {MANIFEST}, so no finished folder of tokens. {PREPARE}") from None
+            raise UserError(f"data.root={root}: no {MANIFEST}, so no folder of tokens. {PREPARE}") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again") from error
-        self._check_tokenizer(tokenizer_path)
         for name in self.validation_shards:
             self.shard(name)
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
-
-    def _check_tokenizer(self, given: Path | None) -> None:
-        for path in filter(None, (self.tokenizer_path, given)):
-            if not path.exists():
-                raise UserError(f"{path}: no such file. {PREPARE} again")
-            if load_tokenizer(path).fingerprint != self._sha256:
-                rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
-                fix = "Leave tokenizer.path out" if path == given else "Put the original back"
-                raise UserError(f"{path}: {rule}. {fix}, or prepare the tokens again")
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The ids and the rows of a shard. Each use maps them anew: pages that stay mapped count as memory."""
@@ -121,20 +123,123 @@ class TokenSource:
             raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
-        if tokenizer.fingerprint != self._sha256:
-            raise UserError(f"{tokenizer.path}: not the tokenizer that {self.root} was tokenised with")
+        self._check(tokenizer)
         while first < len(rows := self.shard(shard)[1]) - 1:
             characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
             closed = np.searchsorted(np.cumsum(characters), documents.BLOCK_CHARACTERS)
             numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
-            begins = rows[numbers, 0]
-            yield TokenBlock(self, shard, begins, rows[numbers + 1, 0] - begins)
+            yield TokenBlock(self, shard, rows[numbers, 0], rows[numbers + 1, 0])
             first += len(numbers) * step
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
-        """As it was found when the texts were tokenised."""
+        """As it was found when the texts were tokenised. Raises UserError if another tokenizer did that."""
+        self._check(tokenizer)
         return self._unknown
+
+    def _check(self, tokenizer: Tokenizer) -> None:
+        if tokenizer.fingerprint != self._sha256:
+            rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
+            raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
 
     def describe(self) -> str:
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         return f"{self.root}: {shards} of tokens ({self._total:,} to train on), made from {self._made_from}"
+
+
+def prepare(
+    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[bool], None]
+) -> TokenSource:
+    """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
+
+    ``report`` is told of each shard in order whether it was there before. Raises UserError if the folder holds
+    something else, the input is unreadable or the output cannot be written.
+    """
+    jobs: list[Job] = []
+    for split, shards in zip(SPLITS, (source.train_shards, source.validation_shards), strict=True):
+        jobs += zip(shards, (output / name for name in file_names(split, len(shards))), strict=True)
+    manifest = {
+        "format": FORMAT,
+        "source": source.fingerprint,
+        "tokenizer": {
+            "sha256": tokenizer.fingerprint,
+            "vocab_size": tokenizer.vocab_size,
+            "unknown_share": source.unknown_share(tokenizer),
+        },
+        "shards": {"train": len(source.train_shards), "validation": len(source.validation_shards)},
+        "made_from": source.describe(),
+    }
+    try:
+        _claim(output, manifest)
+        tokenizer.save(output / TOKENIZER)
+        for was_there in _completed(partial(_complete, source, output / TOKENIZER), jobs, workers):
+            report(was_there)
+        for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
+            draft.unlink(missing_ok=True)
+    except (OSError, BrokenProcessPool) as error:
+        fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
+        raise UserError(f"{output}: {first_line(error)}. {fix}") from error
+    return TokenSource(output)
+
+
+def _claim(output: Path, manifest: dict) -> None:
+    """Note in the folder what it holds. Raises UserError if it holds anything else."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / MANIFEST
+    if not path.exists():
+        strangers = sorted(found.name for found in output.iterdir() if not found.name.startswith("."))
+        if strangers:
+            rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
+            raise UserError(f"{output}: {rule}. Name a new folder")
+        write_durably(path, json.dumps(manifest, indent=1))
+    try:
+        there = json.loads(path.read_bytes())
+        made_from = there.pop("made_from")  # names the folder, which may have moved
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: damaged ({error!r}). Delete the folder, or name another") from error
+    if there != {name: value for name, value in manifest.items() if name != "made_from"}:
+        rule = f"holds the tokens of another source, tokenizer or format ({made_from})"
+        raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
+
+
+def _completed(complete: Callable[[Job], bool], jobs: list[Job], workers: int) -> Iterator[bool]:
+    """Do each job; whether the shard was there, in order."""
+    if workers == 1:
+        yield from map(complete, jobs)
+        return
+    # The fork server has none of this process's threads. It imports once for all workers.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(min(workers, len(jobs)), context) as pool:
+        yield from pool.map(complete, jobs)
+
+
+def _complete(source: TextSource, tokenizer_folder: Path, job: Job) -> bool:
+    """Make a shard, unless it is there."""
+    (shard, path), tokenizer = job, _tokenizer(tokenizer_folder)
+    try:
+        open_shard(path, tokenizer.vocab_size)
+    except (OSError, ValueError):
+        _write(source, shard, tokenizer, path)
+        return False
+    return True
+
+
+def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> None:
+    """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
+    rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
+    drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ROWS)]
+    with drafts[0].open("wb") as file:
+        for block in source.blocks(tokenizer, shard):
+            counted = np.array([(0, len(text or "")) for text in block.texts], np.int64)
+            there = [text is not None for text in block.texts]
+            if len(block):
+                tokens, starts = block.take(np.arange(len(block)))
+                counted[there, 0] = np.diff(starts, append=len(tokens))
+                file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
+            rows.append(counted)
+    written = np.concatenate(rows)
+    written[:, 0] = written[:, 0].cumsum()
+    drafts[1].write_bytes(written.astype(INT64, copy=False).tobytes())
+    for draft, final in zip(drafts, (path, path.with_suffix(ROWS)), strict=True):
+        sync(draft)
+        os.replace(draft, final)

@@ -59,6 +59,6 @@ def agreement(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {bound:g}"
         )
-    if [tokenizer(PROBE, split_special_tokens=True).input_ids] != load_tokenizer(folder).encode([PROBE]):
+    if [tokenizer(PROBE, split_special_tokens=True).input_ids] != [load_tokenizer(folder).encode([PROBE])[0].tolist()]:
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dlr_pretrain.data.tokenizer import train_tokenizer
+from dlr_pretrain.data.sample import train_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -63,11 +63,8 @@ class LetterTokenizer:
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        return [[3 + ord(c) % 39_000 for c in text] for text in texts]
-
-    def encode_documents(self, texts: list[str], longest: int) -> list[np.ndarray]:
-        return [np.array([*ids[:longest], self.eos_id], np.int32) for ids in self.encode(texts)]
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array([3 + ord(c) % 39_000 for c in text], np.int32) for text in texts]
 
 
 class MemorySource(TextSource):

@@ -149,8 +149,8 @@ def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, 
         from dlr_pretrain.data import open_source, open_tokenizer
         source = open_source(make_config("c4"))
         print(sum(len(list(source.read(shard))) for shard in source.train_shards))
-        print(open_tokenizer(make_config("c4"), source).encode(["more words"]))
+        print(open_tokenizer(make_config("c4"), source).encode(["more words"])[0].tolist())
     """
     with serving(Hub(shards | {"spiece.model": model.read_bytes()})) as address:
         output, _ = run_python(program, tmp_path, HF_ENDPOINT=address)
-    assert output.splitlines() == ["400", str(load_tokenizer(model).encode(["more words"]))]
+    assert output.splitlines() == ["400", str(load_tokenizer(model).encode(["more words"])[0].tolist())]

@@ -1,7 +1,5 @@
 """The sample: what counts as prose, that it is of the standard library alone, and its cache."""
 
-import textwrap
-
 import pytest
 from data_corpus import make_config
 
@@ -14,15 +12,13 @@ SOURCE = '''
 Title of some words
 ===================
 
-The second :func:`~a.b.paragraph` is prose as well, and it holds ``code`` and *emphasis* in it.
+The second :func:`~a.b.paragraph` is prose as well, and it
+holds ``code`` and *emphasis* in it.
 
     >>> code(in, an, example)
 
 :param x: this is a field and not a sentence of the text at all.
-
-- A bullet that is a whole sentence is taken, because it is of the language that we want.
 """
-# A comment of a single line that says in plain words why the code below it has to be so.
 def f():
     """Short."""
     if True:
@@ -32,13 +28,11 @@ def f():
 
 
 def test_prose_is_sentences_without_code_fields_and_markup():
-    found = [sample.paragraphs(block) for block in sample.blocks(textwrap.dedent(SOURCE))]
+    found = [sample.prose(block) for block in sample.docstrings(SOURCE)]
     assert [text for block in found for text in block] == [
         "Return the sum of all the items, which must be numbers of a kind that can be added.",
         "The second a.b.paragraph is prose as well, and it holds code and emphasis in it.",
-        "A bullet that is a whole sentence is taken, because it is of the language that we want.",
         "The inner function has a sentence of its own that is as long as it needs to be.",
-        "A comment of a single line that says in plain words why the code below it has to be so.",
     ]
 
 
@@ -56,13 +50,13 @@ def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
     source = open_source(cfg, said.append)
     assert "harvesting" in said[0] and source.version == next(tmp_path.iterdir()).name
     assert len(said) == 2 and source.fingerprint == open_source(cfg, said.append).fingerprint and len(said) == 2
-    assert len([t for shard in source.train_shards for t in source.read(shard)]) == 388
+    assert len([t for shard in source.train_shards for t in source.texts(shard)]) == 400
     assert open_tokenizer(cfg, source).vocab_size > 50
     monkeypatch.setattr(sample.platform, "python_version", lambda: "9.9.9")
     assert open_source(cfg, said.append, source.version).version == source.version  # the run's own is still there
     assert open_source(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
-    with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-3, which is not in .* makes python-9\.9\.9"):
-        open_source(cfg, said.append, "python-1.2.3-3")
+    with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-4, which is not in .* makes python-9\.9\.9"):
+        open_source(cfg, said.append, "python-1.2.3-4")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file: the sample cannot be kept there .*Set data\.root"):
         open_source(make_config("sample", data__root=tmp_path / "file"))

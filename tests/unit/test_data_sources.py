@@ -109,9 +109,8 @@ def test_reads_from_any_row_in_any_step(tmp_path, monkeypatch, suffix):
     FORMATS[suffix](tmp_path / f"text{suffix}", TEXTS)
     source = local(tmp_path, data__document="paragraph")
     (shard,) = source.train_shards
-    for read_bytes, kept_bytes in ((7, 0), (1 << 20, 1 << 22)):
+    for read_bytes in (7, 1 << 20):
         monkeypatch.setattr(formats, "READ_BYTES", read_bytes)
-        monkeypatch.setattr(sources, "KEPT_BYTES", kept_bytes)
         for start, step in itertools.product((0, 1, 36, 37, 299, 300, 301), (1, 7)):
             assert list(source.texts(shard, start, step)) == TEXTS[start::step]
 
@@ -204,7 +203,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
                           data__validation_files="validation.jsonl")  # fmt: skip
         assert list(open_source(cfg).read(f"train{suffix}")) == ["a", None, "b"]
         cfg.data.bad_rows = "stop"
-        with pytest.raises(UserError, match=r"document 1 has no text 'text': it is null or no string"):
+        with pytest.raises(UserError, match=r"document 1 has no text 'text'"):
             list(open_source(cfg).read(f"train{suffix}"))
 
 
@@ -253,7 +252,7 @@ BAD = {
         (gzip.compress(b""), "all training files are empty"),
         (gzip.compress(lines_of(TEXTS))[:20], "damaged or cut off"),
     ],
-    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is binary, not text")],
+    "a.txt": [(b"%PDF-1.7", "is a PDF document"), (b"\x7fELF\0\0", "is no text file")],
     "a.parquet": [(b"PAR1 cut off", "damaged or cut off"), (b"something", "is no parquet file")],
     "a.arrow": [(b"text", "is no arrow file")],
     "a.csv": [(b"id,text\n1,a\n", r"its name ends with none of \.json")],
@@ -298,7 +297,7 @@ def test_a_shard_that_is_cut_off_or_gone(root, keep):
     with pytest.raises(UserError, match=rule):
         list(source.read(source.train_shards[1], 0, 2))
     path.unlink()
-    with pytest.raises(UserError, match=r"c4-train\.00001-of-00002\.json\.gz: no such file"):
+    with pytest.raises(FileNotFoundError, match=r"c4-train\.00001-of-00002\.json\.gz"):
         list(source.read(source.train_shards[1], 0, 2))
 
 
@@ -333,4 +332,5 @@ def test_globs_that_match_nothing_twice_or_too_much(root, monkeypatch):
     monkeypatch.chdir(root)
     named(learnt, root=".", data__train_files=root / "*.gz")
     (root / "c4-train.3.json.gz").symlink_to(root / "moved")
-    named(r"c4-train\.3\.json\.gz: cannot be opened \(No such file.*Fetch this")
+    with pytest.raises(FileNotFoundError, match=r"c4-train\.3\.json\.gz"):
+        open_source(make_config(data__root=root))

@@ -77,11 +77,10 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
         expected = [[id for id in ids if id != tokenizer.eos_id] for ids in expected]
     else:
         expected = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(clean)
-    found = tokenizer.encode_documents(texts)
-    assert [ids.tolist() for ids in found] == [[*ids, tokenizer.eos_id] for ids in expected]
-    assert tokenizer.encode(texts) == expected and tokenizer.encode_documents([]) == []
-    assert all(ids.dtype == np.int32 and max(ids) < tokenizer.vocab_size for ids in found)
-    assert all((ids == tokenizer.eos_id).sum() == 1 for ids in found)
+    found = tokenizer.encode(texts)
+    assert [ids.tolist() for ids in found] == expected and tokenizer.encode([]) == []
+    assert all(ids.dtype == np.int32 and max(ids, default=0) < tokenizer.vocab_size for ids in found)
+    assert all(tokenizer.eos_id not in ids for ids in found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +98,7 @@ def test_every_kind_is_saved_and_exported_and_loaded_by_transformers_without_rem
     texts = [text.encode("utf-8", "replace").decode() for text in hostile(200)]
     ids = [exported(text, split_special_tokens=True).input_ids for text in texts]
     differ = [text for text, a, b in zip(texts, ids, tokenizer.encode(texts), strict=True)
-              if a != b and not (kind == "word level" and "[EOS]" in text)]  # fmt: skip
+              if a != b.tolist() and not (kind == "word level" and "[EOS]" in text)]  # fmt: skip
     assert len(differ) <= 0.01 * len(texts), differ[:3]
     texts = [" ".join(text.split()[: 3 if kind == "word level" else None]) for text in small_tokenizer.SENTENCES]
     texts = [text for text in texts if tokenizer.unk_id not in exported(text).input_ids]
@@ -108,49 +107,23 @@ def test_every_kind_is_saved_and_exported_and_loaded_by_transformers_without_rem
         assert exported.decode(exported(text).input_ids) == tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
-@pytest.mark.parametrize(
-    ("options", "cuts"),
-    [
-        ({}, True),
-        ({"model_type": "bpe"}, True),
-        ({"byte_fallback": True, "vocab_size": 400}, True),
-        ({"normalization_rule_name": "identity"}, True),
-        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens hold spaces
-        ({"treat_whitespace_as_suffix": True}, False),
-    ],
-    ids=str,
-)
-def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
-    tokenizer, texts = load_tokenizer(small_tokenizer.train(tmp_path, **options)), hostile(300, most=60)
-    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS", 3)  # too few, so that some are looked for again
-    whole = [one.tolist() for one in tokenizer.encode_documents(texts)]
-    for longest in (1, 2, 7, 30):
-        found = [one.tolist() for one in tokenizer.encode_documents(texts, longest)]
-        assert [ids[:longest] for ids in found] == [ids[:longest] for ids in whole]
-        assert all(len(ids) > longest or ids == all_of_it for ids, all_of_it in zip(found, whole, strict=True))
-        assert (found != whole) == cuts
-
-
 @needs_real_data
-def test_t5_and_c4_have_the_ids_of_sentencepiece_also_of_beginnings_alone():
+def test_t5_and_c4_have_the_ids_of_sentencepiece():
     tokenizer, own = load_tokenizer(T5), sentencepiece.SentencePieceProcessor(model_file=str(T5))
-    assert tokenizer.vocab_size == 32_000 and tokenizer.encode(["Hello world", "The"]) == [[8774, 296], [37]]
+    assert tokenizer.vocab_size == 32_000 and tokenizer.encode(["Hello world"])[0].tolist() == [8774, 296]
     assert tokenizer.fingerprint == hashlib.sha256(T5.read_bytes()).hexdigest()
     with gzip.open(min((REAL / "c4" / "en").glob("*train*")), "rt") as lines:
         texts = [json.loads(line)["text"] for line, _ in zip(lines, range(500), strict=False)]
-    whole, found = tokenizer.encode_documents(texts), tokenizer.encode_documents(texts, 257)
-    assert [ids[:-1].tolist() for ids in whole] == own.encode(texts)
-    assert all(np.array_equal(a[:257], b[:257]) for a, b in zip(whole, found, strict=True))
-    assert sum(map(len, found)) < 0.7 * sum(map(len, whole))
+    assert [ids.tolist() for ids in tokenizer.encode(texts)] == own.encode(texts)
     (ids,) = tokenizer.encode(["word " * 200_000])
-    assert len(ids) == 200_000 and len({*ids}) == 1
+    assert len(ids) == 200_000 and (ids == ids[0]).all()
 
 
 def test_a_forked_process_encodes_as_its_parent_does(model):
     tokenizer, (reading, writing) = load_tokenizer(model), os.pipe()
-    expected = tokenizer.encode(NASTY)
+    expected = list(map(list, tokenizer.encode(NASTY)))
     if (child := os.fork()) == 0:
-        os.write(writing, b"same" if tokenizer.encode(NASTY) == expected else b"other")
+        os.write(writing, b"same" if list(map(list, tokenizer.encode(NASTY))) == expected else b"other")
         os._exit(0)
     assert os.read(reading, 8) == b"same" and os.waitpid(child, 0)[1] == 0
     os.close(reading), os.close(writing)
@@ -221,7 +194,7 @@ def test_a_run_on_one_document_with_any_tokenizer_is_exported(kind, train, tmp_p
     run = train(tmp_path / "run", *given, f"tokenizer.path={KINDS[kind](tmp_path)}", "backbone=cola")
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "folded")
     ids = tokenizer(small_tokenizer.SENTENCES[0]).input_ids
-    assert ids == load_tokenizer(run / "tokenizer").encode(small_tokenizer.SENTENCES[:1])[0]
+    assert ids == load_tokenizer(run / "tokenizer").encode(small_tokenizer.SENTENCES[:1])[0].tolist()
     assert tokenizer.decode(ids) == small_tokenizer.SENTENCES[0]
     config = json.loads((run / "folded" / "config.json").read_text())
     assert config["eos_token_id"] == tokenizer.eos_token_id == load_tokenizer(run / "folded").eos_id
