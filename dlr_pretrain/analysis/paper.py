@@ -15,7 +15,6 @@ from dlr_pretrain.config.written import ORIGIN, identity
 
 C4, T5 = "allenai/c4", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86"  # T5's spiece.model
 C4_SHARDS = "1024 train and 8 validation shards"  # of C4's English text, as ``describe`` of a source puts it
-AT_7B = {"full": (), "lost": (), "cola+dlr": (), "sltrain": ("optimizer=adamw_8bit", "train.clip=1.0")}
 
 
 @cache
@@ -60,9 +59,8 @@ def marks(run: pd.Series) -> str:
 @cache
 def recipe_identity(method: str, scale: str) -> dict | None:
     """The identity of our recipe for a row of the paper; None if the paper has no such row."""
-    rows = AT_7B if scale == "7b" else dict.fromkeys(facts("table1").method, ())
-    known = method in rows if scale == "7b" else method.partition("+")[0] in rows
-    if not known or scale not in {"7b", *facts("table1").scale}:
+    table = facts("table1")
+    if method.partition("+")[0] not in set(table.method) or scale not in set(table.scale):
         return None
-    (cfg,) = check(read([f"scale={scale}", *recipe(method), *rows.get(method, ())]), None, machine=False)
+    (cfg,) = check(read([f"scale={scale}", *recipe(method)]), None, machine=False)
     return identity(cfg)

@@ -111,16 +111,18 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
 
 
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
+    """The run directories in ``places``, each once."""
     found: dict[Path, Path] = {}
     for place in map(str, places):
-        paths = [Path(place)] if Path(place).exists() else map(Path, sorted(glob(place)))
-        own = [f.parent for path in paths for up in ("", "*/", "*/*/") for f in sorted(path.glob(f"{up}manifest.json"))]
+        paths = [Path(place)] if Path(place).exists() else [Path(path) for path in sorted(glob(place))]
+        own = [path for top in paths for up in ("", "*/", "*/*/") for path in sorted(top.glob(f"{up}manifest.json"))]
+        for path in own:
+            found.setdefault(path.parent.resolve(), path.parent)
         if not own:
             rule = f"{place}: no run directory there (one has a manifest.json)"
             if len(places) == 1 or not Path(place).is_dir():
                 raise UserError(f"{rule}. Name runs, or the folder above")
             remarks.append(rule)  # a shell expands runs/* to all folders
-        found |= {folder.resolve(): folder for folder in own if folder.resolve() not in found}
     return list(found.values())
 
 
