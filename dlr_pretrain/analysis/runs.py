@@ -115,11 +115,11 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     found: dict[Path, Path] = {}
     for place in map(str, places):
         paths = [Path(place)] if Path(place).exists() else [Path(path) for path in sorted(glob(place))]
-        own = [path for top in paths for up in ("", "*/", "*/*/") for path in sorted(top.glob(f"{up}manifest.json"))]
+        own = [path for top in paths for up in ("", "*/", "*/*/") for path in sorted(top.glob(f"{up}config.yaml"))]
         for path in own:
             found.setdefault(path.parent.resolve(), path.parent)
         if not own:
-            rule = f"{place}: no run directory there (one has a manifest.json)"
+            rule = f"{place}: no run directory there (one has a config.yaml)"
             if len(places) == 1 or not Path(place).is_dir():
                 raise UserError(f"{rule}. Name runs, or the folder above")
             remarks.append(rule)  # a shell expands runs/* to all folders
@@ -129,6 +129,8 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
 def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     """The row of a run, and its updates. Raises UserError if the run cannot be read."""
     config, manifest = read_config(folder), read_record(folder)
+    if not manifest:
+        raise UserError(f"{folder / 'manifest.json'} is missing: it is not known what was trained there")
     records, lines = sound_records(folder / "metrics.jsonl")
     if lines:
         remarks.append(f"{folder.name}: {plural(lines, 'damaged line')} of metrics.jsonl left out")

@@ -45,10 +45,9 @@ def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
     lines = (root / "damaged/metrics.jsonl").read_text().splitlines()
     (root / "damaged/metrics.jsonl").write_text("\n".join([*lines[:9], '{"st', *lines[10:]]) + "\n")
     a_run(root / "unknown", *SHORT, "backbone=full", code="def")
-    (root / "unknown/manifest.json").write_text("{")
+    (root / "unknown/manifest.json").unlink()
     (root / "broken").mkdir()
     (root / "broken/config.yaml").write_text("seed: [1")
-    (root / "broken/manifest.json").touch()
     output = tmp_path_factory.mktemp("report")
     return root, output, write_reports([str(root)], output, "python scripts/report.py")
 
