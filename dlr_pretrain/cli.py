@@ -83,7 +83,7 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
             record(error)
             raise
 
-    sys.argv = [typed[0], *line.argv]
+    sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
     hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
     if diverged:
         _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")

@@ -24,9 +24,6 @@ from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_
 from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS
 
-SWITCHES = ("dlr", "probe", "profile")  # groups with the options on and off
-SWITCH = {"true": "on", "false": "off"}  # as a user may spell them
-
 
 @dataclass
 class CommandLine:
@@ -39,11 +36,6 @@ class CommandLine:
     config_dir: str | None = None
     multirun: bool = False
     shows: bool = False  # prints the configuration instead of running it
-
-    @property
-    def argv(self) -> list[str]:
-        """The arguments for Hydra. Flags come first, because its parser refuses words on both sides of a flag."""
-        return self.flags + self.words
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -155,13 +147,9 @@ def _option(group: str, value: str, line: CommandLine) -> str:
     """The word that chooses an option; the nearest one stands for an option that does not exist, "" if none is near."""
     if re.search(r"[(\[]", value) or any(key_of(other) == "hydra.searchpath" for other in line.words):
         return f"{group}={value}"  # such as glob(*): Hydra finds the options
-    if group == "experiment" and value == "null":
-        return "~experiment"
     known, chosen = options(group, line.config_dir), []
     for option in value.split(","):
         name = option.strip(" '\"")
-        if group in SWITCHES:
-            name = SWITCH.get(name.lower(), name)
         near = name if name in known else nearest(name, known)
         if near != name:
             fix = f"Did you mean {near}?" if near else ""

@@ -12,7 +12,6 @@ from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
-BOOLS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 NAME = Key(str, "", {"fixed": True})
 
 
@@ -27,13 +26,10 @@ def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
 
 def to_dict(cfg: Config) -> dict[str, Any]:
     """The configuration as plain nested mappings, as it is written to ``config.yaml``."""
-    tree: dict[str, Any] = {}
-    for f in dataclasses.fields(cfg):
-        value = getattr(cfg, f.name)
-        if isinstance(value, Choice):
-            tree[f.name] = {"name": value.name, **value.knobs}
-        else:
-            tree[f.name] = dataclasses.asdict(value) if f.name in SECTIONS else value
+    tree = dataclasses.asdict(cfg)
+    for group in OPEN_GROUPS:
+        choice = getattr(cfg, group)
+        tree[group] = {"name": choice.name, **choice.knobs}
     return tree
 
 
@@ -121,21 +117,13 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
 
 def _convert(value: Any, kind: object) -> Any:
     """``value`` as a ``kind``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers."""
-    if kind in (int, float) and isinstance(value, str):  # of a variable: ${oc.env:LR}
-        try:
-            value = float(value)
-        except ValueError:
-            return MISSING
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is bool:
-        return BOOLS.get(str(value).lower(), MISSING)
+        return value if isinstance(value, bool) else MISSING
     if kind is int:
         return int(value) if number and value == int(value) else MISSING
     if kind is float:
         return float(value) if number else MISSING
     if kind is str:  # a number is refused: Hydra has turned 2026_11_22 into 20261122, and 1e3 into 1000.0
         return os.path.expanduser(value) if isinstance(value, str) and value.strip() else MISSING
-    if kind == list[str]:
-        items = [value] if isinstance(value, str) else value
-        return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else MISSING
     return MISSING if kind is None else value

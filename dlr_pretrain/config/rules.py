@@ -256,7 +256,7 @@ def _text(cfg: Config) -> Iterator[Problem]:
     if path is not None and not os.path.exists(path):
         fix = f"Name a tokenizer.json, a sentencepiece model or their folder; of the hub: tokenizer.hub={path}"
         yield Problem("tokenizer.path", path, "no such file", fix)
-    if source == "tokens" and not os.path.isfile(os.path.join(root or "", "manifest.json")):
+    if source == "tokens" and root is not None and not os.path.isfile(os.path.join(root, "manifest.json")):
         rule = "holds no tokens that scripts/prepare_data.py has finished"
         yield Problem("data.root", root, rule, "Make them, and set data.root=<its --output>")
     if source not in ("c4_local", "local") or "://" in (root or ""):

@@ -24,7 +24,6 @@ KINDS: dict[object, str] = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    list[str]: "a list such as [a,b]",
 }
 BOUNDS = {
     "gt": ("above", operator.gt),
@@ -185,9 +184,7 @@ class Logger:
     project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None)
     entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None)
     group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None)
-    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None)  # noqa: RUF009
     name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None)
-    notes: str | None = key("W&B notes; null: WANDB_NOTES", None)
 
 
 @dataclass
