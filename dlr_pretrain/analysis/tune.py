@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from dlr_pretrain.analysis.runs import differing, method_name
+from dlr_pretrain.analysis.runs import TEXT, method_name
 from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, methods_table, remarks, write
-from dlr_pretrain.config import flatten, to_dict
 from dlr_pretrain.config.command_line import key_of
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import ORIGIN, identity, read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.launch.submit import parser_of, read, start
@@ -32,12 +31,6 @@ rates and seeds, and the others are compared with the first. --confirm trains fr
 alone, and reports them instead of the grid's. The same command continues where this one stopped."""
 
 Cell = tuple[str, float, int]  # method, learning rate, seed
-FINGERPRINTS = ("data.shards", "tokenizer.pieces", "data.order")  # in a run's identity: text, tokenizer, order
-# The keys that determine what a loss is measured on. Losses of methods that differ in one of them do not compare.
-MEASURE = (
-    *("eval.", "tokenizer.", "train.seq_len", "scale.vocab_size", "data.source", "data.dataset", "data.revision"),
-    *("data.root", "data.train_files", "data.validation_files", "data.text_key", "data.mask_documents"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +57,9 @@ def tune(argv: Sequence[str]) -> int:
         confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
         trials += bring(confirming, given, for_sbatch)
         runs |= confirming
-    require_one_text(runs.values())
+    # the files themselves may have changed, which configurations do not show
+    records = {str(run.dir): read_record(run.dir) for run in runs.values()}
+    require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
     found = compare(design, trials) | about(methods, runs.values())
     found["command"] = shlex.join(["scripts/tune.py", *argv])
     write(found, given.output)
@@ -116,9 +111,8 @@ def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[
             raise UserError(f"{method} has no run with train.lr={lr:g} seed={seed}: {rule}")
     if both := set(seeds) & set(fresh):
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
-    trees = [flatten(to_dict(of[0].cfg)) for of in methods.values()]
-    if keys := [key for key in differing(trees) if key.startswith(MEASURE) and key != "eval.every"]:
-        raise UserError(f"{', '.join(keys)}: not the same for all methods, so their losses do not compare")
+    configured = {method: identity(of[0].cfg) for method, of in methods.items()}
+    require_one_text(configured, (*TEXT, *ORIGIN, "scale.vocab_size"))
     return Design(tuple(methods), tuple(rates), seeds, fresh), cells
 
 
@@ -168,15 +162,10 @@ def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
     return Trial(*cell, "finished", str(run.dir), a, b, loss)
 
 
-def require_one_text(runs: Iterable[PlannedRun]) -> None:
-    """Raises UserError if a run has read other text, or used another tokenizer, than another.
-
-    Their configurations do not show it: the files themselves may have changed since.
-    """
-    seen: dict[str, tuple[object, Path]] = {}
-    for run in runs:
-        for name, value in read_record(run.dir).get("identity", {}).items():
-            there, first = seen.setdefault(name, (value, run.dir))
-            if name in FINGERPRINTS and value != there:
-                rule = f"{name} is not that of {first}, so their losses do not compare"
-                raise UserError(f"{run.dir}: {rule}. Move away the runs of another text, or choose another run.root")
+def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
+    """Raises UserError if one of the ``keys`` that decide what is evaluated is not the same in all ``identities``."""
+    first = next(iter(identities), "")
+    for other, key in product(identities, keys):
+        if identities[other].get(key) != identities[first].get(key):
+            rule = "their losses do not compare. Give it for all methods, or move away runs of what the text was before"
+            raise UserError(f"{key} of {other} is not that of {first}: {rule}")
