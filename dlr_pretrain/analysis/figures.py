@@ -75,7 +75,7 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
     """A line for each group, and thin ones for unfinished runs."""
     ax, levels = axes(), []
-    for i, of in enumerate(at.groups()):
+    for i, (_, of) in enumerate(at.groups()):
         levels += draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i])
     if levels:  # not the first losses, which would flatten the curve
         room = 0.04 * (max(levels) - min(levels)) or 0.1

@@ -84,9 +84,9 @@ class Runs:
     metrics: pd.DataFrame
     remarks: list[str]
 
-    def groups(self) -> list[pd.DataFrame]:
-        """The runs of each group, in the order of scale and method."""
-        return [of for _, of in self.runs.groupby("key", sort=False)]
+    def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
+        """The first run of each group, for what its runs share, and all of them, in the order of scale and method."""
+        return [(of.iloc[0], of) for _, of in self.runs.groupby("key", sort=False)]
 
 
 def read_runs(places: Sequence[str | Path]) -> Runs:

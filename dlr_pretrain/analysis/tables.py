@@ -62,20 +62,19 @@ def run_tables(found: Runs) -> list[Table]:
 def groups_table(found: Runs) -> Table:
     """A row for each group: its setting, cost and results."""
     rows = []
-    for of in found.groups():
-        config = of.config.iloc[0]
+    for group, of in found.groups():
         rows.append({
-            "Scale": of.scale.iloc[0],
-            "Method": of.label.iloc[0],
+            "Scale": group.scale,
+            "Method": group.label,
             "Seeds": ", ".join(map(str, of.seed[of.state == "finished"])),
             "PPL": spread(ended(of).ppl),
             "PPL (convention)": spread(ended(of).convention),
             "M tokens": shown(of.tokens.max() / 1e6, ",.4g"),
             "M parameters": shown(of.parameters.max() / 1e6, ",.4g"),
             "PFLOPs": shown(of.flops.max() / 1e15, ",.3g"),
-            "Precision": config["precision"]["name"],
-            "Packing": config["data"]["packing"],
-            "lr": shown(config["train"]["lr"], "g"),
+            "Precision": group.config["precision"]["name"],
+            "Packing": group.config["data"]["packing"],
+            "lr": shown(group.config["train"]["lr"], "g"),
         })  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
     return table("groups", "What was trained", rows, notes)
@@ -83,7 +82,7 @@ def groups_table(found: Runs) -> Table:
 
 def settings_table(found: Runs) -> Iterator[Table]:
     """The keys in which groups differ, with the values of each; nothing of a single group."""
-    settings = {f"{of.scale.iloc[0]} {of.label.iloc[0]}": of.shared.iloc[0] for of in found.groups()}
+    settings = {f"{group.scale} {group.label}": group.shared for group, _ in found.groups()}
     if keys := differing(settings.values()):
         rows = [{"Key": key} | {name: str(of.get(key, NONE)) for name, of in settings.items()} for key in keys]
         yield table("settings", "What differs", rows)
@@ -92,13 +91,13 @@ def settings_table(found: Runs) -> Iterator[Table]:
 def pairs_table(found: Runs) -> Iterator[Table]:
     """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
     theirs = facts("table1").set_index(["scale", "method"]).ppl
-    plain = {of.pair.iloc[0]: of for of in found.groups() if of.dlr.iloc[0] == "off"}
+    plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
     rows, notes = [], [f"Differences are between runs with the same seed: mean ± standard deviation. {CONVENTION}"]
-    for of in found.groups():
-        if of.dlr.iloc[0] != "on" or of.pair.iloc[0] not in plain:
+    for group, of in found.groups():
+        if group.dlr != "on" or group.pair not in plain:
             continue
-        scale, base, label = of.scale.iloc[0], of.base.iloc[0], of.label.iloc[0]
-        without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[of.pair.iloc[0]], of))
+        scale, base, label = group.scale, group.base, group.label
+        without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[group.pair], of))
         rows.append({
             "Scale": scale,
             "Backbone": label.replace("+dlr", "", 1),
@@ -127,13 +126,18 @@ def runs_table(found: Runs) -> Table:
 def speed_table(found: Runs) -> Table:
     """Speed and memory: a row for each group and machine, since no mean is taken over machines; then the paper's."""
     rows = []
-    for of in found.groups():
+    for group, of in found.groups():
         for machine, on_it in of.groupby("machine", sort=False):
-            rows.append({
-                "Scale": of.scale.iloc[0], "Method": of.label.iloc[0], "Machine": machine,
-                "GB a rank": spread(on_it.memory.dropna()), "tokens/s": spread(on_it.speed.dropna(), ",.0f"),
-                "MFU": spread(on_it.mfu.dropna(), ".3f"),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "Scale": group.scale,
+                    "Method": group.label,
+                    "Machine": machine,
+                    "GB a rank": spread(on_it.memory.dropna()),
+                    "tokens/s": spread(on_it.speed.dropna(), ",.0f"),
+                    "MFU": spread(on_it.mfu.dropna(), ".3f"),
+                }
+            )
     for row in facts("measured").itertuples():
         if row.scale in set(found.runs.scale):
             rows.append({
@@ -175,9 +179,9 @@ def paths_table(found: Runs) -> Iterator[Table]:
 def paper_tables(found: Runs) -> Iterator[Table]:
     """Those of the paper's tables of perplexity that have a row which our runs share, with ours beside."""
     ours = pd.DataFrame([
-        {"scale": of.scale.iloc[0], "method": of.method.iloc[0], "rank": of["rank"].iloc[0], "label": of.label.iloc[0],
-         "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl), "differs": marks(of.iloc[0])}
-        for of in found.groups()
+        {"scale": group.scale, "method": group.method, "rank": group["rank"], "label": group.label,
+         "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl), "differs": marks(group)}
+        for group, of in found.groups()
     ])  # fmt: skip
     for name, title, same in (("table1", "Table 1: perplexity on C4", ["scale", "method"]),
                               ("ablations", "Ablations: perplexity on C4", ["scale", "method", "rank"])):  # fmt: skip
