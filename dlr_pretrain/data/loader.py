@@ -20,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import Tokens, token_dtype
-from dlr_pretrain.data.packing import RowReader, Rows, packed_runs, padded, padded_runs
+from dlr_pretrain.data.packing import RowReader, packed_runs, padded, padded_runs
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -208,11 +208,11 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         fix = "Give data.validation_files with text, or a larger data.held_out"
         raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}. {fix}")
     if pad:
-        rows = Rows(*map(np.concatenate, zip(*parts, strict=True)))
+        rows, lengths = map(np.concatenate, zip(*parts, strict=True))
     else:
-        rows = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
+        rows, lengths = _windows(np.concatenate(parts), seq_len, tokenizer.pad_id)
     separator = tokenizer.eos_id if cfg.data.mask_documents and not pad else None
-    return ValidationSet(*rows, found, separator)
+    return ValidationSet(rows, lengths, found, separator)
 
 
 def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
@@ -222,10 +222,10 @@ def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
                 yield some
 
 
-def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> Rows:
+def _windows(tokens: np.ndarray, seq_len: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """Packed windows as in training; the last is padded, so that no token is left out."""
     count = -(-len(tokens) // seq_len)
     filled = np.full(count * seq_len + 1, pad_id, tokens.dtype)
     filled[: len(tokens)] = tokens
     lengths = np.minimum(len(tokens) - seq_len * np.arange(count), seq_len + 1)
-    return Rows(sliding_window_view(filled, seq_len + 1)[::seq_len].copy(), lengths.astype("int32"))
+    return sliding_window_view(filled, seq_len + 1)[::seq_len].copy(), lengths.astype(np.int32)

@@ -18,17 +18,11 @@ from dlr_pretrain.data.streams import Position
 from dlr_pretrain.util.tensors import IGNORE
 
 
-class Rows(NamedTuple):
-    """Some sequences of one length."""
-
-    tokens: np.ndarray  # [n, seq_len + 1], padded
-    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
-
-
 class Run(NamedTuple):
     """Consecutive rows of a stream, and the stream's position after each of them."""
 
-    rows: Rows
+    tokens: np.ndarray  # [n, seq_len + 1], padded
+    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
     position: Position  # its epoch, shard and block are those in which the rows end
     document: np.ndarray  # [n], ``Position.document`` after each row
     token: np.ndarray  # [n], ``Position.token`` after each row
@@ -60,8 +54,11 @@ def separated(
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
-def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int) -> Rows:
-    """One document per row, padded, or cut to ``seq_len`` tokens of which the last is replaced by </s>.
+def padded(
+    tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows [n, seq_len + 1] and their lengths, int32 [n]: a document each, padded, or cut to ``seq_len`` tokens, of
+    which the last is replaced by </s>.
 
     ``tokens`` [total] are the joined documents, each with its </s>, which begin at ``starts`` [n]. The position after
     the inputs is always padding, because nothing follows a document.
@@ -72,14 +69,14 @@ def padded(tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eo
     rows = sliding_window_view(beyond, seq_len + 1)[starts]
     rows[np.arange(seq_len + 1) >= lengths[:, None]] = pad_id
     rows[whole > seq_len, seq_len - 1] = eos_id
-    return Rows(rows, lengths.astype(np.int32))
+    return rows, lengths.astype(np.int32)
 
 
 def padded_runs(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
     """A run for each chunk: its documents, one per row."""
     for position, chunk in chunks:
         after = position.document + 1 + np.arange(len(chunk.starts))
-        yield Run(padded(*chunk, seq_len, pad_id, eos_id), position, after, np.zeros_like(after))
+        yield Run(*padded(*chunk, seq_len, pad_id, eos_id), position, after, np.zeros_like(after))
 
 
 def packed_runs(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Run]:
@@ -97,8 +94,8 @@ def packed_runs(chunks: Iterator[tuple[Position, Tokens]], position: Position, s
             # At most seq_len tokens are carried, so the first token after any window lies in this chunk.
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
-            rows = Rows(sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32))
-            yield Run(rows, where, where.document + document, after - chunk.starts[document])
+            rows, lengths = sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32)
+            yield Run(rows, lengths, where, where.document + document, after - chunk.starts[document])
         carried, skip = flat[used:], 0
 
 
@@ -123,7 +120,7 @@ class RowReader:
             run = self.ready()
             count = min(len(tokens) - done, len(run.document) - self._taken)
             own, found = slice(done, done + count), slice(self._taken, self._taken + count)
-            tokens[own], lengths[own] = run.rows.tokens[found], run.rows.lengths[found]
+            tokens[own], lengths[own] = run.tokens[found], run.lengths[found]
             done, self._taken = done + count, self._taken + count
             last = self._taken - 1
             after = run.position._replace(document=int(run.document[last]), token=int(run.token[last]))

@@ -17,6 +17,7 @@ import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from dlr_pretrain.data.tokenizer import valid_text
@@ -46,15 +47,11 @@ def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]
         rule = f"this run reads the sample {folder.name}, which is not in {cache}, and this Python makes {own}"
         raise UserError(f"data=sample: {rule}. Start it with that Python, or set data.root to where the sample lies")
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as drafts:
-            build(draft := Path(drafts, own), progress)
-            if not folder.is_dir():  # otherwise another process was faster
-                draft.rename(folder)
-    except OSError as error:
-        if not folder.is_dir():
-            raise UserError(f"{cache}: the sample cannot be kept there ({error}). Set data.root=<folder>") from error
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as drafts:
+        build(draft := Path(drafts, own), progress)
+        with suppress(OSError):  # another process was faster
+            draft.rename(folder)
     return folder
 
 

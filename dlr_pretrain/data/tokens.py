@@ -5,8 +5,8 @@
     train-00000-of-01024.tokens   a shard for each shard of the source, in its order; validation-... likewise
     train-00000-of-01024.rows     its rows
 
-A shard is the ids of its documents, little-endian uint16 (int32 above 65,536 ids), each document whole and followed by
-its end of sequence. Its rows are little-endian int64 [rows + 1, 2]: for each row of the source the end of its document
+A shard is the ids of its documents, uint16 (int32 above 65,536 ids), each document whole and followed by
+its end of sequence. Its rows are int64 [rows + 1, 2]: for each row of the source the end of its document
 in the shard (a row that is left out has no tokens) and the number of characters of its text, which decide where the
 blocks of ``documents.py`` end; the first is 0, 0. So a shard gives the batches of its source, packed or padded, for any
 seed, batch and number of ranks.
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 FORMAT = 3
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
-INT64 = np.dtype("<i8")
 SPLITS = ("train", "validation")
 PREPARE = "Make it with scripts/prepare_data.py"
 Job = tuple[str, Path]  # the name of the source's shard, and the token shard to make
@@ -55,14 +54,14 @@ def file_names(split: str, count: int) -> tuple[str, ...]:
 
 def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a shard and its rows, memory-mapped. Raises OSError or ValueError if they are not whole."""
-    tokens = _mapped(path, np.dtype(token_dtype(vocab_size)).newbyteorder("<"))
-    rows = _mapped(path.with_suffix(ROWS), INT64).reshape(-1, 2)
+    tokens = _mapped(path, token_dtype(vocab_size))
+    rows = _mapped(path.with_suffix(ROWS), np.int64).reshape(-1, 2)
     if not len(rows) or rows[-1, 0] != len(tokens):
         raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ROWS} tells of others")
     return tokens, rows
 
 
-def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
+def _mapped(path: Path, dtype: type) -> np.ndarray:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size  # a file without bytes cannot be mapped
         return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
@@ -235,11 +234,11 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
             if len(block):
                 tokens, starts = block.take(np.arange(len(block)))
                 counted[there, 0] = np.diff(starts, append=len(tokens))
-                file.write(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
+                tokens.tofile(file)
             rows.append(counted)
     written = np.concatenate(rows)
     written[:, 0] = written[:, 0].cumsum()
-    drafts[1].write_bytes(written.astype(INT64, copy=False).tobytes())
+    written.tofile(drafts[1])
     for draft, final in zip(drafts, (path, path.with_suffix(ROWS)), strict=True):
         sync(draft)
         os.replace(draft, final)

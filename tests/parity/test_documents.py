@@ -18,7 +18,6 @@ from dlr_pretrain.util.tensors import IGNORE
 from tests.parity.reference import VOCAB, nonzero_b, reference_loss, small
 
 LENGTHS = (5, 1, 9, 2, 7)  # with </s>; one document is empty
-BACKBONES = ("full", "lowrank", "cola", "lost", "lax", "cola_lax", "sltrain", "lora", "relora")
 MODES = ("none", "latent", "block")
 
 

@@ -1,37 +1,15 @@
-"""Runs whose documents do not see each other."""
+"""A run whose documents do not see each other."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import TrainLoader, open_source, open_tokenizer
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import build
-from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 
 pytestmark = pytest.mark.usefixtures("no_export")
-MASKED = ("data.mask_documents=true", "eval.packing=packed", "dlr=on", "train.steps=8", "eval.every=4")
-
-
-def results(folder):
-    """The losses, those of evaluation, and the folded weights as bytes."""
-    rows = [(r["train/loss"], r.get("eval/loss")) for r in read_metrics(folder / "metrics.jsonl")]
-    folded = load_file(folder / "folded" / "model.safetensors")
-    return rows, {name: value.view(torch.uint8).tolist() for name, value in folded.items()}
-
-
-def test_a_run_resumes_bit_for_bit_and_is_another_than_one_without(train, tmp_path):
-    whole = results(train(tmp_path / "whole", *MASKED))
-    assert whole[0][-1][0] < whole[0][0][0]
-    with pytest.raises(Stopped):
-        train(tmp_path / "parts", *MASKED, "train.stop_after=3")
-    with pytest.raises(UserError, match=r"data\.mask_documents: true there, false here"):
-        train(tmp_path / "parts", *MASKED[1:])
-    assert results(train(tmp_path / "parts", *MASKED)) == whole
-    without, _ = results(train(tmp_path / "without", *MASKED[1:]))
-    assert all(a[0] != b[0] for a, b in zip(whole[0], without, strict=True)) and whole[0][-1][1] != without[-1][1]
 
 
 def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tmp_path):

@@ -57,6 +57,3 @@ def test_it_is_made_once_and_remembered_by_its_name(tmp_path, monkeypatch):
     assert open_source(cfg, said.append).version == f"python-9.9.9-{sample.VERSION}"
     with pytest.raises(UserError, match=r"reads the sample python-1\.2\.3-4, which is not in .* makes python-9\.9\.9"):
         open_source(cfg, said.append, "python-1.2.3-4")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"file: the sample cannot be kept there .*Set data\.root"):
-        open_source(make_config("sample", data__root=tmp_path / "file"))

@@ -12,15 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_corpus import (
-    NASTY,
-    LetterTokenizer,
-    MemorySource,
-    global_batches,
-    make_config,
-    same,
-    write_shards,
-)
+from data_corpus import NASTY, LetterTokenizer, MemorySource, global_batches, make_config, same, write_shards
 
 from dlr_pretrain.data import formats, open_source, sources, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
@@ -30,8 +22,8 @@ TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 TOKENIZER = LetterTokenizer()
 
 
-def lines_of(texts, **extra) -> bytes:
-    return b"".join(json.dumps({"text": t, **extra}).encode() + b"\n" for t in texts)
+def lines_of(texts) -> bytes:
+    return b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
 
 
 def parquet(path: Path, texts) -> None:
@@ -39,15 +31,9 @@ def parquet(path: Path, texts) -> None:
     pyarrow.parquet.write_table(table, path, row_group_size=37)
 
 
-def arrow(path: Path, texts) -> None:
+def arrow(path: Path, texts, writer=pyarrow.ipc.new_stream) -> None:
     table = pyarrow.table({"text": texts, "meta": [{"text": t} for t in texts]})
-    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-        stream.write_table(table, max_chunksize=41)
-
-
-def arrow_file(path: Path, texts) -> None:
-    table = pyarrow.table({"text": texts})
-    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+    with writer(str(path), table.schema) as file:
         file.write_table(table, max_chunksize=41)
 
 
@@ -70,7 +56,7 @@ FORMATS = {
     ".txt.gz": plain(paragraphs, gzip.compress),
     ".parquet": parquet,
     ".arrow": arrow,
-    ".file.arrow": arrow_file,
+    ".file.arrow": lambda path, texts: arrow(path, texts, pyarrow.ipc.new_file),
 }
 
 
@@ -133,8 +119,7 @@ def test_a_dataset_that_datasets_has_saved(tmp_path):
     made = datasets.DatasetDict({k: datasets.Dataset.from_dict({"text": v}) for k, v in splits.items()})
     made.save_to_disk(tmp_path / "both", num_shards={"train": 2, "test": 1, "validation": 1})
     source = local(tmp_path / "both")
-    assert [t for shard in source.train_shards for t in source.read(shard)] == TEXTS
-    assert [t for shard in source.validation_shards for t in source.read(shard)] == ["one", "two"]
+    assert split(source) == [TEXTS, ["one", "two"]]
 
 
 def test_text_files_are_a_document_each_and_the_only_document_is_cut_in_two(tmp_path):
@@ -146,14 +131,17 @@ def test_text_files_are_a_document_each_and_the_only_document_is_cut_in_two(tmp_
     assert head + tail == text and head.endswith("\n") and 0.05 < len(tail) / len(text) < 0.15
     assert validation_set(cfg, source, TOKENIZER).real_tokens == len(tail) + 1
     assert len(global_batches(cfg, source, TOKENIZER, 1, 3)) == 3
-    with pytest.raises(UserError, match=r"1 document for 8 data streams: .* Set data\.streams=1"):
-        global_batches(make_config("local", data__root=tmp_path), source, TOKENIZER, 1, 1)
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text(f"text\n\n{i}")
     source = local(tmp_path)
     assert len(source.train_shards) == 31 and list(source.texts("07.txt")) == ["text\n\n7"]
-    held = [t for shard in source.validation_shards for t in source.read(shard) if t is not None]
-    assert len(held) == 1  # of so few at least one
+    assert len(split(source)[1]) == 1  # of so few at least one
+
+
+def split(source):
+    """The texts to train on, and those for validation."""
+    shards = (source.train_shards, source.validation_shards)
+    return [[t for name in names for t in source.read(name) if t is not None] for names in shards]
 
 
 def test_what_is_held_out_is_never_trained_on(tmp_path):
@@ -161,8 +149,7 @@ def test_what_is_held_out_is_never_trained_on(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts[:1500]))
     (tmp_path / "b.jsonl").write_bytes(lines_of(texts[1500:]))
     source = local(tmp_path, data__held_out=0.05)
-    train = [t for shard in source.train_shards for t in source.read(shard) if t is not None]
-    held = [t for shard in source.validation_shards for t in source.read(shard) if t is not None]
+    train, held = split(source)
     assert sorted(train + held) == sorted(texts) and not {*train} & {*held}
     assert 60 < len(held) < 140 and "5 % of the documents held out" in source.describe()
     moved = shutil.copytree(tmp_path, tmp_path / "moved")
@@ -207,18 +194,12 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
             list(open_source(cfg).read(f"train{suffix}"))
 
 
-def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(root):
-    texts = [*NASTY, "word " * 2_000_000, "after"]
-    write_shards(root, [texts, ["more"]])
-    name = "c4-train.00000-of-00002.json.gz"
-    assert list(open_source(make_config(data__root=root)).read(name)) == texts
+def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
     odd = b'{"text": "caf\xe9 \xff\xfe"}\r\n{"text": "\xc3\xa9\xed\xa0\x80"}\r\n\r\n'
-    (root / name).write_bytes(gzip.compress(odd))
-    assert list(open_source(make_config(data__root=root)).read(name)) == [
-        "caf\ufffd \ufffd\ufffd",
-        "é\ufffd\ufffd\ufffd",
-        "",
-    ]
+    texts = [*NASTY, "word " * 2_000_000, "after"]
+    (tmp_path / "a.jsonl").write_bytes(lines_of(texts) + odd)
+    read = ["caf\ufffd \ufffd\ufffd", "é\ufffd\ufffd\ufffd", ""]
+    assert list(local(tmp_path).texts("a.jsonl")) == texts + read
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -307,16 +288,13 @@ def test_globs_below_the_root_or_absolute_name_the_same_text(root):
     assert source.describe() == f"{root}: 2 train and 1 validation shards"
     inside = {"data__train_files": f"{root.name}/c4-train*", "data__validation_files": f"{root.name}/c4-val*"}
     absolute = {"data__train_files": root / "c4-train*", "data__validation_files": root / "c4-val*"}
-    assert open_source(make_config(data__root=root.parent, **inside)).fingerprint == source.fingerprint
-    for option in ("c4_local", "local"):
-        other = open_source(make_config(option, **absolute))
-        assert other.fingerprint == source.fingerprint
-        assert [list(other.read(shard)) for shard in other.train_shards] == [TEXTS[:100], TEXTS[100:]]
+    for other in (make_config(data__root=root.parent, **inside), make_config("local", **absolute)):
+        assert open_source(other).fingerprint == source.fingerprint and split(open_source(other))[0] == TEXTS
 
 
-def test_globs_that_match_nothing_twice_or_too_much(root, monkeypatch):
-    def named(rule, root=root, **keys):
-        with pytest.raises(UserError, match=rule):
+def test_globs_that_match_nothing_twice_or_too_much(root):
+    def named(rule, **keys):
+        with pytest.raises((UserError, FileNotFoundError), match=rule):
             open_source(make_config(data__root=root, **keys))
 
     named(r"data\.train_files=none-\*\.gz below .*: matches no file", data__train_files="none-*.gz")
@@ -329,8 +307,5 @@ def test_globs_that_match_nothing_twice_or_too_much(root, monkeypatch):
     (root / "c4-train.2.json.gz").symlink_to(root / "c4-validation.00000-of-00001.json.gz")
     named(learnt)
     (root / "c4-train.2.json.gz").unlink()
-    monkeypatch.chdir(root)
-    named(learnt, root=".", data__train_files=root / "*.gz")
     (root / "c4-train.3.json.gz").symlink_to(root / "moved")
-    with pytest.raises(FileNotFoundError, match=r"c4-train\.3\.json\.gz"):
-        open_source(make_config(data__root=root))
+    named(r"No such file.*c4-train\.3\.json\.gz")

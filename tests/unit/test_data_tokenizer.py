@@ -18,7 +18,6 @@ import tokenizers.trainers
 from data_corpus import NASTY, REAL, make_config, needs_real_data
 
 from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
-from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util.errors import UserError
 
 T5 = REAL / "tokenizer" / "spiece.model"
@@ -83,24 +82,28 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
     assert all(tokenizer.eos_id not in ids for ids in found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_saved_and_exported_and_loaded_by_transformers_without_remote_code(kind, tmp_path):
+@pytest.mark.parametrize("kind", ["t5", *(pytest.param(kind, marks=pytest.mark.full) for kind in list(KINDS)[1:])])
+def test_a_run_with_any_tokenizer_is_exported_for_transformers_without_remote_code(kind, train, tmp_path):
+    """Trained on one document; the exported tokenizer has the ids of the own library, and decodes them to the text."""
     transformers = pytest.importorskip("transformers")
-    tokenizer = load_tokenizer(KINDS[kind](tmp_path))
-    tokenizer.save(tmp_path / "saved")
-    (tmp_path / "folded").mkdir()
-    export_tokenizer(tmp_path / "folded", tmp_path / "saved", 512)
-    for folder in ("saved", "folded"):
-        again = load_tokenizer(tmp_path / folder)
+    path = KINDS[kind](tmp_path)
+    tokenizer, sentences = load_tokenizer(path), small_tokenizer.SENTENCES
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "all.txt").write_text("\n".join(sentences * 20))
+    given = ["data=local", f"data.root={tmp_path / 'text'}", "data.streams=1", f"tokenizer.path={path}"]
+    run = train(tmp_path / "run", *given, "train.steps=20", "train.lr=1e-3", "eval.packing=packed", "backbone=cola")
+    for folder in ("tokenizer", "folded"):
+        again = load_tokenizer(run / folder)
         assert all(getattr(again, name) == getattr(tokenizer, name) for name in ("fingerprint", "eos_id", "pad_id"))
-    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "folded")
-    assert (exported.eos_token_id, exported.model_max_length) == (tokenizer.eos_id, 512)
+    exported = transformers.AutoTokenizer.from_pretrained(run / "folded", trust_remote_code=False)
+    config = json.loads((run / "folded" / "config.json").read_text())
+    assert config["eos_token_id"] == exported.eos_token_id == tokenizer.eos_id
     texts = [text.encode("utf-8", "replace").decode() for text in hostile(200)]
     ids = [exported(text, split_special_tokens=True).input_ids for text in texts]
     differ = [text for text, a, b in zip(texts, ids, tokenizer.encode(texts), strict=True)
               if a != b.tolist() and not (kind == "word level" and "[EOS]" in text)]  # fmt: skip
     assert len(differ) <= 0.01 * len(texts), differ[:3]
-    texts = [" ".join(text.split()[: 3 if kind == "word level" else None]) for text in small_tokenizer.SENTENCES]
+    texts = [" ".join(text.split()[: 3 if kind == "word level" else None]) for text in sentences]
     texts = [text for text in texts if tokenizer.unk_id not in exported(text).input_ids]
     assert texts
     for text in texts:
@@ -155,12 +158,16 @@ def test_what_is_no_tokenizer_is_named(tmp_path):
             load_tokenizer(tmp_path / "broken.model")
 
 
-def test_text_without_tokens_is_measured(tmp_path):
-    chinese = ["人工智能是计算机科学的一个分支，它企图了解智能的实质。"]
+def test_text_without_tokens_is_measured_and_refused(tmp_path, train):
+    chinese = "人工智能是计算机科学的一个分支，它企图了解智能的实质。"
     small = load_tokenizer(small_tokenizer.train(tmp_path))
-    assert small.unknown_share(small_tokenizer.SENTENCES) < 0.05 and small.unknown_share(chinese) > 0.5
-    assert load_tokenizer(byte_level(tmp_path)).unknown_share(chinese) == 0
+    assert small.unknown_share(small_tokenizer.SENTENCES) < 0.05 and small.unknown_share([chinese]) > 0.5
+    assert load_tokenizer(byte_level(tmp_path)).unknown_share([chinese]) == 0
     assert load_tokenizer(word_level(tmp_path)).unknown_share(["The quick", "xylophone yacht"]) >= 0.5
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "all.txt").write_text(chinese * 200)
+    with pytest.raises(UserError, match="cannot express"):
+        train(tmp_path / "run", "data=local", f"data.root={tmp_path / 'text'}", f"tokenizer.path={small.path}")
 
 
 def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():
@@ -180,25 +187,5 @@ def test_the_configured_model_goes_before_the_sources_own(model, tmp_path):
         tokenizer_path = model
 
     assert open_tokenizer(make_config(), Source).path == model
-    (tmp_path / "other.model").write_bytes(model.read_bytes())
-    other = open_tokenizer(make_config(tokenizer__path=tmp_path / "other.model"), Source)
-    assert other.path == tmp_path / "other.model"
-
-
-@pytest.mark.parametrize("kind", ["byte-level bpe", "sentencepiece bpe"])
-def test_a_run_on_one_document_with_any_tokenizer_is_exported(kind, train, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "all.txt").write_text("\n".join(small_tokenizer.SENTENCES * 20))
-    given = ["data=local", f"data.root={tmp_path / 'text'}", "data.streams=1", "train.steps=4", "eval.packing=packed"]
-    run = train(tmp_path / "run", *given, f"tokenizer.path={KINDS[kind](tmp_path)}", "backbone=cola")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "folded")
-    ids = tokenizer(small_tokenizer.SENTENCES[0]).input_ids
-    assert ids == load_tokenizer(run / "tokenizer").encode(small_tokenizer.SENTENCES[:1])[0].tolist()
-    assert tokenizer.decode(ids) == small_tokenizer.SENTENCES[0]
-    config = json.loads((run / "folded" / "config.json").read_text())
-    assert config["eos_token_id"] == tokenizer.eos_token_id == load_tokenizer(run / "folded").eos_id
-    if kind == "sentencepiece bpe":
-        (tmp_path / "text" / "all.txt").write_text("人工智能是计算机科学的一个分支\n" * 200)
-        with pytest.raises(UserError, match="cannot express"):
-            train(tmp_path / "other", *given, f"tokenizer.path={small_tokenizer.train(tmp_path)}")
+    other = small_tokenizer.train(tmp_path)
+    assert open_tokenizer(make_config(tokenizer__path=other), Source).path == other
