@@ -10,7 +10,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatchcase
 
 from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
 from dlr_pretrain.config.parse import flatten, to_dict
@@ -51,8 +50,6 @@ READ_IF: list[tuple] = [
     ("tokenizer.hub", "tokenizer.path", None),
 ]  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-               "mlp.up_proj", "mlp.down_proj")  # fmt: skip
 
 
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
@@ -182,16 +179,10 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
 
 
 def probed(cfg: Config) -> list[str]:
-    """The projections that ``probe=on`` examines, such as ``0.self_attn.q_proj``: by default the paper's three.
-
-    Only projections that carry the residual are examined.
-    """
-    last, scope = cfg.scale.num_layers - 1, {"all": "", "attention": "self_attn", "mlp": "mlp"}[cfg.dlr.scope]
-    patterns = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]
-    if cfg.probe.layers is not None:
-        patterns = cfg.probe.layers.split()
-    carrying = [f"{block}.{name}" for block in range(last + 1) for name in PROJECTIONS if name.startswith(scope)]
-    return [name for name in carrying if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    """The projections that ``probe=on`` examines: those of the paper's three that carry the residual."""
+    last, part = cfg.scale.num_layers - 1, {"all": "", "attention": "self_attn", "mlp": "mlp"}[cfg.dlr.scope]
+    names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]
+    return [name for name in dict.fromkeys(names) if part in name]
 
 
 def _probe(cfg: Config) -> Iterator[Problem]:
@@ -200,9 +191,6 @@ def _probe(cfg: Config) -> Iterator[Problem]:
     if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
         rule = f"compares the gradient's way through B with that through the residual, and dlr={cfg.dlr.name} lacks one"
         yield Problem("probe", cfg.probe.name, rule, "Use dlr=on, or probe=off")
-    elif not probed(cfg):
-        rule = "names no projection with a residual"
-        yield Problem("probe.layers", cfg.probe.layers, rule, "Names are such as 0.self_attn.q_proj, or *.up_proj")
     if cfg.parallel.name == "fsdp":
         rule = "multiplies by whole weights, of which parallel=fsdp leaves a rank some rows"
         yield Problem("probe", cfg.probe.name, rule, "Use parallel=ddp, or probe=off")

@@ -191,7 +191,6 @@ class Logger:
 class Probe:
     name: str = key("name of the choice", fixed=True)
     enabled: bool = key("whether gradient paths are probed", fixed=True)
-    layers: str | None = key('projections, such as "0.self_attn.q_proj *.mlp.up_proj"; null: the paper\'s three', None)
     every: int = key("updates between two probe steps; at first after 0, 1, 3, 10, 30, ...", 1000, ge=1)
 
 

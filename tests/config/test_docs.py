@@ -1,15 +1,31 @@
-"""What docs/ say stands in the code: all keys, messages by their words, and links that lead somewhere."""
+"""What the pages say stands in the code: links, messages by their words, and commands that their programs take.
+
+A command's flags are in the program's help, and its overrides compose. docs/extending.md has a test of its own.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from tests.conftest import ROOT
+from dlr_pretrain.config.command_line import read
+from dlr_pretrain.config.compose import check
+from dlr_pretrain.config.tree import KEYS
+from dlr_pretrain.launch.runs import expand
+from tests.conftest import ROOT, commands
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = commands("README.md", "docs/*.md", "benchmarks/README.md", but=("docs/extending.md",))
+PROGRAM = re.compile(r"\.(py|sh|sbatch)$")
+OVERRIDES = ("train", "plan", "doctor", "prepare_data", "benchmarks")  # programs whose other words are overrides
 
 
 def messages() -> list[str]:
@@ -37,3 +53,64 @@ def test_messages_that_are_explained_are_those_of_the_code():
     source = "".join(p.read_text() for folder in ("dlr_pretrain", "scripts") for p in (ROOT / folder).rglob("*.py"))
     joined = re.sub(r'"\s*f?"', "", source)  # strings that lie on several lines
     assert [words for words in messages() if words not in joined] == []
+
+
+def program(words: list[str]) -> int:
+    """Where the program stands among the words of a command: behind python, sbatch or torchrun and their options."""
+    return next(i for i, w in enumerate(words) if (PROGRAM.search(w) and "launch.py" not in w) or words[i - 1] == "-m")
+
+
+@cache
+def flags(*command: str) -> set[str]:
+    done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", done.stdout))
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if not re.match(r"pip |hf |wandb |python3? -m (pytest|venv)", c)]
+)
+def test_a_command_is_understood(command):
+    words = shlex.split(command)
+    at = program(words)
+    name, rest = words[at], words[at + 1 :]
+    rest = rest[: rest.index("--")] if "--" in rest else rest  # what follows is sbatch's
+    if name.endswith(".sh"):
+        assert subprocess.run(["bash", ROOT / name, *rest, "list"], capture_output=True).returncode == 0
+        return
+    own = [word for word in rest if not word.startswith("-")]
+    if not name.endswith("train.sbatch") and Path(name).stem != "train":
+        given = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
+        assert given <= flags(*(("-m", name) if words[at - 1] == "-m" else (name,)))
+    else:
+        own = rest
+    if Path(name).stem in OVERRIDES:
+        composes([word for word in own if " " not in word and ("=" in word or word.startswith("-"))])
+
+
+def composes(words: list[str]) -> None:
+    """What ``train.py`` checks first; of a sweep, its first and its last run. Such as ``--help`` asks for no more."""
+    line = read(words)
+    assert line.problems == []
+    if line.multirun:
+        runs = expand([word for word in words if word != "-m"])
+        for of in (runs[0], runs[-1]):
+            composes(list(of.words))
+    elif "--help" not in words:
+        check(line, None, machine=False)
+
+
+def test_every_script_is_shown_by_a_page():
+    named = {Path(word).name for command in COMMANDS for word in command.split() if PROGRAM.search(word)}
+    assert named >= {path.name for folder in ("scripts", "slurm") for path in (ROOT / folder).glob("*.py")}
+
+
+def test_installations_name_extras_that_are():
+    extras = re.findall(r'^pip install -e "\.\[([\w,]+)\]"$', "\n".join(COMMANDS), flags=re.MULTILINE)
+    there = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras and {extra for some in extras for extra in some.split(",")} <= set(there)
+
+
+def test_what_is_fetched_is_what_the_configuration_names():
+    fetched = {shlex.split(command)[2] for command in COMMANDS if command.startswith("hf download ")}
+    assert fetched == {OmegaConf.load(ROOT / "configs/data/c4.yaml").dataset, KEYS["tokenizer.hub"].default}

@@ -97,7 +97,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "probe=on": ["probe=on", "dlr=off lacks", "Use dlr=on"],
     "dlr=no_b probe=on": ["probe=on", "dlr=no_b lacks"],
     "dlr=on probe=on parallel=fsdp": ["probe=on", "Use parallel=ddp"],
-    "dlr=on probe=on probe.layers=0.self_atn.q_proj": ["probe.layers=0.self_atn.q_proj", "0.self_attn.q_proj"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
     "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],

@@ -116,14 +116,10 @@ def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
     assert validate(cfg, 1) == []
 
 
-def test_the_probe_looks_at_the_papers_projections_or_those_that_are_named():
-    def loaded(*words: str) -> Config:
-        return load(["scale=350m", "backbone=cola", "data=sample", "logger=jsonl", *words], machine=False)
-
-    assert probed(loaded("dlr=on", "probe=on")) == ["0.self_attn.q_proj", "11.mlp.up_proj", "23.mlp.up_proj"]
-    assert probed(loaded("dlr=attention", "probe=on")) == ["0.self_attn.q_proj"]
-    named = probed(loaded("dlr=on", "probe=on", "probe.layers=0.self_attn.q_proj 23.mlp.*"))
-    assert named == ["0.self_attn.q_proj", "23.mlp.gate_proj", "23.mlp.up_proj", "23.mlp.down_proj"]
+def test_the_probe_looks_at_the_papers_projections():
+    words = ["scale=350m", "backbone=cola", "data=sample", "logger=jsonl", "probe=on"]
+    assert probed(load([*words, "dlr=on"])) == ["0.self_attn.q_proj", "11.mlp.up_proj", "23.mlp.up_proj"]
+    assert probed(load([*words, "dlr=attention"])) == ["0.self_attn.q_proj"]
 
 
 def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
