@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 
 from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
@@ -104,11 +104,16 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     for written in (name, leaf):
         if name not in known and SYNONYMS.get(written) in known:
             return SYNONYMS[written]
-    if same := [other for other in known if other.rpartition(".")[2] == leaf]:
-        return min(same, key=lambda other: ("." in other, -SequenceMatcher(None, name, other).ratio()))
-    names = {other if "." in name else other.rpartition(".")[2]: other for other in known}
-    close = get_close_matches(name, names, n=1, cutoff=0.75)
-    return names[close[0]] if close else None
+    if leaf in known:
+        return leaf
+
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name, other if "." in name else other.rpartition(".")[2]).ratio()
+
+    candidates = sorted(known, key=lambda other: "." in other)  # keys without a section first
+    same = [other for other in candidates if other.rpartition(".")[2] == leaf]
+    best = max(same or candidates, key=likeness, default="")
+    return best if same or likeness(best) >= 0.75 else None
 
 
 def shown(value: object) -> str:
