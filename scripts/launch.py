@@ -23,12 +23,6 @@ EXPLAINED = (EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED)  # exit codes wh
 GRACE = 60.0  # seconds that torchrun has to end after its workers
 
 
-ABOUT = (
-    "torchrun for jobs that are preempted. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 go on to the ranks, which save "
-    "and end; the exit code is theirs: 75 where the run has saved and the same command continues it."
-)
-
-
 def main() -> int:
     asked: set[int] = set()
     begun = threading.Event()  # set once there are or have been workers
@@ -59,7 +53,7 @@ def launch(asked: set[int]) -> int:
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
-    parser.usage, parser.description = "launch.py [options of torchrun] train.py [key=value ...]", ABOUT
+    parser.usage, parser.description = "launch.py [options of torchrun] train.py [key=value ...]", __doc__
     given = parser.parse_args(sys.argv[1:])
     if given.max_restarts:
         print("error: --max-restarts: a run that has stopped would be started again. Leave it out", file=sys.stderr)

@@ -20,7 +20,6 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from importlib.resources import files
 from itertools import combinations
 from pathlib import Path
 
@@ -31,6 +30,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from benchmarks.protocol import paired
+from dlr_pretrain.analysis.paper import facts
+from dlr_pretrain.analysis.runs import spread
 from dlr_pretrain.analysis.verdict import Design, Trial, compare, remarks
 from dlr_pretrain.util.text import table as markdown_table
 
@@ -90,17 +91,14 @@ class Piece:
         return [" ".join(w for w in c.words if not all(w in other for other in all_words)) for c in self.comparisons]
 
 
-def spread(losses: Iterable[float]) -> str:
+def perplexities(losses: Iterable[float]) -> str:
     """Mean ± standard deviation (number) of the perplexities."""
-    found = np.exp(pd.Series(losses))
-    deviation = f" ± {found.std():,.2f}" if len(found) > 1 else ""
-    return f"{found.mean():,.2f}{deviation} ({len(found)})"
+    return spread(np.exp(pd.Series(losses)))
 
 
 def paper() -> pd.DataFrame:
     """The perplexities of the paper's Table 1: a row a method, a column a scale."""
-    with files("dlr_pretrain.analysis").joinpath("table1.csv").open() as file:
-        return pd.read_csv(file).pivot(index="method", columns="scale", values="ppl")
+    return facts("table1").pivot(index="method", columns="scale", values="ppl")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def tune(piece: Piece) -> str:
             end = f", the {choice['edge']}" if choice["edge"] in ("lowest", "highest") else ""
             effect = c.effects.get(method)
             verdict = [*cells(effect), effect["better"]] if effect else ["", "", ""]
-            rows.append([setting, method, f"{choice['lr']:g}{end}", spread(c.held_out(method)), *verdict])
+            rows.append([setting, method, f"{choice['lr']:g}{end}", perplexities(c.held_out(method)), *verdict])
     levels = sorted({effect["difference"]["level"] for c in piece.comparisons for effect in c.effects.values()})
     notes = [
         "Perplexity is on the half of the validation text that chose no rate: mean ± standard deviation (number of "
@@ -154,7 +152,7 @@ def by_chance(piece: Piece) -> list[str]:
 def tune_rates(piece: Piece) -> str:
     rates = sorted({lr for c in piece.comparisons for lr in c.design.rates})
     rows = [
-        [setting, method, *(spread(c.grid(method)[[lr]]) for lr in rates)]
+        [setting, method, *(perplexities(c.grid(method)[[lr]]) for lr in rates)]
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
         for method in c.chosen
     ]
@@ -170,7 +168,7 @@ def tune_order(piece: Piece) -> str:
     theirs = paper().loc[ranked]
     ranks = theirs.rank().astype(int)
     rows = [
-        [method, f"{spread(held_out[method])} [{place}]",
+        [method, f"{perplexities(held_out[method])} [{place}]",
          *(f"{theirs[scale][method]:.2f} [{ranks[scale][method]}]" for scale in SCALES)]
         for place, method in enumerate(ranked, 1)
     ]  # fmt: skip
