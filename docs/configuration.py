@@ -48,7 +48,7 @@ def _keys(prefix: str, keys: Mapping[str, Key]) -> str:
     for name, found in keys.items():
         default = "by option" if found.default == MANDATORY else f"`{shown(found.default)}`"
         kept = "" if f"{prefix}{name}".startswith(CHANGEABLE) else "·"
-        rows.append([f"`{prefix}{name}`", found.about["doc"], found.takes(), default, kept])
+        rows.append([f"`{prefix}{name}`", found.doc, found.takes(), default, kept])
     return table(COLUMNS, rows)
 
 

@@ -12,7 +12,7 @@ from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
-NAME = Key(str, "", {"fixed": True})
+NAME = Key(str, "", fixed=True)
 
 
 def flatten(tree: Mapping, prefix: str = "") -> dict[str, Any]:
@@ -52,7 +52,7 @@ def all_keys(tree: Mapping) -> dict[str, Key]:
 
 def _declared(knob: str, default: object) -> Key:
     untyped = default is None or (isinstance(default, str) and "${" in default)
-    return Key(object if untyped else type(default), default, {"fixed": knob == "factorized"})
+    return Key(object if untyped else type(default), default, fixed=knob == "factorized")
 
 
 def parse(
@@ -107,8 +107,7 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
         return value
     converted = _convert(value, kind)
     if converted is MISSING or not spec.holds(converted):
-        doc = spec.about.get("doc", "")
-        rule = f"must be {spec.takes()}" + (f" ({doc})" if doc else "")
+        rule = f"must be {spec.takes()}" + (f" ({spec.doc})" if spec.doc else "")
         number_for_text = kind is str and isinstance(value, (int, float))
         fix = f"Quote it: \"{name}='...'\"" if number_for_text else did_you_mean(str(value), words)
         problems.append(Problem(name, value, rule, fix))

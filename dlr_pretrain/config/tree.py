@@ -19,12 +19,7 @@ USUAL_STREAMS = 64  # document streams of the data order, where data.streams doe
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
-KINDS: dict[object, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-}
+KINDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 BOUNDS = {
     "gt": ("above", operator.gt),
     "ge": ("of at least", operator.ge),
@@ -33,21 +28,12 @@ BOUNDS = {
 }
 
 
-def key(
-    doc: str,
-    default: object = MANDATORY,
-    *,
-    gt: float | None = None,
-    ge: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    fixed: bool = False,
-) -> Any:
-    """A documented key with its default, which may be an interpolation such as ``${scale.rank}``, and its bounds.
+def key(doc: str, default: object = MANDATORY, *, fixed: bool = False, **bounds: float) -> Any:
+    """A documented key with its default, which may be an interpolation such as ``${scale.rank}``, and its ``BOUNDS``.
 
     A ``fixed`` key says what an option is: its YAML file sets it, the command line cannot.
     """
-    return field(default=default, metadata={n: v for n, v in locals().items() if n != "default"})
+    return field(default=default, metadata={"doc": doc, "fixed": fixed, "bounds": bounds})
 
 
 @dataclass
@@ -290,11 +276,13 @@ def largest_divisor(number: int, at_most: int) -> int:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a section or a knob of an option: its type, its default, and what else ``key`` says of it."""
+    """A key of a section or a knob of an option: its type, its default, and what ``key`` says of it."""
 
     hint: object
     default: object
-    about: Mapping[str, Any]
+    doc: str = ""
+    fixed: bool = False
+    bounds: Mapping[str, float] = field(default_factory=dict)
 
     def kinds(self) -> tuple[Any, tuple[str, ...], bool]:
         """The type of a plain value (None: there is none), the words of a Literal, and whether null is a value."""
@@ -307,19 +295,13 @@ class Key:
     def takes(self) -> str:
         """The values that the key takes, in words: ``a whole number of at least 1 or null``."""
         kind, words, optional = self.kinds()
-        limits = [
-            f"{sign} {self.about[name]}" for name, (sign, _) in BOUNDS.items() if self.about.get(name) is not None
-        ]
+        limits = [f"{BOUNDS[name][0]} {limit}" for name, limit in self.bounds.items()]
         plain = [f"{KINDS.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
         return " or ".join([*plain, *words, *(["null"] if optional else [])])
 
     def holds(self, value: Any) -> bool:
         """Whether ``value``, of the key's type, is within its bounds."""
-        return all(within(value, self.about[n]) for n, (_, within) in BOUNDS.items() if self.about.get(n) is not None)
-
-    @property
-    def fixed(self) -> bool:
-        return self.about.get("fixed", False)
+        return all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items())
 
 
 def keys_of(section: type) -> Iterator[tuple[str, Key]]:
@@ -327,7 +309,7 @@ def keys_of(section: type) -> Iterator[tuple[str, Key]]:
     hints = typing.get_type_hints(section)
     for f in dataclasses.fields(section):
         if f.metadata:
-            yield f.name, Key(hints[f.name], f.default, f.metadata)
+            yield f.name, Key(hints[f.name], f.default, **f.metadata)
 
 
 SECTIONS: dict[str, type] = {
