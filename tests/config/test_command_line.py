@@ -34,9 +34,6 @@ def problems(*argv: str, ranks: int = 1) -> list[str]:
     return list(dict.fromkeys(map(str, refused.value.problems)))
 
 
-# ---------------------------------------------------------------------------------------------------- the same meaning
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -78,7 +75,6 @@ def own(tmp_path):
         '  - override /dlr: "on"\n  - override /logger: jsonl\ntrain: {lr: 0.5}\n',
         "experiment/unquoted.yaml": "# @package _global_\ndefaults:\n  - override /dlr: on\n",
         "experiment/typo.yaml": "# @package _global_\ntrain: {lrr: 0.5}\nbackbone: {rnk: 3}\n",
-        "experiment/lost.yaml": "# @package _global_\ndefaults:\n  - override /scale: 9b\n",
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +102,6 @@ def test_options_and_recipes_of_ones_own(own):
     typo += ["backbone.rnk=3: no such key of backbone=lowrank. Did you mean backbone.rank?"]
     assert problems(own, "experiment=typo") == typo
     assert "YAML reads them as booleans" in problems(own, "experiment=unquoted")[0]
-    assert "Could not find 'scale/9b'" in problems(own, "experiment=lost")[0]
     assert "mine/grid" in problems(own, "experiment=grid")[0]
     assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
 
@@ -118,8 +113,6 @@ def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
     assert problems("-m", *SMALL, "seed=1,-1")[0].startswith("seed=-1: must be")
     assert "several jobs of this sweep would share" in problems("-m", *SMALL, "log.every=1,2")[0]
 
-
-# ---------------------------------------------------------------------------------------------------- the process
 
 STUB = f"""
 import sys
@@ -210,7 +203,6 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
 
 @pytest.mark.parametrize(("error", "code", "said"), [
     ('errors.UserError("the shard is cut off")', 3, "error: the shard is cut off\n"),
-    ('errors.Diverged("step 3: not finite")', 3, "error: step 3: not finite\n"),
     ('errors.Stopped("stopped after step 7")', 75, "stopped after step 7\n"),
     ("KeyboardInterrupt", 130, "interrupted\n"),
 ])  # fmt: skip
@@ -219,13 +211,12 @@ def test_errors_for_the_user_have_one_line_and_their_own_code(stub, error, code,
     assert (done.returncode, done.stderr) == (code, said)
 
 
-def test_other_errors_keep_their_traceback_and_torchrun_is_told_the_reason(stub, tmp_path):
+def test_a_bug_keeps_its_traceback_and_torchrun_is_told_the_reason_of_an_error(stub, tmp_path):
     done = stub('raise RuntimeError("a bug")')
-    assert done.returncode == 1 and "in run\n" in done.stderr and "RuntimeError: a bug" in done.stderr
+    assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
     record = tmp_path / "error.json"
     done = stub('raise errors.UserError("no disk")', RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(record))
-    assert (done.returncode, done.stderr) == (3, "")
-    assert "UserError: no disk" in record.read_text() and "Traceback" not in record.read_text()
+    assert (done.returncode, done.stderr) == (3, "") and "UserError: no disk" in record.read_text()
 
 
 def test_completion_still_works(tmp_path):
