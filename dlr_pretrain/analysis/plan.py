@@ -23,7 +23,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import pandas as pd
 import torch
@@ -63,14 +63,13 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     steps, warmup = cfg.train.steps, cfg.warmup_steps
     corners = sorted({0, warmup // 2, min(warmup, steps - 1), (warmup + steps) // 2, steps - 1})
-    of = counts(cfg, vocab_size)
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
     kept = disk(cfg, vocab_size)
     return {
         "run": {group: getattr(cfg, group).name for group in groups} | {"data": cfg.data.source, "dir": cfg.run.dir},
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
-        "parameters": {"total": of.total, "trainable": of.trained, "folded": folded_parameters(cfg, vocab_size)},
+        "parameters": parameters(cfg, vocab_size),
         "flops_per_token": flops,
         "flops_total": flops * tokens,
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
@@ -93,32 +92,25 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     }
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of a model's parameters, and bytes of its weights and its optimizer's state, all in bf16."""
+def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
+    """Numbers of parameters: of the model, of what is trained, and of the deployed model.
 
-    total: int
-    trained: int
-    bytes: int
-
-
-def counts(cfg: Config, vocab_size: int) -> Counts:
-    model = build(cfg, vocab_size, torch.device("meta"), torch.bfloat16)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    total = sum(p.numel() for p in model.parameters())
-    numbers = sum(p.numel() for p in trained.values())
-    return Counts(total, numbers, 2 * total + state_bytes(cfg.optimizer, trained))
+    The deployed model has no learned strengths of residuals; a backbone that is deployed dense is the dense model.
+    """
+    model = build(cfg, vocab_size, torch.device("meta"))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return {"total": _size(model), "trainable": trainable, "folded": folded_parameters(cfg, vocab_size)}
 
 
 def folded_parameters(cfg: Config, vocab_size: int) -> int:
-    """Parameters of the deployed model, without the learned strengths of residuals.
-
-    A backbone that is deployed dense counts as the dense model.
-    """
     if backbone(cfg).deployed_dense:
         cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
     model = build(cfg, vocab_size, torch.device("meta"))
-    return sum(p.numel() for p in model.parameters()) - len(learned_strengths(model))
+    return _size(model) - len(learned_strengths(model))
+
+
+def _size(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
@@ -136,17 +128,22 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
 def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
 
-    Our memory is that of weights and optimizer state in bf16. ``configure`` composes a configuration from overrides.
+    Our memory is that of weights and optimizer state, as in a checkpoint. ``configure`` composes a configuration from
+    overrides.
     """
     rows = []
     for row in facts("table1").itertuples():
         cfg = configure([f"scale={row.scale}", *recipe(row.method)])
-        of = counts(cfg, cfg.planned_vocab_size)
-        rows.append({
-            "method": row.method, "scale": row.scale, "parameters": round(of.trained / 1e6),
-            "parameters in the paper": round(row.params_m), "memory": round(of.bytes / 1e9, 2),
-            "memory in the paper": row.mem_gb,
-        })  # fmt: skip
+        rows.append(
+            {
+                "method": row.method,
+                "scale": row.scale,
+                "parameters": round(parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6),
+                "parameters in the paper": round(row.params_m),
+                "memory": round(disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9, 2),
+                "memory in the paper": row.mem_gb,
+            }
+        )
     return pd.DataFrame(rows)
 
 

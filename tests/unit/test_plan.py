@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
 from dlr_pretrain.analysis.paper import facts, printed, recipe
-from dlr_pretrain.analysis.plan import beside_table1, counts, folded_parameters, plan, render
+from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
@@ -42,7 +42,9 @@ def closed_form(scale: str, backbone: str) -> int:
 def test_parameters_are_those_of_the_closed_form_to_the_unit(backbone):
     """Those of the others follow from their FLOPs (test_flops.py), and from the recipes of Table 1."""
     for scale in SHAPES:
-        assert counts(config(f"scale={scale}", f"backbone={backbone}"), V).trained == closed_form(scale, backbone)
+        assert parameters(config(f"scale={scale}", f"backbone={backbone}"), V)["trainable"] == closed_form(
+            scale, backbone
+        )
     assert closed_form("1b", "cola") == 609_310_720
 
 
@@ -51,10 +53,13 @@ def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
     plain, of_b = closed_form("60m", "cola"), 8 * 128 * (5 * 512 + 2 * 1376)
     for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - of_b)):
         cfg = config("backbone=cola", f"dlr={option}")
-        assert (counts(cfg, V).trained, folded_parameters(cfg, V)) == (trained, plain)
+        found = parameters(cfg, V)
+        assert (found["trainable"], found["folded"]) == (trained, plain)
     for backbone in ("lora", "sltrain"):
-        assert folded_parameters(config(f"backbone={backbone}"), V) == closed_form("60m", "full")
-    assert counts(config("backbone=lora"), V).total - closed_form("60m", "lora") == 8 * (4 * 512**2 + 3 * 512 * 1376)
+        assert parameters(config(f"backbone={backbone}"), V)["folded"] == closed_form("60m", "full")
+    assert parameters(config("backbone=lora"), V)["total"] - closed_form("60m", "lora") == 8 * (
+        4 * 512**2 + 3 * 512 * 1376
+    )
 
 
 @pytest.mark.full
@@ -72,7 +77,7 @@ def test_recipes_have_the_papers_parameters():
     for row in facts("table1").query("scale == '130m'").itertuples():
         if row.method in ("full", "galore", "lora", "cola+dlr", "lax+dlr"):
             cfg = config("scale=130m", *recipe(row.method))
-            assert round(counts(cfg, V).trained / 1e6) == row.params_m, row.method
+            assert round(parameters(cfg, V)["trainable"] / 1e6) == row.params_m, row.method
 
 
 # ---------------------------------------------------------------------------------------------------- memory
@@ -122,7 +127,7 @@ def test_checkpointing_keeps_the_latents_or_the_input_of_each_block(checkpointin
 
 def test_what_precision_ranks_and_accumulation_add():
     """Bytes a parameter; the buffers of the sums, and what is cast from them, count as gradients."""
-    n = counts(config(*TINY, "backbone=cola"), 500).trained
+    n = parameters(config(*TINY, "backbone=cola"), 500)["trainable"]
     counters = 4 * len(list(build(config(*TINY, "backbone=cola"), 500, torch.device("meta")).parameters()))
 
     def parts(*words: str, ranks: int = 1) -> tuple[float, ...]:
