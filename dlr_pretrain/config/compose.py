@@ -134,12 +134,15 @@ def configure(
     """
     words: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     given = set(typed(words))
+    found: list[Problem] = []
     try:
         tree = _plain(composed)
+        cfg = parse(tree, _declared(tree, hydra, words, line), given)
     except OmegaConfBaseException as error:
-        raise ConfigError([*line.problems, Problem(str(error.full_key), MISSING, first_line(error))]) from None
-    cfg, found = parse(tree, _declared(tree, hydra, words, line), given)
-    if cfg is None or line.problems or found:
+        found = [Problem(str(error.full_key), MISSING, first_line(error))]
+    except ConfigError as error:
+        found = error.problems
+    if line.problems or found:
         raise ConfigError(line.problems + found)
     if cfg.run.dir is None:
         choices = {group: option for group, option in hydra.runtime.choices.items() if group in GROUPS}
@@ -147,14 +150,6 @@ def configure(
     found = [] if line.shows else [*validate(cfg, world_size, machine), *unused(cfg, given)]
     if found:
         raise ConfigError(found)
-    return cfg
-
-
-def recorded(tree: dict) -> Config:
-    """The configuration that a run has written; raises ConfigError if one of its keys is unknown or wrong."""
-    cfg, problems = parse(tree)
-    if cfg is None:
-        raise ConfigError(problems)
     return cfg
 
 

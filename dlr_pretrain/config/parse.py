@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.problems import MISSING, Problem, did_you_mean
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
 NAME = Key(str, "", fixed=True)
@@ -55,10 +55,8 @@ def _declared(knob: str, default: object) -> Key:
     return Key(object if untyped else type(default), default, fixed=knob == "factorized")
 
 
-def parse(
-    tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] = ()
-) -> tuple[Config | None, list[Problem]]:
-    """The ``Config`` of a composed mapping (None if it cannot be built), and the problems of its keys.
+def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] = ()) -> Config:
+    """The ``Config`` of a composed or a written mapping; raises ConfigError with the problems of all its keys.
 
     ``keys`` are those that the mapping may have (None: ``all_keys``); ``typed`` are the keys of a command line, which
     cannot set all. A key that the mapping lacks gets its default, if that is a plain value.
@@ -79,7 +77,9 @@ def parse(
         if name in keys and keys[name].fixed:
             fix = f"Choose another option: {name.partition('.')[0]}=<option>"
             problems.append(Problem(name, given.get(name), "belongs to an option, and cannot be set by itself", fix))
-    return (None if problems else _build(values)), problems
+    if problems:
+        raise ConfigError(problems)
+    return _build(values)
 
 
 def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:

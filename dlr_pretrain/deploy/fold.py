@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dlr_pretrain.config import Config
-from dlr_pretrain.config.compose import recorded
+from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import (
     ValidationSet,
@@ -63,7 +62,7 @@ def fold_checkpoint(
     ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the
     folder's README. Raises UserError if a check fails.
     """
-    cfg, device = recorded(read_config(run)), device or torch.device("cpu")
+    cfg, device = parse(read_config(run)), device or torch.device("cpu")
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config.compose import recorded
+from dlr_pretrain.config import parse
 from dlr_pretrain.config.written import read_config
 from dlr_pretrain.data import load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
@@ -120,7 +120,7 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(lowrank, tmp_pat
     """Before: the residual as a second product beside B, entry by entry. After: the tensors in the folder."""
     checkpoint = lowrank / "checkpoints" / "step_00000003"
     assert fold(checkpoint, "--tokens", 300, "--output", tmp_path / "folded", *form).returncode == 0
-    found, cfg = facts(tmp_path / "folded"), recorded(read_config(lowrank))
+    found, cfg = facts(tmp_path / "folded"), parse(read_config(lowrank))
     few = replace(cfg, eval=replace(cfg.eval, tokens=300))
     rows = validation_set(few, open_source(few), load_tokenizer(lowrank / "tokenizer"))
     written = load_file(tmp_path / "folded" / FILE)
