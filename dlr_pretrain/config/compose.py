@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlr_pretrain.config.command_line import CommandLine, key_of, parse_word, typed
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import all_keys, parse
+from dlr_pretrain.config.parse import all_keys, flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, ROOT, SECTIONS, Choice, Config, Key, keys_of
@@ -169,7 +169,8 @@ def _plain(composed: DictConfig) -> dict:
 
 def _declared(tree: dict, hydra: Any, words: list[str], line: CommandLine) -> dict[str, Key]:
     """The keys of a run. What a user's own option declares is what is there without the keys of the command line."""
-    if all(tree[group].get("name") in known for group, known in OPTIONS.items()):
+    values = flatten(tree)
+    if all(values.get(f"{group}.name") in known for group, known in OPTIONS.items()):
         return all_keys(tree)
     chosen = [word for word in words if key_of(word) in GROUPS]
     search = [word for word in hydra.overrides.hydra if key_of(word) == "hydra.searchpath"]

@@ -61,10 +61,10 @@ class Lax(Factors):
         "${by_scale:{60m: dense, other: tensor}}",
     )
     norm: Literal["latent", "output", "none"] = key(
-        "over r (authors' code), over d_out (DLR paper's text), or none", "latent"
+        "over r (authors' code), d_out (DLR paper's text), or none", "latent"
     )
     crossing: Literal["pre_act", "post_act"] = key(
-        "before the activation (authors' code), or after it (DLR paper's text)", "pre_act"
+        "before (authors' code) or after the activation (DLR's text)", "pre_act"
     )
     recursive: bool = key("what crosses holds all blocks before (authors' code), not only the last", True)
 
@@ -155,9 +155,7 @@ class Adamw8bit(Adamw):
 
 @dataclass
 class Muon(Adamw):
-    weight_decay: float = key(
-        "under precision=bf16 it rounds away on the matrices (torch decays them in place)", 0.1, ge=0
-    )
+    weight_decay: float = key("under precision=bf16 it rounds away on the matrices", 0.1, ge=0)
     momentum: float = key("decay of the momentum", 0.95, ge=0, lt=1)
     nesterov: bool = key("Nesterov's momentum", True)
     ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
@@ -194,9 +192,7 @@ class Fira(Galore):
 @dataclass
 class Loro(Adam):
     schedule: Literal["loro", "cosine"] = key("a cosine that restarts after each exact step, or as all others", "loro")
-    exact_every: int = key(
-        "updates from one exact step to the next", "${by_scale:{tiny: 50, 1b: 200, other: 500}}", ge=1
-    )
+    exact_every: int = key("updates between exact steps", "${by_scale:{tiny: 50, 1b: 200, other: 500}}", ge=1)
     restart_warmup: int = key("updates of warm-up after an exact step", 5, ge=0)
     shift: int | None = key(
         "delay of the cosine, a multiple of exact_every; null: that in the warm-up",
