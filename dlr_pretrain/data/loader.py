@@ -158,6 +158,8 @@ def _batches(
 ) -> Iterator[Batch]:
     """The batches of the streams in ``positions``, from there on."""
     seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
+    if not packed:
+        tokenizer = tokenizer.beginnings(seq_len + 1)  # one more than a row has shows that a document must be cut
     readers: dict[int, RowReader] = {}
     sharing: dict[tuple[int, ...], list[RowReader]] = defaultdict(list)
     for v, position in positions.items():

@@ -70,9 +70,9 @@ def _mapped(path: Path, dtype: type) -> np.ndarray:
 class TokenBlock(Block):
     """A block of a pre-tokenised shard, whose rows begin and end there; an empty one is left out."""
 
-    def __init__(self, source: TokenSource, shard: str, begins: np.ndarray, ends: np.ndarray):
+    def __init__(self, path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray):
         self.rows, there = len(begins), ends > begins
-        self._source, self._shard, self._begins, self._ends = source, shard, begins[there], ends[there]
+        self._path, self._dtype, self._begins, self._ends = path, dtype, begins[there], ends[there]
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -84,7 +84,7 @@ class TokenBlock(Block):
         starts = ends - lengths
         index = np.repeat(begins - starts, lengths)
         index += np.arange(len(index))
-        tokens, _ = self._source.shard(self._shard)
+        tokens = _mapped(self._path, self._dtype)  # anew each time: pages that stay mapped count as memory
         return Tokens(tokens[index], starts)
 
 
@@ -114,7 +114,7 @@ class TokenSource:
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
 
     def shard(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The ids and the rows of a shard. Each use maps them anew: pages that stay mapped count as memory."""
+        """The ids and the rows of a shard."""
         try:
             return open_shard(self.root / name, self.vocab_size)
         except (OSError, ValueError) as error:
@@ -123,11 +123,12 @@ class TokenSource:
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
         self._check(tokenizer)
-        while first < len(rows := self.shard(shard)[1]) - 1:
+        rows = self.shard(shard)[1]
+        while first < len(rows) - 1:
             characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
             closed = np.searchsorted(np.cumsum(characters), documents.BLOCK_CHARACTERS)
             numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
-            yield TokenBlock(self, shard, rows[numbers, 0], rows[numbers + 1, 0])
+            yield TokenBlock(self.root / shard, token_dtype(self.vocab_size), rows[numbers, 0], rows[numbers + 1, 0])
             first += len(numbers) * step
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:

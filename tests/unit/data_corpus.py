@@ -63,6 +63,9 @@ class LetterTokenizer:
 
     pad_id, eos_id, unk_id, vocab_size = 0, 1, 2, 40_000
 
+    def beginnings(self, longest: int) -> LetterTokenizer:
+        return self
+
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.array([3 + ord(c) % 39_000 for c in text], np.int32) for text in texts]
 

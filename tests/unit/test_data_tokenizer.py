@@ -110,6 +110,28 @@ def test_a_run_with_any_tokenizer_is_exported_for_transformers_without_remote_co
         assert exported.decode(exported(text).input_ids) == tokenizer.decode(tokenizer.encode([text])[0]) == text
 
 
+@pytest.mark.parametrize(
+    ("options", "cuts"),
+    [
+        ({}, True),
+        ({"model_type": "bpe"}, True),
+        ({"byte_fallback": True, "vocab_size": 400}, True),
+        ({"split_by_whitespace": False, "vocab_size": 190}, False),  # its tokens hold spaces
+        ({"treat_whitespace_as_suffix": True}, False),
+    ],
+    ids=str,
+)
+def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_path, monkeypatch):
+    tokenizer, texts = load_tokenizer(small_tokenizer.train(tmp_path, **options)), hostile(300, most=60)
+    monkeypatch.setattr("dlr_pretrain.data.tokenizer.CHARACTERS", 3)  # too few, so that some are looked for again
+    whole = list(map(list, tokenizer.encode(texts)))
+    for longest in (1, 2, 7, 30):
+        found = list(map(list, tokenizer.beginnings(longest).encode(texts)))
+        assert [ids[:longest] for ids in found] == [ids[:longest] for ids in whole]
+        assert all(len(ids) >= longest or ids == all_of_it for ids, all_of_it in zip(found, whole, strict=True))
+        assert (found != whole) == cuts
+
+
 @needs_real_data
 def test_t5_and_c4_have_the_ids_of_sentencepiece():
     tokenizer, own = load_tokenizer(T5), sentencepiece.SentencePieceProcessor(model_file=str(T5))
