@@ -23,9 +23,6 @@ READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
     ("dlr.impl", "dlr.mode", "residual"),
-    ("dlr.learn_alpha", "dlr.mode", "residual"),
-    ("dlr.learn_alpha", "dlr.train_b", True),
-    ("dlr.train_b", "dlr.mode", "residual"),
     ("probe.", "probe.enabled", True),
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
@@ -121,6 +118,11 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if dlr.enabled and _starts_from_weights(cfg) and not masters:
         rule = f"takes the residual of dlr={dlr.name} off B, whose own values bf16 would then round away"
         yield Problem("run.start_from", cfg.run.start_from, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
+    special = {f"mode={dlr.mode}": dlr.mode != "residual", "learn_alpha=true": dlr.learn_alpha,
+               "train_b=false": not dlr.train_b}  # fmt: skip
+    if sum(special.values()) > 1:
+        rule = f"{' and '.join(name for name, chosen in special.items() if chosen)} exclude each other"
+        yield Problem("dlr", dlr.name, rule, "Keep one of them")
     if dlr.mode != "decayed_offset":
         return
     if not masters:

@@ -54,8 +54,10 @@ def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> s
 def shorter_run(cfg: Config) -> str:
     """A line about a run beside a new one that differs from it in ``train.steps`` alone; empty if there is none."""
     own, folder = identity(cfg), Path(str(cfg.run.dir))
-    family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)
-    for path in [] if read_record(folder) or cfg.run.start_from else folder.parent.glob(f"{glob.escape(family)}*"):
+    if read_record(folder) or cfg.run.start_from is not None:
+        return ""
+    family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)  # the name without the hash of its keys
+    for path in folder.parent.glob(f"{glob.escape(family)}*"):
         with suppress(UserError):  # a damaged record of another run
             changed = differences(read_record(path).get("identity", {}), own)
             if "train.steps" in changed and not changed.keys() - {"train.steps", "train.warmup_steps"}:
