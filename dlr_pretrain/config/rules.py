@@ -115,9 +115,11 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     dlr, masters = cfg.dlr, cfg.precision.name not in ("bf16", "bf16_sr")
     if cfg.run.start_optimizer and cfg.run.start_from is None:
         yield Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too")
-    if dlr.enabled and _starts_from_weights(cfg) and not masters:
-        rule = f"takes the residual of dlr={dlr.name} off B, whose own values bf16 would then round away"
-        yield Problem("run.start_from", cfg.run.start_from, rule, "Use precision=bf16_mixed or fp32, or dlr=off")
+    free = masters and dlr.train_b and dlr.mode != "offset"
+    if dlr.enabled and _starts_from_weights(cfg) and not free:
+        rule = f"gives B its values, less the residual: dlr={dlr.name} in {cfg.precision.name} would lose them"
+        fix = "Use dlr=off, or dlr=on with precision=bf16_mixed or fp32"
+        yield Problem("run.start_from", cfg.run.start_from, rule, fix)
     special = {f"mode={dlr.mode}": dlr.mode != "residual", "learn_alpha=true": dlr.learn_alpha,
                "train_b=false": not dlr.train_b}  # fmt: skip
     if sum(special.values()) > 1:

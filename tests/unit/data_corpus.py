@@ -44,9 +44,7 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
     tree = composed(data).copy()
     for name, value in keys.items():
         OmegaConf.update(tree, name.replace("__", "."), str(value) if isinstance(value, Path) else value)
-    cfg, problems = config.parse(OmegaConf.to_container(tree, resolve=True))
-    assert cfg is not None, problems
-    return cfg
+    return config.parse(OmegaConf.to_container(tree, resolve=True))
 
 
 def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:

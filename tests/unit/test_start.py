@@ -133,7 +133,7 @@ def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
 def test_the_command_line_refuses_what_cannot_start(folder):
     common = ["scale=tiny", "data=sample", "logger=jsonl"]
     for words, place, problem in (
-        (("dlr=on", "precision=bf16"), folder, r"takes the residual of dlr=on off B, whose own values bf16 would"),
+        (("dlr=on", "precision=bf16"), folder, r"gives B its values, less the residual: dlr=on in bf16"),
         (("backbone.init=xavier",), folder, r"backbone\.init=xavier: would be ignored"),
     ):
         with pytest.raises(ConfigError, match=problem):
