@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from functools import cache
 from pathlib import Path
 
@@ -101,14 +98,10 @@ def global_batches(cfg, source, tokenizer, world_size: int, steps: int, state=No
     out = []
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
+        rows = zip(*(inputs_and_targets(batch.tokens, batch.lengths) for batch in batches), strict=True)
         merged = {stream: place for batch in batches for stream, place in batch.state.items()}
-        out.append(
-            (
-                *map(torch.cat, zip(*(inputs_and_targets(b.tokens, b.lengths) for b in batches), strict=True)),
-                sum(b.real_tokens for b in batches),
-                json.loads(json.dumps(merged)),
-            )
-        )
+        real = sum(batch.real_tokens for batch in batches)
+        out.append((*map(torch.cat, rows), real, json.loads(json.dumps(merged))))
     for loader in loaders:
         loader.close()
     return out
@@ -119,14 +112,3 @@ def same(a, b) -> bool:
     return len(a) == len(b) and all(
         torch.equal(x[0], y[0]) and torch.equal(x[1], y[1]) and x[2:] == y[2:] for x, y in zip(a, b, strict=True)
     )
-
-
-def run_python(program: str, folder: Path, arguments=(), **environment: str) -> tuple[str, str]:
-    """Run a program in a fresh interpreter, to which the hub is what ``environment`` says; its output and errors."""
-    unset = ("HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_TOKEN")
-    env = {k: v for k, v in os.environ.items() if k not in unset and not k.lower().endswith("_proxy")}
-    env |= {"HF_HOME": str(folder / "hf"), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr

@@ -2,15 +2,18 @@
 
 import functools
 import http.server
+import os
 import pickle
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_corpus import LetterTokenizer, global_batches, make_config, run_python, same, write_shards
+from data_corpus import LetterTokenizer, global_batches, make_config, same, write_shards
 from huggingface_hub import constants
 from loopback_hub import KEYS, TEXTS, TROUBLE, Hub, open_hub, serving, serving_here
 
@@ -145,12 +148,14 @@ def test_a_hub_that_does_not_answer_is_told(listens, tmp_path, monkeypatch):
 def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, model):
     """Nothing is patched: the hub is named by HF_ENDPOINT, as a mirror is."""
     program = """
-        from data_corpus import make_config
-        from dlr_pretrain.data import open_source, open_tokenizer
-        source = open_source(make_config("c4"))
-        print(sum(len(list(source.read(shard))) for shard in source.train_shards))
-        print(open_tokenizer(make_config("c4"), source).encode(["more words"])[0].tolist())
-    """
+from data_corpus import make_config
+from dlr_pretrain.data import open_source, open_tokenizer
+source = open_source(make_config("c4"))
+print(sum(len(list(source.read(shard))) for shard in source.train_shards))
+print(open_tokenizer(make_config("c4"), source).encode(["more words"])[0].tolist())
+"""
     with serving(Hub(shards | {"spiece.model": model.read_bytes()})) as address:
-        output, _ = run_python(program, tmp_path, HF_ENDPOINT=address)
-    assert output.splitlines() == ["400", str(load_tokenizer(model).encode(["more words"])[0].tolist())]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("HF_") and not k.lower().endswith("_proxy")}
+        own = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": address, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=kept | own)
+    assert done.stdout.splitlines() == ["400", str(load_tokenizer(model).encode(["more words"])[0].tolist())]

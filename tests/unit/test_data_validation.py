@@ -27,24 +27,19 @@ def unpacked(found):
     return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
 
 
-def test_padded_documents_in_file_order(root):
-    found = build(root, "pad", 10**6)
-    inputs, targets = unpacked(found)
+def test_padded_documents_in_file_order_and_packed_windows_without_a_gap(root):
     ids = [[*i, 1] for i in LetterTokenizer().encode(TEXTS)]
+    found = build(root, "pad", 10**6)
     kept = [i if len(i) <= 8 else [*i[:7], 1] for i in ids]
+    inputs, targets = unpacked(found)
     assert inputs.tolist() == [i + [0] * (8 - len(i)) for i in kept]
     assert targets.tolist() == [i[1:] + [-100] * (9 - len(i)) for i in kept]
     assert found.real_tokens == sum(map(len, kept)) == (inputs != 0).sum()
-
-
-def test_packed_windows_leave_no_token_out(root):
-    found = build(root, "packed", 10**6)
-    inputs, targets = (each.reshape(-1) for each in unpacked(found))
-    tokens = np.concatenate([[*i, 1] for i in LetterTokenizer().encode(TEXTS)])
-    assert found.real_tokens == len(tokens) and len(tokens) % 8
-    assert inputs[: len(tokens)].tolist() == tokens.tolist()
-    assert targets[: len(tokens)].tolist() == [*tokens[1:], -100]
-    assert (inputs[len(tokens) :] == 0).all() and (targets[len(tokens) :] == -100).all()
+    found, tokens = build(root, "packed", 10**6), [id for own in ids for id in own]
+    more = 8 * len(found.tokens) - len(tokens)
+    inputs, targets = (each.reshape(-1).tolist() for each in unpacked(found))
+    assert inputs == [*tokens, *[0] * more] and targets == [*tokens[1:], *[-100] * (more + 1)]
+    assert found.real_tokens == len(tokens) and more
 
 
 @pytest.mark.parametrize("packing", ["pad", "packed"])
