@@ -61,7 +61,11 @@ def find(root: str, pattern: str) -> list[File]:
     # Not by fsspec, which takes no links and patterns in the names of folders.
     names = sorted(set(glob.glob(pattern, root_dir=root or None, recursive=True)))  # several ** find files twice
     paths = {name: os.path.join(root, name) for name in names}
-    return [File(name, path, os.path.getsize(path)) for name, path in paths.items() if not os.path.isdir(path)]
+    return [
+        File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a link into nowhere
+        for name, path in paths.items()
+        if not os.path.isdir(path)
+    ]
 
 
 def _find_remote(root: str, address: str) -> list[File]:
@@ -176,7 +180,11 @@ class Retrying(AbstractBufferedFile):
 def open_file(file: File, cache: str | None = None) -> BinaryIO:
     """The bytes of a file. If ``cache`` names a folder, a remote file is fetched into it once, and read from there."""
     if file.is_local:
-        return open(file.address, "rb")
+        try:
+            return open(file.address, "rb")
+        except OSError as error:
+            fix = "Was it moved? Check data.root and the globs of data"
+            raise UserError(f"{file.address}: {error.strerror}. {fix}") from error
     if cache is not None:
         return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:

@@ -67,14 +67,13 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
 
 def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
     """The training and validation files, by their globs or, without these, by the names of all files below the root."""
-    found: dict[str, list[File]] = {"train": [], "validation": []}
+    found: list[list[File]] = []
     for split, pattern in (("train", data.train_files), ("validation", data.validation_files)):
-        if pattern is not None and not (files := find(root, pattern)):
+        found.append(find(root, pattern) if pattern is not None else [])
+        if pattern is not None and not found[-1]:
             where = f"data.{split}_files={pattern}" + (f" below {root}" if root else "")
             raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
-        elif pattern is not None:
-            found[split] = files
-    train, validation = found.values()
+    train, validation = found
     if data.train_files is None:
         there = [file for file in find(root, "**/*") if file.name.lower().endswith(SUFFIXES)]
         there = [file for file in there if not file.name.endswith(OF_DATASETS)]

@@ -278,7 +278,7 @@ def test_a_shard_that_is_cut_off_or_gone(root, keep):
     with pytest.raises(UserError, match=rule):
         list(source.read(source.train_shards[1], 0, 2))
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"c4-train\.00001-of-00002\.json\.gz"):
+    with pytest.raises(UserError, match=r"c4-train\.00001-of-00002\.json\.gz: No such file.*data\.root"):
         list(source.read(source.train_shards[1], 0, 2))
 
 
@@ -294,7 +294,7 @@ def test_globs_below_the_root_or_absolute_name_the_same_text(root):
 
 def test_globs_that_match_nothing_twice_or_too_much(root):
     def named(rule, **keys):
-        with pytest.raises((UserError, FileNotFoundError), match=rule):
+        with pytest.raises(UserError, match=rule):
             open_source(make_config(data__root=root, **keys))
 
     named(r"data\.train_files=none-\*\.gz below .*: matches no file", data__train_files="none-*.gz")
@@ -308,4 +308,4 @@ def test_globs_that_match_nothing_twice_or_too_much(root):
     named(learnt)
     (root / "c4-train.2.json.gz").unlink()
     (root / "c4-train.3.json.gz").symlink_to(root / "moved")
-    named(r"No such file.*c4-train\.3\.json\.gz")
+    named(r"c4-train\.3\.json\.gz: No such file")
