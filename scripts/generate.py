@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dlr_pretrain.deploy.folder import device_of, open_folder
+from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import prompt_of
 from dlr_pretrain.util.command import at_least_1, command
 
@@ -13,34 +13,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Text goes to standard output.", allow_abbrev=False)
     add = parser.add_argument
     add("folder", type=Path, help="what train.py, fold.py or sft.py wrote")
-    add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times: one batch")
+    add("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
     add("--instruction", action="store_true", help="prompts are instructions to a folder of sft.py")
     add("--max-new-tokens", type=at_least_1, default=100, metavar="N", help="(default: %(default)s)")
     add("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
     add("--top-p", type=float, default=0.95, help="draw from the likeliest that hold this share (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: that of the file")
-    add("--device", help="default: a GPU where there is one")
     given = parser.parse_args()
     return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
-    from transformers import TextStreamer, pipeline, set_seed
+    from transformers import pipeline, set_seed
 
-    model, tokenizer = open_folder(given.folder, given.dtype)
-    write = pipeline("text-generation", model=model, tokenizer=tokenizer, device=device_of(given.device))
+    model, tokenizer = open_folder(given.folder)
+    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
     how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens, "return_full_text": False}
     if how["do_sample"]:
         how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": None}
-    prompts = [prompt_of(prompt) for prompt in given.prompt] if given.instruction else given.prompt
     set_seed(given.seed)
-    if len(prompts) == 1:
-        print("" if given.instruction else prompts[0], end="", flush=True)
-        write(prompts, streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), **how)
-        return
-    for prompt, (found,) in zip(given.prompt, write(prompts, batch_size=len(prompts), **how), strict=True):
-        print(f"{prompt}\n{found['generated_text']}\n" if given.instruction else f"{prompt}{found['generated_text']}\n")
+    for prompt in given.prompt:
+        ((found,),) = write([prompt_of(prompt) if given.instruction else prompt], **how)
+        print(prompt, found["generated_text"], sep="\n" if given.instruction else "", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from torch import Tensor
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy.card import card
+from dlr_pretrain.deploy.folder import agreement
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
-from dlr_pretrain.deploy.verify import agreement
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
@@ -89,7 +89,8 @@ def export(
     elif ids is None or layout != "own":
         checked = "not verified"
     else:
-        checked = agreement(partial, cfg, folded if own is not cfg else tensors, kind, own is not cfg, ids, device)
+        exact = own is cfg  # a merge rounds once more
+        checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids, device)
     sync_all(partial)
     if folder.exists() and {path.name for path in folder.iterdir()} <= {path.name for path in partial.iterdir()}:
         shutil.rmtree(folder)

@@ -29,7 +29,7 @@ from dlr_pretrain.data import (
 )
 from dlr_pretrain.deploy.card import shown
 from dlr_pretrain.deploy.export import deployed, export
-from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES
+from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
 from dlr_pretrain.models.merged import MergedResiduals

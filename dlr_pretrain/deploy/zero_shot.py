@@ -7,21 +7,20 @@ and the first of them wins. ``as_in_paper`` does the same.
 
 from __future__ import annotations
 
-import json
 import logging
 import statistics
 from collections.abc import Sequence
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 
 import datasets
 import lm_eval.tasks
+import pandas as pd
 import torch
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
-from dlr_pretrain.deploy.folder import check_folder
+from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.util.errors import UserError, first_line
 
 # Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.
@@ -43,22 +42,15 @@ class EndsEachText(HFLM):
         return [*super().tok_encode(string, *given, **named), self.tokenizer.eos_token_id]
 
 
-def named(text: str) -> list[str]:
-    """Tasks from a comma-separated list, or "all", in the order of TASKS; UserError for another name."""
-    given = set(TASKS) if text == "all" else {name.strip() for name in text.split(",")}
-    for name in sorted(given.difference(TASKS)):
-        near = get_close_matches(name, TASKS, 1)
-        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(TASKS)}, or all"
-        raise UserError(f"--tasks: {name!r} is no task: {fix}")
-    return [name for name in TASKS if name in given]
-
-
-def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
-    """The harness's tasks, with their documents: from the hub, or from ``data``.
+def load_tasks(given: str, data: Path | None = None) -> Tasks:
+    """The harness's tasks of a comma-separated list, or "all", with their documents: from the hub, or from ``data``.
 
     ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. No
-    example precedes a question, so that only the split with the questions is read.
+    example precedes a question, so that only the split with the questions is read. Raises UserError for another name.
     """
+    names = list(TASKS) if given == "all" else [name.strip() for name in given.split(",")]
+    if unknown := [name for name in names if name not in TASKS]:
+        raise UserError(f"--tasks: {unknown[0]!r} is no task. Choose from {', '.join(TASKS)}, or all")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     home = Path(lm_eval.tasks.__file__).parent
@@ -68,60 +60,35 @@ def load_tasks(names: Sequence[str], data: Path | None = None) -> Tasks:
     for name in names:
         parts = [part for part in manager.all_subtasks if part.startswith("mmlu_")] if name == "mmlu" else [name]
         group: list[dict] = [{"task": part, "training_split": None, "fewshot_split": None} for part in parts]
+        for part in group if data is not None else ():
+            files = sorted(Path(data, part["task"].replace("mmlu_", "mmlu/", 1)).glob("*.jsonl"))
+            splits = {file.stem: str(file) for file in files}
+            part |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": splits}}
         try:
-            for part in [] if data is None else group:
-                splits = _splits(data / part["task"].replace("mmlu_", "mmlu/", 1))
-                part["custom_dataset"] = lambda splits=splits, **_: splits
             tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
         except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
             rule = f"its documents cannot be read from {data or 'the hub'}: {type(error).__name__}: {first_line(error)}"
-            fix = "Name a folder that has <split>.jsonl with the hub's field names with --data"
+            fix = "Name a folder that has <task>/<split>.jsonl with the hub's field names with --data"
             raise UserError(f"{name}: {rule}. {fix}") from error
     return tasks
 
 
-def _splits(folder: Path) -> dict[str, datasets.Dataset]:
-    splits = {}
-    for file in folder.glob("*.jsonl"):
-        with file.open(encoding="utf-8") as lines:  # str.splitlines would cut at Unicode's separators too
-            splits[file.stem] = datasets.Dataset.from_list([json.loads(line) for line in lines if line.strip()])
-    if not splits:
-        raise FileNotFoundError(f"{folder} has no .jsonl file")
-    return splits
+def evaluate(folder: Path, tasks: Tasks, as_in_paper: bool, limit: int | None, **how) -> dict[str, object] | None:
+    """``context_length``, ``dtype`` and, by task, the ``measures`` of a folder; raises as ``open_folder`` does.
 
-
-def evaluate(
-    folder: Path,
-    tasks: Tasks,
-    context: int | None = None,
-    as_in_paper: bool = False,
-    limit: int | None = None,
-    batch_size: int = 64,
-    dtype: str = "auto",
-    device: str = "cpu",
-) -> dict[str, object] | None:
-    """``context_length``, ``dtype`` and, by task, the ``measures`` of a folder; raises as ``check_folder`` does.
-
-    Longer texts than ``context`` tokens (None: the model's) lose their beginning. Under torchrun the GPUs share the
-    documents, and ranks but the first get None. ``limit`` documents of each task, or of each subject of MMLU, are read.
+    ``how`` are settings of ``HFLM``. Under torchrun the GPUs share the documents, and ranks but the first get None.
+    ``limit`` documents of each task, or of each subject of MMLU, are read.
     """
-    check_folder(folder)
-    kind = EndsEachText if as_in_paper else HFLM
-    # softmax in fp32: sums rounded to bf16 would make choices tie
-    how = {"dtype": dtype, "softmax_dtype": "float32", "device": device, "batch_size": batch_size}
-    model = kind(str(folder), max_length=context, **how)
+    open_folder(folder)  # the harness would not mind missing weights
+    kind, device = EndsEachText if as_in_paper else HFLM, "cuda" if torch.cuda.is_available() else "cpu"
+    model = kind(str(folder), softmax_dtype="float32", device=device, **how)  # sums rounded to bf16 would make ties
     parts = {name: task for of_task in tasks.values() for name, task in of_task.items()}
-    try:
-        found = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
-    except AssertionError as error:
-        raise UserError(f"{folder}: a choice does not fit into {model.max_length:,} tokens: raise --context") from error
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"{folder}: out of GPU memory at --batch-size {batch_size}: give a smaller one") from error
+    found = evaluator.evaluate(model, {"tasks": parts, "groups": {}}, limit=limit, bootstrap_iters=0)
     if found is None:
         return None
     scored = {name: measures([found["samples"][part] for part in task]) for name, task in tasks.items()}
-    kind_of_number = str(model.model.dtype).removeprefix("torch.")
-    return {"context_length": model.max_length, "dtype": kind_of_number, "tasks": scored}
+    dtype = str(model.model.dtype).removeprefix("torch.")
+    return {"context_length": model.max_length, "dtype": dtype, "tasks": scored}
 
 
 def measures(parts: list[list[dict]]) -> dict[str, float | None]:
@@ -149,16 +116,13 @@ def combine(checkpoints: Sequence[dict[str, dict[str, float]]]) -> tuple[dict[st
     One checkpoint keeps its own measures. Several have the mean of ``acc``, its standard deviation ``std`` over the
     checkpoints (n - 1 in the denominator), and the smallest ``distinct_choices``.
     """
-    averages = [statistics.fmean(task["acc"] for task in each.values()) for each in checkpoints]
-    if len(checkpoints) == 1:
-        return dict(checkpoints[0]), {"acc": averages[0]}
-
-    def spread(values: list[float]) -> dict[str, float]:
-        return {"acc": statistics.fmean(values), "std": statistics.stdev(values)}
-
-    tasks = {}
-    for name, first in checkpoints[0].items():
-        each = [checkpoint[name] for checkpoint in checkpoints]
-        least = {"n": first["n"], "distinct_choices": min(task["distinct_choices"] for task in each)}
-        tasks[name] = spread([task["acc"] for task in each]) | least
-    return tasks, spread(averages)
+    accs = pd.DataFrame([{name: task["acc"] for name, task in each.items()} for each in checkpoints])
+    accs["average"] = accs.mean(axis=1)
+    if len(accs) == 1:
+        return dict(checkpoints[0]), {"acc": accs.average[0]}
+    tasks: dict[str, dict] = {name: {"acc": each.mean(), "std": each.std()} for name, each in accs.items()}
+    average = tasks.pop("average")
+    for name, task in tasks.items():
+        task["n"] = checkpoints[0][name]["n"]
+        task["distinct_choices"] = min(each[name]["distinct_choices"] for each in checkpoints)
+    return tasks, average

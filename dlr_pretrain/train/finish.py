@@ -13,7 +13,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import ValidationSet
 from dlr_pretrain.deploy.export import deployed_dense, export
-from dlr_pretrain.deploy.verify import VERIFIED_SEQUENCES
+from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged

@@ -83,7 +83,7 @@ def folders(tmp_path_factory, rows) -> list[Path]:
 def test_accuracies_are_those_of_scores_written_by_hand(folders, data, rows, as_in_paper):
     """A score is the sum of log p over what the joint encoding has beyond the context's; one sequence, no padding. As
     in the paper choices of one token tie, and the first of them wins."""
-    found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(list(rows), data), 1024, as_in_paper, batch_size=7)
+    found = zero_shot.evaluate(folders[0], zero_shot.load_tasks(",".join(rows), data), as_in_paper, None, batch_size=7)
     assert (found["context_length"], found["dtype"], list(found["tasks"])) == (1024, "float32", list(rows))
     model, tokenizer = open_folder(folders[0])
     end = [tokenizer.eos_token_id] if as_in_paper else []
@@ -134,7 +134,7 @@ def test_several_seeds_give_mean_and_standard_deviation(command, tmp_path, folde
         assert found["std"] == pytest.approx(statistics.stdev(values))
     assert report["tasks"]["piqa"]["n"] == 5 and report["tasks"]["boolq"]["distinct_choices"] == 1
     assert (report["convention"], report["context_length"], report["limit"]) == ("as_in_paper", 1024, 5)
-    assert "always the same choice" in said and "as_in_paper" in said
+    assert "convention as_in_paper" in said
 
 
 def test_mistakes_are_told_in_a_line(command, folders, data, tmp_path):
@@ -142,13 +142,11 @@ def test_mistakes_are_told_in_a_line(command, folders, data, tmp_path):
         (tmp_path / name / "piqa").mkdir(parents=True)
         (tmp_path / name / "piqa" / "validation.jsonl").write_text(text)
     for words, message in (
-        ((folders[0], "--tasks", "piqua"), "'piqua' is no task: did you mean piqa?"),
-        ((folders[0], "--data", data, "--device", "gpu"), "--device gpu: "),
-        ((folders[0], "--data", data / "nowhere"), "has no .jsonl file. Name a folder"),
-        ((folders[0], "--data", tmp_path / "wrong"), "piqa: its documents cannot be read from"),
-        ((folders[0], "--data", tmp_path / "broken"), "JSONDecodeError"),
-        ((folders[0], data, "--data", data), "has no config.json. Name a folder that an export wrote"),
-        ((folders[0], "--data", data, "--context", 3), "fit into 3 tokens: raise --context"),
+        ((folders[0], "--tasks", "piqua"), "'piqua' is no task. Choose from arc_challenge, "),
+        ((folders[0], "--data", data / "nowhere"), "piqa: its documents cannot be read from"),
+        ((folders[0], "--data", tmp_path / "wrong"), "Name a folder that has <task>/<split>.jsonl"),
+        ((folders[0], "--data", tmp_path / "broken"), "piqa: its documents cannot be read from"),
+        ((data, "--data", data), "has no config.json. Name a folder that an export wrote"),
     ):
         code, _, said = command(*words, *(() if "--tasks" in words else ("--tasks", "piqa")))
         assert code == 3 and message in said, words
