@@ -5,8 +5,8 @@ The folder is written under another name, checked, and renamed at the end: it is
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -143,14 +143,12 @@ def positions(cfg: Config) -> int:
 def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
     """The backbones that MODELING has a layer for, and the names of the configuration that these layers take.
 
-    They are parsed from the text of the file, because importing it requires transformers.
+    They are read from the text of the file, because importing it requires transformers.
     """
-    tree = ast.parse(MODELING.read_text(encoding="utf-8"))
-    tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "LAYERS"]
-    config = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LowRankLlamaConfig")
-    start = next(node for node in config.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    layers = [ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key]
-    return frozenset(layers), frozenset(argument.arg for argument in start.args.args[1:])
+    text = MODELING.read_text(encoding="utf-8")
+    layers = re.search(r"^LAYERS = \{$(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+    start = re.search(r"def __init__\($(.*?)\*\*kwargs", text, re.MULTILINE | re.DOTALL)  # the configuration's
+    return frozenset(re.findall(r'"(\w+)":', layers[1])), frozenset(re.findall(r"(\w+):", start[1]))
 
 
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:

@@ -43,5 +43,5 @@ def loading(folder: str, trust: bool) -> str:
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto"{more})\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{more.replace("True", "False")})'
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}"{more})'
     )

@@ -20,7 +20,7 @@ def facts(folder: Path, ids: torch.Tensor) -> dict:
     model.save_pretrained(again)
     reloaded = AutoModelForCausalLM.from_pretrained(again, dtype="auto", **trust)
     fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **trust), **trust)
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
     prompts = tokenizer(["the house", "two thin matrices and the river"], return_tensors="pt", padding=True)
     greedy = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     with torch.inference_mode():
