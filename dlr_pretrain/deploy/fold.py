@@ -8,8 +8,6 @@ much, as the paper does: perplexity, error of the logits, latency, peak memory.
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
@@ -38,8 +37,7 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import IGNORE
 
 SEQUENCES = 8  # in one forward pass
-FORWARDS = 15  # timed forward passes of each form
-WARM_UP = 3  # of these are left out
+TIMED = 0.2  # seconds of forward passes of each form, at least
 CPU_TOKENS = 50_000  # of the report, where nothing else is asked for
 
 
@@ -176,27 +174,21 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
 
 
 def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
-    """Median milliseconds of a forward pass of each model, in turns, its input in words, and its peak of memory."""
+    """Median milliseconds of a forward pass of each model, its peak of memory on a GPU, and the input in words."""
     ids, _, *documents = next(_batches(validation, device))
-    gpu = device.type == "cuda"
-    times: dict[str, list[float]] = {name: [] for name in models}
-    peaks: dict[str, int | None] = dict.fromkeys(models)
-    for _ in range(FORWARDS):
-        for name, model in models.items():
-            if gpu:
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
-            others, start = torch.cuda.memory_allocated(device) if gpu else 0, time.perf_counter()
+    found: dict[str, object] = {}
+    for name, model in models.items():
+        given = {"model": model, "inputs": (ids, *documents)}
+        timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
+        found[f"latency_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
+    for name, model in models.items():
+        found[f"peak_memory_{name}"] = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+            others = torch.cuda.memory_allocated(device) - own
             model.logits(ids, *documents)
-            if gpu:
-                torch.cuda.synchronize(device)
-                own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-                peaks[name] = own + torch.cuda.max_memory_allocated(device) - others
-            times[name].append(1000 * (time.perf_counter() - start))
-    machine = torch.cuda.get_device_name(device) if gpu else "CPU"
+            found[f"peak_memory_{name}"] = torch.cuda.max_memory_allocated(device) - others
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
-    return {
-        **{f"latency_{name}": statistics.median(taken[WARM_UP:]) for name, taken in times.items()},
-        **{f"peak_memory_{name}": peak for name, peak in peaks.items()},
-        "shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}",
-    }
+    return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}

@@ -137,19 +137,6 @@ def lm_eval_command(folder: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "hills" in done.stdout, done.stderr[-2000:]
 
 
-def generation(folder: Path, tmp_path: Path) -> None:
-    """Ways to generate that must agree: another cache, drafts of a model or of the prompt, beams without a cache."""
-    model, ids = load(folder), ids_of(folder)
-
-    def generated(**how) -> torch.Tensor:
-        return model.generate(ids, max_new_tokens=8, do_sample=False, **how)
-
-    greedy, beams = generated(), generated(num_beams=3)
-    for how in ({"cache_implementation": "static"}, {"assistant_model": load(folder)}, {"prompt_lookup_num_tokens": 2}):
-        assert torch.equal(generated(**how), greedy), how
-    assert torch.equal(generated(num_beams=3, use_cache=False), beams)
-
-
 def spread_over_devices(folder: Path, tmp_path: Path) -> None:
     """Blocks that stand on the disk, as a model that is too large for its devices; and a pipeline."""
     if folder.name == "lost" and transformers.__version__ < "5":
@@ -194,7 +181,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
 
 
 CLIENTS = (transformers_trainer, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
-           generation, spread_over_devices, vllm_requirements)  # fmt: skip
+           spread_over_devices, vllm_requirements)  # fmt: skip
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
