@@ -25,9 +25,7 @@ CITATION = """```bibtex
 PEFT = """
 For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
 """
-OF_THE_MACHINE = ("run", "logger", "log", "checkpoint", "device")  # sections that say nothing about the model
-PATHS = tuple(("data", key) for key in ("root", "cache", "train_files", "validation_files"))
-PATHS += (("tokenizer", "path"),)
+OF_THE_MODEL = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
 
 
 def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) -> str:
@@ -44,6 +42,8 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     numbers = table(["", ""], ([key, shown(value)] for key, value in rows.items()))
+    tree = to_dict(trained)
+    configuration = OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL}))
     cited = [CITATION] if trained.dlr.enabled else []
     cited += [f"* {CITED[part]}" for part in name.split("_") if part in CITED]
     citation = "\n\n".join(["", "## Citation", *cited]) if cited else ""
@@ -65,17 +65,8 @@ the tokenizer takes it for the token, as the tools of fine-tuning expect, unless
 ## Configuration
 
 ```yaml
-{_configuration(trained)}```{citation}
+{configuration}```{citation}
 """
-
-
-def _configuration(cfg: Config) -> str:
-    tree = {section: value for section, value in to_dict(cfg).items() if section not in OF_THE_MACHINE}
-    for section, key in PATHS:
-        tree[section].pop(key)
-    if cfg.tokenizer.path is not None or cfg.data.source in ("sample", "tokens"):
-        tree["tokenizer"].pop("hub")  # another tokenizer was used: the one in this folder
-    return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def shown(value: object, digits: int = 4) -> str:

@@ -60,8 +60,8 @@ def export(
     final numbers of the run, by name, for the folder's README and ``fold.json``. ``layout`` "cola" writes a CoLA model
     for its authors' code. Any other is compared with our own model, on ``device``, for token ``ids`` [B, T].
 
-    Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier export
-    at ``folder`` is replaced; one with other files in it becomes ``<folder>_1`` (or 2, 3, ...).
+    Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier folder
+    becomes ``<folder>_1`` (or 2, 3, ...).
     """
     own, tensors = deployed(cfg, folded, merge, dtype)
     vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
@@ -92,13 +92,11 @@ def export(
         exact = own is cfg  # a merge rounds once more
         checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids, device)
     sync_all(partial)
-    if folder.exists() and {path.name for path in folder.iterdir()} <= {path.name for path in partial.iterdir()}:
-        shutil.rmtree(folder)
-    elif folder.exists():
+    if folder.exists():  # a run that was extended
         names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
-        aside = next(name for name in names if not name.exists())
-        folder.rename(aside)
-        tell(f"note: {folder} has files that no export writes: it is {aside} now")
+        older = next(name for name in names if not name.exists())
+        folder.rename(older)
+        tell(f"note: the earlier {folder} is {older} now")
     partial.rename(folder)
     sync(folder.parent)
     return checked
