@@ -218,4 +218,4 @@ def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "build", remembered)
     monkeypatch.setattr(Weights, "folded", looked_at)
     train(tmp_path / "run", *COLA, "train.steps=1")
-    assert there == [None]
+    assert there and set(there) == {None}  # also one that was built only to be measured
