@@ -8,7 +8,6 @@ and the first of them wins. ``as_in_paper`` does the same.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -99,14 +98,13 @@ def measures(parts: list[list[dict]]) -> dict[str, float | None]:
     n                   number of documents
     distinct_choices    number of choices that were ever picked; 1 if the answer is always the same
     """
-    documents = list(chain.from_iterable(parts))
-    scores = [[score for score, _ in document["filtered_resps"]] for document in documents]
-    found = {name: [doc[name] for doc in documents] for name in ("acc", "acc_norm") if name in documents[0]}
-    n = len(documents)
-    return {name: statistics.fmean(values) for name, values in found.items()} | {
-        "stderr": statistics.stdev(found["acc"]) / n**0.5 if n > 1 else None,
-        "n": n,
-        "distinct_choices": len({each.index(max(each)) for each in scores}),
+    documents = pd.DataFrame(chain.from_iterable(parts))
+    scores = documents["filtered_resps"].map(lambda choices: [score for score, _ in choices])
+    found = {name: documents[name].mean() for name in ("acc", "acc_norm") if name in documents}
+    return found | {
+        "stderr": documents["acc"].sem() if len(documents) > 1 else None,
+        "n": len(documents),
+        "distinct_choices": scores.map(lambda each: each.index(max(each))).nunique(),
     }
 
 
