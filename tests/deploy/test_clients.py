@@ -156,7 +156,7 @@ def spread_over_devices(folder: Path, tmp_path: Path) -> None:
 
 def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     """What vLLM's Transformers backend asks: the attention interface, with kwargs from the model to it; a plan for
-    tensor parallelism that names linear layers; no buffer but those that a checkpoint or the configuration sets."""
+    tensor parallelism that names linear layers; a body in ``auto_map``; no buffer but those that a checkpoint or the configuration sets."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model, seen = load(folder), []
@@ -176,6 +176,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert plan or folder.name in ("full", "lax")  # the norm of this lax is that of the output
     for name in plan:
         assert isinstance(model.model.get_submodule(name.replace("*", "1")), nn.Linear)
+    assert folder.name == "full" or "AutoModel" in json.loads((folder / "config.json").read_text())["auto_map"]
     buffers = {name.split(".")[-1] for name, _ in model.named_buffers()}
     assert buffers <= {"inv_freq", "original_inv_freq", *(["channels"] if folder.name == "lost" else [])}
 
