@@ -156,7 +156,8 @@ def spread_over_devices(folder: Path, tmp_path: Path) -> None:
 
 def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     """What vLLM's Transformers backend asks: the attention interface, with kwargs from the model to it; a plan for
-    tensor parallelism that names linear layers; a body in ``auto_map``; no buffer but those that a checkpoint or the configuration sets."""
+    tensor parallelism that names linear layers; a body in ``auto_map``; no buffer but those that a checkpoint or the
+    configuration sets."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     model, seen = load(folder), []
