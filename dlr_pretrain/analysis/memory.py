@@ -20,6 +20,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 
@@ -149,20 +150,22 @@ def step_bytes(
     documents do not see each other.
     """
     device = next(model.parameters()).device
-    with dlr.active(model):
-        pass  # this moves the indices of the residuals to the device
+    with_masters = MergedResiduals(model)  # this moves the indices of the residuals to the device
+    if not saved:
+        with_masters.merge()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
     attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
-    with attention, _Alive(device, known) as alive, dlr.active(model) if saved else nullcontext():
+    with attention, _Alive(device, known) as alive, MergedResiduals(model).active() if saved else nullcontext():
         ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
         loss = model(ids, ids, ids if masked else None)
         kept = alive.now()
         loss.backward()
     gradients = sum(_storages(p.grad for p in trained if p.grad is not None).values())
     model.zero_grad()
+    with_masters.restore()
     return StepBytes(kept, alive.peak, gradients)
 
 

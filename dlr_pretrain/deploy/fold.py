@@ -118,9 +118,10 @@ def consistency(
     ``weights_identical`` compares ``folded`` with the weights of the training forward; None for a run of branches.
     """
     trained = _model(cfg, state, device)
-    merged = MergedResiduals(trained)
     masters = STATE_DTYPE[cfg.precision.name] != WORKING_DTYPE[cfg.precision.name]
-    merged.merge({n: state[n].to(device) for n, _ in trained.named_parameters()} if masters else None)
+    names = [name for name, _ in trained.named_parameters()]
+    merged = MergedResiduals(trained, {name: state[name].to(device) for name in names} if masters else None)
+    merged.merge()
     same = all(torch.equal(p, folded[n].to(device, p.dtype)) for n, p in trained.named_parameters() if n in folded)
     layers = len(merged.carrying)
     del trained, merged

@@ -36,6 +36,7 @@ from dlr_pretrain.models.residual import (
     columns_of,
     full_name,
     learned_alpha,
+    require_merged,
     residuals,
     with_branch,
 )
@@ -103,6 +104,7 @@ def attach_dlr(
         linear.register_state_dict_pre_hook(_refuse_while_active)
         linear.register_state_dict_post_hook(_mark_as_unfolded)
         linear.register_load_state_dict_pre_hook(_check_mark)
+        linear.register_forward_pre_hook(_refuse_without_residual)
         if impl == "branch":
             linear.__class__ = with_branch(type(linear))
     return list(targets)
@@ -113,16 +115,28 @@ def active(module: nn.Module) -> Iterator[None]:
     """Inside the context the weights are B + beta R^T, so that forward and backward are those of DLR.
 
     At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
-    ``load_state_dict`` raise RuntimeError before they change any B, and other changes raise it at the end.
-    Learned alphas get their gradients at the end.
+    ``load_state_dict`` raise RuntimeError before they change any B, and other changes raise it at the end. A forward
+    pass outside raises RuntimeError, too. Learned alphas get their gradients at the end.
+
+    Raises ValueError if ``module`` has no residual.
     """
-    merged = MergedResiduals(module)
-    with merged.active():
+    require_residuals(module)
+    with MergedResiduals(module).active():
         yield
-    for _, up in merged.carrying:
-        alpha = learned_alpha(up)
-        if alpha is not None and up.weight.grad is not None:
-            alpha.grad = up.residual.strength_gradient(up.weight.grad).to(alpha.dtype)
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    for name, gradient in strength_gradients(module, gradients).items():
+        alpha = module.get_parameter(name)
+        alpha.grad = gradient.to(alpha.dtype)
+
+
+def require_residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
+    """The up-projections that carry a residual, with their names. Raises ValueError if there are none."""
+    found = residuals(module)
+    if not found and any(getattr(m, "dlr_folded", False) for m in module.modules()):
+        raise ValueError("this module is folded already: its weights hold the residual")
+    if not found:
+        raise ValueError("this module has no residual: call attach_dlr first")
+    return found
 
 
 def fold_(module: nn.Module) -> int:
@@ -131,16 +145,12 @@ def fold_(module: nn.Module) -> int:
     With ``impl="weight"`` the folded tensors equal the weights inside ``active`` bit for bit. Folding twice raises
     ValueError.
     """
-    folded = residuals(module)
-    if not folded and any(getattr(m, "dlr_folded", False) for m in module.modules()):
-        raise ValueError("this module is folded already")
-    if not folded:
-        raise ValueError("this module has no residual to fold")
+    folded = require_residuals(module)
     require_restored(folded)
     for _, linear in folded:
         residual = linear.residual
         with torch.no_grad():
-            residual.add(linear.weight, getattr(linear, "dlr_alpha", None))
+            residual.add(linear.weight, learned_alpha(linear))
         if residual.impl == "branch":
             linear.__class__ = type(linear).__bases__[1]
         if hasattr(linear, "dlr_alpha"):
@@ -289,6 +299,10 @@ def _check_mark(linear: UpProjection, state: dict, prefix: str, *_) -> None:
     if columns != own_columns:
         rule = "was trained with other columns than it has here: which output receives which latent"
         raise RuntimeError(f"{prefix}weight {rule}. Attach with the same grouping, seed and names of modules")
+
+
+def _refuse_without_residual(linear: UpProjection, _inputs: object) -> None:
+    require_merged([("", linear)])
 
 
 def _refuse_while_active(linear: UpProjection, prefix: str, keep_vars: bool) -> None:

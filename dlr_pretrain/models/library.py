@@ -11,13 +11,15 @@ multiply_(model)                                     # optional: B A as one matr
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from fnmatch import fnmatch
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.dlr import active, residuals
+from dlr_pretrain.models.dlr import active
 from dlr_pretrain.models.lowrank import factors
+from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -130,5 +132,5 @@ class TrainsWithDlr:
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]  # that of the trainer
 
     def prediction_step(self, model: nn.Module, *args, **kwargs):
-        with active(model):
+        with active(model) if residuals(model) else nullcontext():  # a folded model needs none
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]  # likewise

@@ -21,6 +21,7 @@ from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Group, GroupHolder, GroupSpec, SeededInit
 from dlr_pretrain.models.loss import score, summed_cross_entropy
+from dlr_pretrain.models.residual import require_merged, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
@@ -219,6 +220,7 @@ class Llama(nn.Module):
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
+        require_merged(residuals(self))
         return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -307,3 +309,5 @@ def _attach(model: Llama, choice: Dlr) -> None:
     )
     if choice.mode != "residual":
         start_from_offset_(model, decay_towards_it=choice.mode == "decayed_offset")
+    # grouped products call no layer, so that the model itself has to look
+    model.register_forward_pre_hook(partial(require_merged, residuals(model)))

@@ -35,56 +35,53 @@ def require_restored(carrying: Sequence[tuple[str, UpProjection]]) -> None:
 class MergedResiduals:
     """Merges the residuals that ``module`` has now into its weights, any number of times.
 
-    Names are looked up once, places in memory again if a weight or its state was replaced or moved.
+    With ``masters`` (parameter name -> fp32 master) the masters are the state, and every merge sets all parameters from
+    them. Without, the weights are the state themselves. Places in memory are looked up once: neither may move later.
     """
 
-    def __init__(self, module: nn.Module):
-        self.carrying = residuals(module)
-        self._parameters = dict(module.named_parameters())
-        self._storages: list[_Storage] = []
-        self._built_for: list[tuple] = []
+    def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None):
+        self.carrying, self.masters = residuals(module), masters
+        parameters = dict(module.named_parameters())
+        self.working = [parameters[name] for name in masters or ()]
+        by_storage: dict[tuple[int, int], list[Layer]] = {}
+        for name, up in self.carrying:
+            if up.residual.impl == "weight":
+                layer = _layer(name, up, masters)
+                by_storage.setdefault((_storage(layer.weight), _storage(layer.state)), []).append(layer)
+        self.storages = [_Storage(layers) for layers in by_storage.values()]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the context the weights are B + beta R^T; at its end they are B again. See ``dlr.active``."""
-        require_restored(self.carrying)
+        """Inside the context the weights are B + beta R^T; at its end they are B again. See ``dlr.active``.
+
+        With masters they stay merged until the next merge.
+        """
+        if self.masters is None:
+            require_restored(self.carrying)
         watch = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             self.merge()
             yield
         finally:
             watch.remove()
-            changed = self._restore()
+            changed = self.restore()
         if changed:
             raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
 
     @record_function("with_residual")
     @torch.no_grad()
-    def merge(self, masters: Mapping[str, Tensor] | None = None) -> None:
-        """Make the working weights from the state: B + beta R^T, rounded once.
-
-        With ``masters`` (parameter name -> fp32 master) every parameter is set from its master, and nothing needs to be
-        restored. Without them, the parameters are the state themselves, and must not be merged already.
-        """
-        if masters is None:
-            require_restored(self.carrying)
-        else:
-            torch._foreach_copy_([self._parameters[name] for name in masters], list(masters.values()))
-        layers = [_layer(name, up, masters) for name, up in self.carrying if up.residual.impl == "weight"]
-        tensors = [tensor for layer in layers for tensor in (layer.weight, layer.state)]
-        if (built_for := list(map(_identity, tensors))) != self._built_for:
-            by_storage: dict[tuple[int, ...], list[Layer]] = {}
-            for layer in layers:
-                by_storage.setdefault((_storage(layer.weight), _storage(layer.state)), []).append(layer)
-            self._storages, self._built_for = list(map(_Storage, by_storage.values())), built_for
-        for storage in self._storages:
+    def merge(self) -> None:
+        """Make the working weights from the state: B + beta R^T, rounded once."""
+        if self.masters is not None:
+            torch._foreach_copy_(self.working, list(self.masters.values()))
+        for storage in self.storages:
             storage.merge()
 
     @record_function("with_residual")
     @torch.no_grad()
-    def _restore(self) -> list[str]:
-        """Take the residuals out of the weights, bit for bit; returns the names of those that changed meanwhile."""
-        return [name or "the module" for storage in self._storages for name in storage.restore()]
+    def restore(self) -> list[str]:
+        """Take residuals out again that were merged into the state, bit for bit; returns the layers that changed."""
+        return [name or "the module" for storage in self.storages for name in storage.restore()]
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -101,36 +98,31 @@ class _Storage:
         self.layers, first = layers, layers[0]
         self.own = [sharded.local_rows(layer.weight) for layer in layers]
         self.weights, self.states = _memory(first.weight), _memory(first.state)
-        self.in_place = first.weight is first.state
         self.write_at = torch.cat([layer.residual.places(layer.weight) for layer in layers])
         self.read_at = self.write_at
+        self.in_place = first.weight is first.state
         if not self.in_place:
             self.read_at = torch.cat([layer.residual.places(layer.state) for layer in layers])
         self.entries: Tensor | None = None  # B's, while residuals are merged in place
-        self.versions: list[int] = []  # autograd's, of the weights, after the merge
         self.betas = None if any(layer.alpha is not None for layer in layers) else self._betas()
 
     def merge(self) -> None:
         entries = self.states[self.read_at]
         merged = plus(entries, self._betas() if self.betas is None else self.betas, self.weights.dtype)
-        if self.in_place:
-            self.entries = entries
-            for layer in self.layers:
-                layer.residual.merged = True
+        self.entries = entries if self.in_place else None
         self._write(merged)
-        self.versions = [own._version for own in self.own]
+        self.versions = [own._version for own in self.own]  # autograd's
+        for layer in self.layers:
+            layer.residual.merged = True
 
     def restore(self) -> list[str]:
         """Write B's entries back; returns the names of the layers whose weight changed since ``merge``."""
         if self.entries is None:
             return []
-        changed = [
-            layer.name
-            for layer, own, version in zip(self.layers, self.own, self.versions, strict=False)
-            if own._version != version
-        ]
+        of_layers = zip(self.layers, self.own, self.versions, strict=True)
+        changed = [layer.name for layer, own, version in of_layers if own._version != version]
         self._write(self.entries)
-        self.entries, self.versions = None, []
+        self.entries = None
         for layer in self.layers:
             layer.residual.merged = False
         return changed
@@ -166,9 +158,3 @@ def _memory(tensor: Tensor) -> Tensor:
 
 def _storage(tensor: Tensor) -> int:
     return sharded.local_rows(tensor).untyped_storage()._cdata
-
-
-def _identity(tensor: Tensor) -> tuple:
-    """A value that changes if the tensor is replaced or moves in memory."""
-    own = sharded.local_rows(tensor)
-    return id(tensor), own.data_ptr(), own.storage_offset(), own.stride(), own.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from functools import cached_property
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -41,37 +41,29 @@ class Residual:
         self.rows = torch.arange(d_out)
         self.contiguous = columns is None
         self.columns = self.rows // self.copies if columns is None else columns
-        self.merged = False  # whether the weight holds B + beta R^T at present
+        self.merged = False  # whether the weight that is multiplied by holds B + beta R^T at present
 
     @property
     def beta(self) -> float:
         return self.alpha / self.divisor
 
-    @cached_property
+    @property
     def checksum(self) -> int:
         """CRC-32 of ``columns``. A float64 holds it exactly."""
         return zlib.crc32(self.columns.cpu().numpy().tobytes())
 
-    def entries(self, weight: Tensor) -> Tensor:
-        """The entries (i, columns[i]) of ``weight``, one for each row that this rank holds."""
-        own, at = self._entries_of(weight)
-        return own[at]
+    def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
+        """Add share beta to the entries of ``weight``, in place."""
+        own, at = self.entries(weight)
+        own[at] = plus(own[at], share * self.strength(weight.dtype, alpha), weight.dtype)
 
-    def write(self, weight: Tensor, entries: Tensor) -> None:
-        own, at = self._entries_of(weight)
-        own[at] = entries
-
-    def _entries_of(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The rows of ``weight`` that this rank holds, and the indices of the entries in them."""
+    def entries(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The rows of ``weight`` that this rank holds, and the indices of the entries (i, columns[i]) in them."""
         self._follow(weight.device)
         if not sharded.is_sharded(weight):
             return weight, (self.rows, self.columns)
         first, end = sharded.span(weight)
         return sharded.local_rows(weight), (self.rows[: end - first], self.columns[first:end])
-
-    def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
-        """Add share beta to the entries of ``weight``, in place."""
-        self.write(weight, plus(self.entries(weight), share * self.strength(weight.dtype, alpha), weight.dtype))
 
     def strength(self, dtype: torch.dtype, alpha: Tensor | None) -> Tensor | float:
         """beta, as it is added to a weight of ``dtype``; ``alpha`` is the learned one, if any."""
@@ -79,8 +71,7 @@ class Residual:
 
     def places(self, weight: Tensor) -> Tensor:
         """The positions of the entries in the storage of ``weight``, counted in values from its start."""
-        own = sharded.local_rows(weight)
-        rows, columns = self._entries_of(weight)[1]
+        own, (rows, columns) = self.entries(weight)
         return int(own.storage_offset()) + rows * own.stride(0) + columns * own.stride(1)
 
     def strength_gradient(self, gradient: Tensor) -> Tensor:
@@ -88,7 +79,8 @@ class Residual:
 
         If the gradient is sharded by rows, the result is the part of the rows that this rank holds.
         """
-        return self.entries(gradient).sum(dtype=at_least_fp32(gradient.dtype)) / self.divisor
+        own, at = self.entries(gradient)
+        return own[at].sum(dtype=at_least_fp32(gradient.dtype)) / self.divisor
 
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out]. Contiguous copies are full groups of K and a tail.
@@ -144,6 +136,16 @@ def residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
     """The up-projections that carry a residual, with their names."""
     carrying = ((name, m) for name, m in module.named_modules() if isinstance(getattr(m, "residual", None), Residual))
     return [(name, cast(UpProjection, m)) for name, m in carrying]
+
+
+def require_merged(carrying: Iterable[tuple[str, UpProjection]], *_: object) -> None:
+    """Raise RuntimeError if a forward pass would compute B z, which is neither DLR nor what folding gives."""
+    for name, up in carrying:
+        residual = getattr(up, "residual", None)
+        if residual is not None and residual.impl == "weight" and not residual.merged:
+            rule = "its weight is without the residual, so this forward pass is that of another model"
+            fix = "Run it inside `with active(model):` (under a Trainer, use TrainsWithDlr), or after fold_(model)"
+            raise RuntimeError(f"{name or 'an up-projection'}: {rule}. {fix}")
 
 
 def learned_alpha(up: nn.Linear) -> nn.Parameter | None:

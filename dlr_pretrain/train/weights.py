@@ -123,16 +123,12 @@ class Weights:
     @contextmanager
     def with_residual(self) -> Iterator[None]:
         """Within this context the model multiplies by state plus residual, rounded once. Outside, the state holds B."""
-        if self.masters is not None:
-            self._merged.merge(self.masters)
+        with self._merged.active():
             yield
-        else:
-            with self._merged.active():
-                yield
 
     @cached_property
     def _merged(self) -> MergedResiduals:
-        return MergedResiduals(self.model)
+        return MergedResiduals(self.model, self.masters)
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:

@@ -165,9 +165,9 @@ def test_merging_masters_rounds_the_sum_once():
     model = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"))
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.to(torch.bfloat16)
-    merger = MergedResiduals(model)
+    merger = MergedResiduals(model, masters)
     for _ in range(2):  # merging again starts from the masters
-        merger.merge(masters)
+        merger.merge()
     folded = folded_state(model, masters)
     for name, p in model.named_parameters():
         assert folded[name].dtype == torch.float32
@@ -201,30 +201,6 @@ def test_merging_takes_as_many_kernels_for_any_depth(precision):
     assert kernels(2) == kernels(5) <= 12
 
 
-def test_weights_that_are_moved_are_workingwhere_they_are():
-    model = nn.Sequential(Layer(), Layer(rank=3))
-    attach_dlr(model)
-    merger, up = MergedResiduals(model), model[0].up
-
-    def other_parameter():
-        up.weight = nn.Parameter(up.weight.detach().clone())
-
-    def other_memory():
-        up.weight.data = up.weight.data.clone()
-
-    def other_layout():
-        up.weight.data = up.weight.data.t().contiguous().t()
-
-    for move in (lambda: None, other_parameter, other_memory, other_layout, model.double, lambda: None):
-        move()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        with merger.active():
-            working = {name: p.detach().clone() for name, p in model.named_parameters()}
-        expected = folded_state(model, before)
-        assert all(torch.equal(working[name], expected[name]) for name in before)
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 def test_a_backward_pass_after_the_residual_was_taken_out_is_refused():
     """It would multiply by B where the forward pass multiplied by B + beta R^T."""
     layer = Layer()
@@ -245,10 +221,32 @@ def test_b_comes_back_when_the_forward_fails():
     assert torch.equal(layer.up.weight, before)
 
 
+@pytest.mark.parametrize("learn_alpha", [False, True])
+def test_a_forward_pass_that_leaves_the_residual_out_is_refused(learn_alpha):
+    """Eager, compiled, through a part of the model, and through the grouped products that call no layer."""
+    model, x = nn.Sequential(Layer(), Layer(10)), torch.randn(2, 6)
+    attach_dlr(model, learn_alpha=learn_alpha)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    llama = build(small("cola", "dlr=on"), VOCAB, torch.device("cpu"))
+    ours = (lambda: llama(*batch()), lambda: llama.logits(x))
+    for forward in (lambda: model(x), lambda: model[0](x), lambda: compiled(x), *ours):
+        with pytest.raises(RuntimeError, match=r"is that of another model. Run it inside .*active\(model\)"):
+            forward()
+    with active(model), active(compiled), active(llama):
+        assert torch.equal(model(x), compiled(x)) and llama(*batch()).requires_grad
+    for m in (model, compiled, llama):
+        fold_(m)
+    assert torch.equal(model(x), compiled(x)) and llama.logits(batch()[0]).requires_grad
+    branch = Layer()
+    attach_dlr(branch, impl="branch")  # has it in its forward pass
+    branch(x)
+
+
 def test_misuse_is_refused():
     layer = Layer()
-    with pytest.raises(ValueError, match="no residual"):
-        fold_(layer)
+    for act in (fold_, lambda m: active(m).__enter__()):
+        with pytest.raises(ValueError, match="no residual: call attach_dlr"):
+            act(layer)
     attach_dlr(layer)
     with pytest.raises(ValueError, match="has a residual already"):
         attach_dlr(layer)
@@ -260,8 +258,9 @@ def test_misuse_is_refused():
         with pytest.raises(RuntimeError, match="merged"), active(layer):
             pass
     assert fold_(layer) == 1
-    with pytest.raises(ValueError, match="folded already"):
-        fold_(layer)
+    for act in (fold_, lambda m: active(m).__enter__()):
+        with pytest.raises(ValueError, match="folded already"):
+            act(layer)
     for part in (layer, layer.up):
         with pytest.raises(ValueError, match="was folded"):
             attach_dlr(part)
