@@ -119,71 +119,76 @@ class Stack:
         return all(slot.data_ptr() == linear.weight.data_ptr() for slot, linear in pairs)
 
     @property
-    def leaves(self) -> list[Tensor]:
-        return [linear.weight for linear in self.linears]
+    def joined(self) -> Tensor:
+        """The weights [G, d_out, d_in] as one tensor, padding included; its gradient goes to the weights themselves."""
+        if not torch.is_grad_enabled():  # dynamo (torch 2.13) fails on autograd functions if gradients are disabled
+            return self.storage
+        return _Joined.apply(self.storage, *(linear.weight for linear in self.linears))
 
     def shared(self, x: Tensor) -> Tensor:
         """x [..., pad_in] -> [..., G, rows of the storage]: one product for projections with the same input.
 
         ``train.activation_checkpointing=latent`` keeps such products, the only ones in a block that are not batched.
         """
-        rows = x.flatten(0, -2)
-        if torch.is_grad_enabled():
-            y = _SharedInput.apply(rows, self.storage, *self.leaves)
-        else:  # dynamo (torch 2.13) fails on autograd functions if gradients are disabled
-            y = rows @ self.storage.flatten(0, 1).T
+        y = x.flatten(0, -2) @ self.joined.flatten(0, 1).T
         return y.view(*x.shape[:-1], len(self.linears), -1)
 
-    def batched(self, z: Tensor) -> Tensor:
-        """z [..., G, pad_in] -> [G, ..., pad_out]: each projection reads its own input."""
-        rows = z.flatten(0, -3)
+    def batched(self, z: Tensor, *beside: Stack) -> Tensor:
+        """z [..., G, width] -> [G, ..., pad_out]: each projection reads its own input.
+
+        It multiplies by the weights of this stack and of those ``beside`` it, in this order along the input.
+        """
+        rows, stacks = z.flatten(0, -3), (self, *beside)
         if torch.is_grad_enabled():
-            y = _OwnInput.apply(rows, self.storage, *self.leaves)
+            y = _OwnInput.apply(rows, *(stack.joined for stack in stacks))
         else:
-            y = torch.bmm(rows.transpose(0, 1), self.storage.transpose(1, 2))
+            y = torch.bmm(rows.transpose(0, 1), _side_by_side([s.storage for s in stacks], rows.shape[-1]).mT)
         return y.view(len(self.linears), *z.shape[:-2], -1)
 
 
-class _SharedInput(torch.autograd.Function):
-    """x [N, d_in], W [G, d_out, d_in] -> [N, G d_out]. The gradient of W goes to the leaves that are views of it."""
+class _Joined(torch.autograd.Function):
+    """The storage of the leaves that are views of it. Of its gradient each leaf gets its own part."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, storage: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(x, storage)
+    def forward(ctx, storage: Tensor, *leaves: Tensor) -> Tensor:
         ctx.shape = leaves[0].shape
-        return x @ storage.flatten(0, 1).T
+        return storage.view_as(storage)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, storage = ctx.saved_tensors
+    def backward(ctx, gradient: Tensor):
         d_out, d_in = ctx.shape
-        dx = dy @ storage.flatten(0, 1)
-        if not any(ctx.needs_input_grad[2:]):
-            return dx, *[None] * (len(storage) + 1)
-        if storage.shape[2] > d_in:  # transposed storage: form the gradient in the leaves' own layout
-            dw = (x.T @ dy).view(-1, len(storage), storage.shape[1]).permute(1, 2, 0)
-        else:
-            dw = (dy.T @ x).view(storage.shape)
-        return dx, None, *(g[:d_out, :d_in] for g in dw)
+        return None, *(g[:d_out, :d_in] for g in gradient)
 
 
 class _OwnInput(torch.autograd.Function):
-    """z [N, G, r], W [G, d_out, r] -> [G, N, d_out]. The gradient of W goes to the leaves that are views of it."""
+    """z [N, G, width], weights [G, d_out, r_1], [G, d_out, r_2], ... -> [G, N, d_out], in one product.
+
+    Several weights are put side by side: this moves fewer bytes than adding their outputs, and the sum is rounded once.
+    The backward pass puts them together again, so that no second copy of them is kept.
+    """
 
     @staticmethod
-    def forward(ctx, z: Tensor, storage: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(z, storage)
-        ctx.d_out = leaves[0].shape[0]
-        return torch.bmm(z.transpose(0, 1), storage.transpose(1, 2))
+    def forward(ctx, z: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(z, *weights)
+        return torch.bmm(z.transpose(0, 1), _side_by_side(weights, z.shape[-1]).mT)
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        z, storage = ctx.saved_tensors
-        dz = torch.bmm(dy, storage).transpose(0, 1)
-        if not any(ctx.needs_input_grad[2:]):
-            return dz, *[None] * (len(storage) + 1)
-        dw = torch.bmm(dy.transpose(1, 2), z.transpose(0, 1))
-        return dz, None, *(g[: ctx.d_out] for g in dw)
+        z, *weights = ctx.saved_tensors
+        dz = torch.bmm(dy, _side_by_side(weights, z.shape[-1])).transpose(0, 1)
+        if not any(ctx.needs_input_grad[1:]):
+            return dz, *[None] * len(weights)
+        dw = torch.bmm(dy.mT, z.transpose(0, 1))
+        widths = [weight.shape[-1] for weight in weights]
+        return dz, *dw[..., : sum(widths)].split(widths, dim=-1)
+
+
+def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
+    """[G, d_out, r_1], [G, d_out, r_2], ... -> [G, d_out, width], filled up with zeros; one of that width as it is."""
+    missing = width - sum(weight.shape[-1] for weight in weights)
+    if len(weights) == 1 and not missing:
+        return weights[0]
+    return torch.cat((*weights, weights[0].new_zeros(*weights[0].shape[:-1], missing)), dim=-1)
 
 
 class Group(ABC, Generic[P]):

@@ -101,40 +101,7 @@ class Lost(LowRank[LostProjection]):
             parts = z.split((self.rank, z.shape[-1] - self.rank), dim=-1)
             both = zip(self.projections, *(part.unbind(-2) for part in parts), strict=True)
             return tuple(p.b(z_1) + p.s(z_2) for p, z_1, z_2 in both)
-        rows = z.flatten(0, -3)
-        if torch.is_grad_enabled():
-            y = _SideBySide.apply(rows, self.b.storage, self.s.storage, *self.b.leaves, *self.s.leaves)
-        else:  # for dynamo, as in Stack
-            y = torch.bmm(rows.transpose(0, 1), _side_by_side(self.b.storage, self.s.storage, self.width).mT)
-        return y.view(len(self.projections), *z.shape[:-2], -1).unbind(0)
-
-
-class _SideBySide(torch.autograd.Function):
-    """z [N, G, width], B [G, d_out, r], W_s [G, d_out, k] -> (B W_s 0) z [G, N, d_out], in one product.
-
-    Joining the weights moves fewer bytes than adding the two outputs, and the sum is rounded once. The backward pass
-    joins them again, so that no second copy of them is kept.
-    """
-
-    @staticmethod
-    def forward(ctx, z: Tensor, b: Tensor, s: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.save_for_backward(z, b, s)
-        ctx.d_out = leaves[0].shape[0]
-        return torch.bmm(z.transpose(0, 1), _side_by_side(b, s, z.shape[-1]).mT)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        z, b, s = ctx.saved_tensors
-        dz = torch.bmm(dy, _side_by_side(b, s, z.shape[-1])).transpose(0, 1)
-        if not any(ctx.needs_input_grad[3:]):
-            return dz, *[None] * (2 + 2 * len(b))
-        dw = torch.bmm(dy.mT, z.transpose(0, 1))[:, : ctx.d_out]
-        return dz, None, None, *dw[..., : b.shape[-1]], *dw[..., b.shape[-1] : b.shape[-1] + s.shape[-1]]
-
-
-def _side_by_side(b: Tensor, s: Tensor, width: int) -> Tensor:
-    """[G, d_out, r] and [G, d_out, k] -> [G, d_out, width], filled up with zeros."""
-    return torch.cat((b, s, b.new_zeros(*b.shape[:-1], width - b.shape[-1] - s.shape[-1])), dim=-1)
+        return self.b.batched(z, self.s).unbind(0)
 
 
 def _aligned(width: int) -> int:

@@ -42,7 +42,7 @@ class MergedResiduals:
     def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None):
         self.carrying, self.masters = residuals(module), masters
         parameters = dict(module.named_parameters())
-        self.working = [parameters[name] for name in masters or ()]
+        self.working: list[Tensor] = [parameters[name] for name in masters or ()]
         by_storage: dict[tuple[int, int], list[Layer]] = {}
         for name, up in self.carrying:
             if up.residual.impl == "weight":

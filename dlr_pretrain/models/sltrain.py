@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,13 +62,12 @@ class Sltrain(Group[SltrainProjection]):
             formed = (form(p.b.weight, p.a.weight, p.values, p.index, self.scale) for p in self.projections)
             return tuple(F.linear(z, weight) for weight in formed)
         rows, count = z.flatten(0, -2), len(self.projections)
-        a, b, index = self.a.storage, self.b.storage, [p.index for p in self.projections]
-        leaves = *self.a.leaves, *self.b.leaves, *(p.values for p in self.projections)
+        entries = *(p.index for p in self.projections), *(p.values for p in self.projections)
         if torch.is_grad_enabled():
-            y = _Formed.apply(rows, self.scale, a, b, *index, *leaves)
+            y = _Formed.apply(rows, self.scale, self.spec.d_in, self.a.joined, self.b.joined, *entries)
         else:  # for dynamo, as in Stack
-            values = [p.values for p in self.projections]
-            y = rows @ _form_group(self.scale, a, b, index, values, self.spec.d_in).flatten(0, 1).T
+            form = self.scale, self.spec.d_in, self.a.storage, self.b.storage
+            y = rows @ _form_group(*form, entries[:count], entries[count:]).flatten(0, 1).T
         return y.view(*z.shape[:-1], count, -1).unbind(-2)
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
@@ -86,7 +87,7 @@ def _positions(index: Tensor, d_in: int, pad_in: int) -> Tensor:
     return index if pad_in == d_in else index + index // d_in * (pad_in - d_in)
 
 
-def _form_group(scale: float, a: Tensor, b: Tensor, index, values, d_in: int) -> Tensor:
+def _form_group(scale: float, d_in: int, a: Tensor, b: Tensor, index: Sequence[Tensor], values: Sequence[Tensor]):
     """The weights of a group, [G, pad_out, pad_in], from storages A [G, r, pad_in] and B [G, pad_out, r]."""
     dense = torch.bmm(b, a).mul_(scale)
     for slot, where, value in zip(dense.flatten(1), index, values, strict=True):
@@ -96,32 +97,27 @@ def _form_group(scale: float, a: Tensor, b: Tensor, index, values, d_in: int) ->
 
 
 class _Formed(torch.autograd.Function):
-    """x [N, pad_in] -> [N, G pad_out], with G weights that forward and backward each form.
+    """x [N, pad_in], scale, d_in, storages of A and B, G indices and G values -> [N, G pad_out].
 
-    Arguments: x, scale, the storages of A and B, G indices; then G leaves of A, G leaves of B, and G values.
+    Forward and backward each form the G weights.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, scale: float, a: Tensor, b: Tensor, *rest: Tensor) -> Tensor:
-        count = len(a)
-        index, values = rest[:count], rest[3 * count :]
-        (_, d_in), (d_out, _) = rest[count].shape, rest[2 * count].shape
-        ctx.save_for_backward(x, a, b, *index, *values)
-        ctx.scale, ctx.d_in, ctx.d_out = scale, d_in, d_out
-        return x @ _form_group(scale, a, b, index, values, d_in).flatten(0, 1).T
+    def forward(ctx, x: Tensor, scale: float, d_in: int, a: Tensor, b: Tensor, *entries: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a, b, *entries)
+        ctx.scale, ctx.d_in = scale, d_in
+        return x @ _form_group(scale, d_in, a, b, entries[: len(a)], entries[len(a) :]).flatten(0, 1).T
 
     @staticmethod
     def backward(ctx, dy: Tensor):
-        x, a, b, *rest = ctx.saved_tensors
-        count = len(a)
-        index, values = rest[:count], rest[count:]
-        dx = dy @ _form_group(ctx.scale, a, b, index, values, ctx.d_in).flatten(0, 1)
-        dw = (dy.T @ x).view(count, -1, a.shape[2])
+        x, a, b, *entries = ctx.saved_tensors
+        index, values = entries[: len(a)], entries[len(a) :]
+        dx = dy @ _form_group(ctx.scale, ctx.d_in, a, b, index, values).flatten(0, 1)
+        dw = (dy.T @ x).view(len(a), -1, a.shape[2])
         da = torch.bmm(dw.transpose(1, 2), b).mul_(ctx.scale).transpose(1, 2)
         db = torch.bmm(dw, a.transpose(1, 2)).mul_(ctx.scale)
         dv = (g[_positions(where, ctx.d_in, a.shape[2])] for g, where in zip(dw.flatten(1), index, strict=True))
-        nones = [None] * (3 + count)
-        return dx, *nones, *(g[:, : ctx.d_in] for g in da), *(g[: ctx.d_out] for g in db), *dv
+        return dx, None, None, da, db, *[None] * len(a), *dv
 
 
 BACKBONE = Sltrain
