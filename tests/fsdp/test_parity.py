@@ -157,6 +157,5 @@ def test_dlr_is_a_library_for_anybodys_sharded_module(d_out, rank):
             torch.testing.assert_close(module(z).T.detach(), b + beta * r_transposed(d_out, rank).double())
             module.reshard()
         torch.testing.assert_close(sharded.gathered(module.weight), b, rtol=0, atol=0)
-        torch.testing.assert_close(module(z).T.detach(), b)
 
     on_ranks(act, 3)

@@ -101,7 +101,7 @@ def assert_compute_the_same(compiled, eager) -> None:
     expected, found = step(eager), step(compiled)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-11, msg=name)
-    with torch.no_grad():
+    with torch.no_grad(), active(compiled), active(eager):
         ids = torch.randint(0, VOCAB, (3, 12))
         torch.testing.assert_close(compiled(ids, ids), eager(ids, ids), rtol=1e-12, atol=0)
 

@@ -22,8 +22,9 @@ from dlr_pretrain.data import load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy import fold as fold_module
 from dlr_pretrain.deploy.export import deployed
 from dlr_pretrain.models import build, fold_
-from dlr_pretrain.models.dlr import active, residuals
+from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from tests.conftest import SMALL, saved, script
@@ -210,7 +211,7 @@ def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words
     for p in model.parameters():
         p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
     ids = torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
-    with active(model):
+    with MergedResiduals(model).active():
         trained = model.logits(ids)
     if residuals(model):
         fold_(model)

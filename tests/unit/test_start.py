@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.models import build
-from dlr_pretrain.models.dlr import active
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped, UserError
@@ -66,7 +66,7 @@ def ids() -> torch.Tensor:
 ])  # fmt: skip
 def test_at_full_rank_the_start_computes_what_the_dense_model_computes(dense, folder, ids, words):
     model = started(small(*words), folder)
-    with active(model):
+    with MergedResiduals(model).active():
         found = model.logits(ids)
     torch.testing.assert_close(found, copy.deepcopy(dense).double().logits(ids), rtol=1e-9, atol=1e-9)
 
@@ -79,7 +79,7 @@ def test_a_projection_starts_as_its_best_approximation(dense, folder, dlr, dtype
         u, s, vh = torch.linalg.svd(dense.get_parameter(f"model.layers.1.{name}.weight").double())
         best = u[:, :8] * s[:8] @ vh[:8]
         p = model.get_submodule(f"model.layers.1.{name}")
-        with active(model):
+        with MergedResiduals(model).active():
             product = p.b.weight.double() @ p.a.weight.double()
         assert (product - best).abs().max() < 8 * eps * s[0]
     assert torch.equal(model.model.norm.weight, dense.model.norm.weight.to(dtype))
