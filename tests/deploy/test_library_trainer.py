@@ -91,7 +91,7 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(plain, tmp_path):
     fold_(folded.model)
     assert folded.evaluate()["eval_loss"] == evaluated
     without = Trainer(trainer.model, trainer.args, eval_dataset=rows())
-    with pytest.raises(RuntimeError, match="is that of another model.*TrainsWithDlr"):  # B alone
+    with pytest.raises(RuntimeError, match=r"is that of another model.*TrainsWithDlr"):  # B alone
         without.evaluate()
 
 
