@@ -80,7 +80,7 @@ def run(ranks: Ranks, *words: str, plain: bool = False) -> Outcome:
     cfg = config(*words)
     updates, losses, norms = made(cfg, ranks, plain), [], []
     for index, batch in enumerate(own_batches(cfg, ranks)):
-        loss, norm, *_ = updates(batch, index, rate(cfg, index)).tolist()
+        loss, norm, *_ = (value.item() for value in updates(batch, index, rate(cfg, index)))
         losses.append(loss), norms.append(norm)
         if merge_due(cfg, index + 1):
             updates.merge(index + 1)

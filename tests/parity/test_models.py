@@ -13,6 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.models.llama import Llama, padded
+from dlr_pretrain.models.merged import MergedResiduals
 from tests.parity.reference import VOCAB, assert_follows_formula, silu, small, tied
 
 BACKBONES = ("full", "lowrank", "cola")
@@ -156,11 +157,12 @@ def test_compiled_equals_eager(variant):
     compiled = copy.deepcopy(eager)
     compiled.compile_()
     ids, targets = torch.randint(0, VOCAB, (2, 2, 16))
-    with torch.no_grad():
-        torch.testing.assert_close(eager(ids, targets), compiled(ids, targets), rtol=1e-5, atol=0)
-    losses = [model(ids, targets) for model in (eager, compiled)]
-    for loss in losses:
-        loss.backward()
+    with MergedResiduals(eager).active(), MergedResiduals(compiled).active():
+        with torch.no_grad():
+            torch.testing.assert_close(eager(ids, targets), compiled(ids, targets), rtol=1e-5, atol=0)
+        losses = [model(ids, targets) for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
     torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
     for (name, p), q in zip(eager.named_parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
