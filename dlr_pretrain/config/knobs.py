@@ -56,8 +56,8 @@ class Cola(LowRank):
 
 @dataclass
 class Lax(Factors):
-    gate: Literal["identity", "linear", "tensor", "dense"] = key(
-        "a factor a coordinate (linear), a two-sided product (tensor), or r x r with bias (dense)",
+    gate: Literal["tensor", "dense"] = key(
+        "a two-sided product (tensor), or r x r with bias (dense)",
         "${by_scale:{60m: dense, other: tensor}}",
     )
     norm: Literal["latent", "output", "none"] = key(
@@ -71,7 +71,7 @@ class Lax(Factors):
 
 @dataclass
 class ColaLax(Lax):
-    gate: Literal["identity", "linear", "tensor", "dense"] = key(
+    gate: Literal["tensor", "dense"] = key(
         "see lax", "${by_scale:{60m: dense, 130m: dense, 350m: dense, other: tensor}}"
     )
     swiglu_silu: bool = key("as in the DLR paper; the authors of CoLA drop it from 350M on", True)

@@ -174,18 +174,6 @@ class LostLinear(LowRankLinear):
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
 
 
-class LinearGate(nn.Module):
-    """G(c) = w * c."""
-
-    def __init__(self, rank: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(rank))
-        self.initial = {"weight": ("ones_", {})}
-
-    def forward(self, c: Tensor) -> Tensor:
-        return c * self.weight
-
-
 class TensorGate(nn.Module):
     """G(c) = E2^T C E1, where C [n1, n2] is c reshaped; n1 n2 = rank, and n1 <= n2 are as close as possible."""
 
@@ -210,7 +198,7 @@ class DenseGate(nn.Linear):
         self.initial = {"weight": start, "bias": start}
 
 
-GATES = {"identity": lambda rank: nn.Identity(), "linear": LinearGate, "tensor": TensorGate, "dense": DenseGate}
+GATES = {"tensor": TensorGate, "dense": DenseGate}
 
 
 class LaxLinear(LowRankLinear):

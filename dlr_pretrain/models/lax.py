@@ -19,20 +19,6 @@ from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
 NORM_EPS = 1e-6
 
 
-class LinearGate(nn.Module):
-    """G(c) = w * c, one factor per coordinate."""
-
-    def __init__(self, rank: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rank))
-
-    def forward(self, c: Tensor) -> Tensor:
-        return c * self.weight
-
-    def init_(self, seeded: SeededInit, name: str) -> None:
-        self.weight.fill_(1.0)
-
-
 class TensorGate(nn.Module):
     """G(c) = E2^T C E1, where C [n1, n2] is c reshaped: n1 n2 = r, n1 <= n2, and both are as close as possible."""
 
@@ -62,12 +48,8 @@ class DenseGate(nn.Linear):
             value.copy_(seeded.uniform(f"{name}.{key}", value.shape, self.in_features**-0.5))
 
 
-Gate = LinearGate | TensorGate | DenseGate
-GATES: dict[str, Callable[[int], Gate]] = {
-    "linear": LinearGate,
-    "tensor": TensorGate,
-    "dense": DenseGate,
-}  # identity has no parameters
+Gate = TensorGate | DenseGate
+GATES: dict[str, Callable[[int], Gate]] = {"tensor": TensorGate, "dense": DenseGate}
 
 
 def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
@@ -82,12 +64,13 @@ def stacked(modules: Sequence[nn.Module], name: str) -> Tensor:
 
 
 class LaxProjection(LowRankProjection):
-    """The factors of one projection and, from the second block on, its gate and norm if they have parameters."""
+    """The factors of one projection and, from the second block on, its gate and norm."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):
         super().__init__(spec.d_in, spec.d_out, rank := knobs["rank"])
-        gated, normed = spec.block > 0 and knobs["gate"] in GATES, spec.block > 0 and knobs["norm"] != "none"
-        self.gate: Gate | None = GATES[knobs["gate"]](rank) if gated else None
+        crossed = spec.block > 0
+        normed = crossed and knobs["norm"] != "none"
+        self.gate: Gate | None = GATES[knobs["gate"]](rank) if crossed else None
         self.norm = nn.LayerNorm(rank if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS) if normed else None
 
 
@@ -136,15 +119,10 @@ class Lax(LowRank[LaxProjection]):
 
     def gate(self, c: Tensor) -> Tensor:
         """c [..., G, r] -> G(c)."""
-        kind = self.knobs["gate"]
-        if kind == "identity":
-            return c
         gates = [p.gate for p in self.projections if p.gate is not None]
         if not self.grouped:
             return torch.stack([gate(c_p) for gate, c_p in zip(gates, c.unbind(-2), strict=True)], dim=-2)
-        if kind == "linear":
-            return c * stacked(gates, "weight")
-        if kind == "tensor":
+        if self.knobs["gate"] == "tensor":
             return two_sided(c, stacked(gates, "e1"), stacked(gates, "e2"))
         return self.dense_gate.batched(c).movedim(0, -2) + stacked(gates, "bias")
 

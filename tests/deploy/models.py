@@ -20,7 +20,7 @@ KINDS = {  # a backbone, and what is special about it
     "cola": (),
     "cola-learned": ("learn_latent_scale=true", "swiglu_silu=false"),
     "lost": ("sparsity=0.1",),
-    "lax": ("gate=linear", "norm=output", "crossing=post_act", "recursive=false"),  # the DLR paper's text
+    "lax": ("gate=tensor", "norm=output", "crossing=post_act", "recursive=false"),  # the DLR paper's text
     "lax-dense": ("gate=dense", "recursive=false"),
     "cola_lax": (),
 }
