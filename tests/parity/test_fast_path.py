@@ -147,30 +147,3 @@ def test_inductors_code_trains_as_the_plain_model():
     cfg, reference, start = both("cola", "fp32")
     found = fast(cfg, start, lambda model: model.compile_())
     assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
-
-
-# ----------------------------------------------------------------------------------------------------
-# The whole product, by `python -m pytest -m exhaustive`: a quarter of an hour
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("compiled", [None, False, True], ids=["eager", "blocks", "whole"])
-@pytest.mark.parametrize("kept", ["none", "latent", "block"])
-@pytest.mark.parametrize("variant", CARRYING + OTHERS)
-def test_fp32_trains_as_the_plain_model(variant, kept, compiled):
-    if kept == "latent" and variant not in CARRYING:
-        pytest.skip("has no latents to keep")
-    if kept != "none" and compiled:
-        pytest.skip("checkpointing computes again block by block: Weights.compile_ compiles blocks there")
-    torch._dynamo.reset()
-    cfg, reference, start = both(variant, "fp32", f"train.activation_checkpointing={kept}")
-    found = fast(cfg, start, lambda model: None if compiled is None else model.compile_(compiled))
-    assert found == pytest.approx(plain(reference, start, torch.float32), rel=1e-5)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "blocks"])
-@pytest.mark.parametrize("kept", ["none", "latent", "block"])
-@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
-def test_bf16_strays_as_far_as_the_plain_model(precision, kept, compiled):
-    stray_alike(precision, kept, lambda model: model.compile_() if compiled else None)
