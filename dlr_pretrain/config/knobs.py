@@ -89,10 +89,8 @@ class Lost(Backbone):
     sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", 0.01, gt=0, le=1)
     activation: Literal["silu", "none"] = key("between the factors", "silu")
     init: Literal["svd", "cola"] = key("of A and B: from the SVD of a dense start W, or drawn as CoLA's", "svd")
-    channels: Literal["residual", "smallest", "random"] = key(
-        "largest columns of W - B A, of W's smallest singular values, or random", "residual"
-    )
-    residual_rank: int = key("singular values beyond the rank (or the last ones) that choose the channels", 256, ge=1)
+    channels: Literal["residual", "random"] = key("largest columns of W - B A, or random", "residual")
+    residual_rank: int = key("singular values beyond the rank that choose the channels", 256, ge=1)
 
 
 @dataclass
@@ -116,8 +114,7 @@ class Sltrain(Lora):
 class Relora(Lora):
     merge_every: int = key("updates between merges", "${by_scale:{tiny: 100, other: 5000}}", ge=1)
     restart_warmup: int = key("updates of linear warm-up after each merge", "${by_scale:{tiny: 10, other: 100}}", ge=0)
-    prune: Literal["random", "magnitude"] = key("entries of the optimizer state that a merge keeps", "random")
-    prune_ratio: float = key("share of the entries that is zeroed", 0.999, ge=0, le=1)
+    prune_ratio: float = key("share of the optimizer state, drawn at random, that a merge zeroes", 0.999, ge=0, le=1)
 
     @staticmethod
     def problems(cfg: Config) -> Iterator[Problem]:

@@ -28,7 +28,7 @@ READ_IF: list[tuple] = [
     ("logger.", "logger.view", "wandb"),
     ("backbone.b_gain", "dlr.train_b", True),
     ("backbone.latent_scale", "backbone.learn_latent_scale", False),
-    ("backbone.residual_rank", "backbone.channels", "residual", "smallest"),
+    ("backbone.residual_rank", "backbone.channels", "residual"),
     ("optimizer.b_lr", "dlr.train_b", True),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),

@@ -34,9 +34,9 @@ class Lost(LowRank[LostProjection]):
 
     B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
 
-    Knob ``channels`` says how I is chosen. "residual" and "smallest" take the columns of largest l2 norm in a part of
-    W: that of the ``residual_rank`` singular values after the first r, or of the last ``residual_rank`` of those after
-    the first r. "random" draws I. ``init="cola"`` draws A and B as CoLA does; W_s are still columns of W.
+    Knob ``channels`` says how I is chosen. "residual" takes the columns of largest l2 norm in a part of W: that of the
+    ``residual_rank`` singular values after the first r. "random" draws I. ``init="cola"`` draws A and B as CoLA does;
+    W_s are still columns of W.
     """
 
     def __init__(self, spec: GroupSpec, projections: list[LostProjection], knobs: dict, grouped: bool):
@@ -70,15 +70,14 @@ class Lost(LowRank[LostProjection]):
 
     def start_projection_from_(self, p: LostProjection, dense: Tensor) -> None:
         dense = dense.to(p.b.weight.device)
-        left = min(dense.shape) - self.rank  # number of singular values that B A leaves out
-        looked_at = min(self.knobs["residual_rank"], left)
-        which = self.knobs["channels"]
-        u, s, vh = leading(dense, self.rank + {"residual": looked_at, "smallest": left, "random": 0}[which])
+        looks = self.knobs["channels"] == "residual"
+        looked_at = min(self.knobs["residual_rank"], min(dense.shape) - self.rank) if looks else 0
+        u, s, vh = leading(dense, self.rank + looked_at)
         b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
         p.b.weight.copy_(b)
         p.a.weight.copy_(a)
-        if which != "random":
-            rest = slice(len(s) - looked_at, len(s))
+        if looks:
+            rest = slice(self.rank, None)
             scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
             ranking = scores.sort(descending=True, stable=True).indices
             p.channels.copy_(ranking[: len(p.channels)].sort().values)

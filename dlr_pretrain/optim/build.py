@@ -17,7 +17,6 @@ from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
-from dlr_pretrain.util.tensors import at_least_fp32
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -138,18 +137,18 @@ class Optimizer:
             part.state[sharded.local_rows(p)][entry] = state
 
     @torch.no_grad()
-    def prune(self, names: Collection[str], keep: float, seed: int, by: str) -> None:
-        """Zero the moments of ``names`` in place, except a share ``keep`` of their entries; nothing else changes.
+    def prune(self, names: Collection[str], keep: float, seed: int) -> None:
+        """Zero the moments of ``names`` in place, except entries kept with probability ``keep``; nothing else changes.
 
-        ``by="random"`` keeps each entry with probability ``keep``; ``by="magnitude"`` keeps the entries of largest
-        absolute value. The choice depends on the state and (seed, name, entry) alone. Source: ReLoRA (Lialin et al.,
-        2023), whose partial resets keep 0.001 at random, or 0.1 to 0.2 by magnitude.
+        The choice depends on (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), which keeps 0.001.
         """
         for name, entry, value in self._entries():
             if name in names and entry in MOMENTS:
                 p = self.parameters[name]
-                whole = sharded.gathered(sharded.shard_like(p, quantized.values(value)))
-                dropped = _dropped(whole, keep, f"{seed}/{name}/{entry}", by)
+                digest = hashlib.sha256(f"{seed}/{name}/{entry}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                shape = p.shape if sharded.is_sharded(p) else value.shape
+                dropped = (torch.rand(shape, generator=generator) >= keep).to(value.device)
                 quantized.zero_(value, sharded.own_part(p, dropped))
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -201,16 +200,3 @@ def _own(p: Tensor, part: torch.optim.Optimizer, entry: str, stored: Tensor | St
     if entry == "step" and not _reads_found_inf(part):  # only fused kernels count steps on the device
         return value.to("cpu", copy=True)
     return empty_state(sharded.local_rows(p), value.shape, value.dtype).copy_(value)
-
-
-def _dropped(value: Tensor, keep: float, key: str, by: str) -> Tensor:
-    """A mask of the shape of ``value``: true for the entries to zero."""
-    if by == "random":
-        digest = hashlib.sha256(key.encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return (torch.rand(value.shape, generator=generator) >= keep).to(value.device)
-    if by == "magnitude":
-        size = value.abs().to(at_least_fp32(value.dtype))
-        rank = min(int((1 - keep) * value.numel()), value.numel() - 1)  # number of entries below the quantile
-        return size < size.flatten().kthvalue(rank + 1).values
-    raise ValueError(f"prune by {by!r}: random or magnitude")

@@ -106,10 +106,6 @@ def encoded(value: Tensor, values: Tensor, blocks: int) -> tuple[Tensor, Tensor]
     return quantize_8bit_with_qmap(unit, values), scale
 
 
-def values(value: Tensor) -> Tensor:
-    return value.dequantize() if is_quantized(value) else value
-
-
 def zero_(value: Tensor, where: Tensor) -> None:
     """Zero the entries of ``value`` under the mask ``where``; the others keep their bits."""
     if is_quantized(value):

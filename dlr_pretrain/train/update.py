@@ -126,7 +126,7 @@ class Update:
         for prefix, group in named_groups(self.weights.model):
             if isinstance(group, Relora):
                 factors |= set(group.merge_(self.weights.state, seeded, prefix, number))
-        self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number, knobs["prune"])
+        self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number)
 
     def rehearse(self) -> None:
         """Run one backward pass without targets, before the first update of a process.

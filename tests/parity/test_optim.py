@@ -268,7 +268,7 @@ def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choic
         optimizer = optim.build(choice, draw())
         updated(optimizer, range(3))
         before = values(optimizer)
-        optimizer.prune(names, keep=0.25, seed=seed, by="random")
+        optimizer.prune(names, keep=0.25, seed=seed)
         return before, values(optimizer)
 
     names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
@@ -288,24 +288,6 @@ def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choic
         else:
             assert torch.equal(after[full], before[full]), full
     assert not torch.equal(kept[moments[0]], kept[moments[1]]) or before[moments[0]].shape != before[moments[1]].shape
-
-
-@pytest.mark.parametrize("keep", [0.1, 0.0])
-def test_pruning_by_magnitude_keeps_the_largest(choice, keep):
-    name = f"{LAYER}self_attn.o_proj.a.weight"
-    optimizer = optim.build(choice, draw())
-    updated(optimizer, range(3))
-    before = values(optimizer)
-    optimizer.prune([name], keep=keep, seed=0, by="magnitude")
-    for full, value in values(optimizer).items():
-        if full.rsplit("/", 1)[0] != name or full.rsplit("/", 1)[1] not in optim.MOMENTS:
-            assert torch.equal(value, before[full])
-            continue
-        size = before[full].abs().flatten()
-        kept = max(1, size.numel() - int((1 - keep) * size.numel()))
-        bound = size.sort(descending=True).values[kept - 1]
-        assert torch.equal(value, torch.where(before[full].abs() >= bound, before[full], 0))
-        assert (value != 0).sum() == kept
 
 
 def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
