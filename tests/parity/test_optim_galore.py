@@ -113,24 +113,6 @@ def test_the_projector_is_orthonormal_and_spans_the_leading_directions(shape, dt
     assert rest.norm() == pytest.approx(float(tail), rel=accuracy, abs=accuracy)
 
 
-@pytest.mark.parametrize("name", ["galore", "fira"])
-def test_the_state_has_the_shapes_of_the_projection(name):
-    start, gradients = draw(2)
-    tensors = run(name, gradients, start, lr=0.1).state_tensors()
-    for kind, (m, n) in SHAPES.items():
-        reduced = (m, 3) if m >= n else (3, n)
-        expected = {"step": (), "projector": (3, n) if m >= n else (m, 3), "exp_avg": reduced, "exp_avg_sq": reduced}
-        expected |= {"residual_norm": ()} if name == "fira" else {}
-        prefix = f"model.layers.0.{kind}.weight/"
-        found = {full.removeprefix(prefix): tuple(v.shape) for full, v in tensors.items() if full.startswith(prefix)}
-        assert found == expected
-    assert {full.removeprefix(f"{PLAIN}/") for full in tensors if full.startswith(PLAIN)} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-
-
 def test_the_projector_is_renewed_at_the_first_of_every_so_many_updates():
     start, gradients = draw(9)
     name = "model.layers.0.tall.weight"

@@ -85,15 +85,3 @@ def test_numbers_are_those_of_all_ranks_together_and_their_training_does_not_not
     assert list(probes(alone)) == list(probes(shared))
     for step, values in probes(alone).items():
         assert probes(shared)[step] == pytest.approx(values, rel=1e-3, abs=1e-6), step
-
-
-@pytest.mark.full
-def test_numbers_are_those_of_every_way_to_multiply(run):
-    """In weight space, by the branch, with masters, and where latents alone are kept."""
-    expected = probes(run("weight", *PROBE))[1]
-    for how in (("dlr.impl=branch",), ("train.activation_checkpointing=latent",), ("train.accumulate=fp32",)):
-        assert probes(run(how[0].replace("=", "_"), *PROBE, *how))[1] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    for precision in ("bf16_mixed", "bf16"):
-        found = probes(run(precision, *PROBE, f"precision={precision}"))[1]
-        assert found == pytest.approx(expected, rel=0.05, abs=0.02)
-    assert probes(run("pad", *PROBE, "data.packing=pad"))[1] != expected

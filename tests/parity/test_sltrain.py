@@ -9,11 +9,9 @@ import torch
 
 from dlr_pretrain.models import build
 from dlr_pretrain.models.linear import GroupSpec, SeededInit, named_groups
-from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.sltrain import Sltrain
 from tests.parity.reference import VOCAB, assert_follows_formula, nonzero_b, small
 
-SHAPES = ("self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj")  # even; padded output; padded input
 CPU = torch.device("cpu")
 
 
@@ -39,35 +37,6 @@ def formula(state: dict):
 @pytest.mark.parametrize("grouped", [True, False])
 def test_loss_and_gradients_equal_the_formula(grouped):
     assert_follows_formula(config(), formula, grouped, nonzero_b)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_gradient_of_the_values_is_the_dense_one_at_the_support(name):
-    model = Llama(config(), VOCAB)
-    model.init_(4)
-    nonzero_b(model.requires_grad_(False))
-    model.requires_grad_().double()
-    _, group = next((n, g) for n, g in named_groups(model.model.layers[0]) if f"{n}{g.spec.names[0]}" == name)
-    p = group.projections[0]
-    generator = torch.Generator().manual_seed(2)
-    x = torch.zeros(5, group.spec.pad_in, dtype=torch.float64)
-    x[:, : group.spec.d_in] = torch.randn(5, group.spec.d_in, generator=generator, dtype=torch.float64)
-    dy = torch.randn(5, group.spec.pad_out, generator=generator, dtype=torch.float64)
-    (group.expand(x)[0] * dy).sum().backward()
-    dense = (dy.T @ x)[: group.spec.d_out, : group.spec.d_in]
-    assert len(p.values) == int(0.05 * dense.numel())
-    torch.testing.assert_close(p.values.grad, dense.reshape(-1)[p.index], rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("grouped", [True, False])
-def test_initially_the_layer_is_its_sparse_matrix(grouped):
-    model = Llama(config(), VOCAB, grouped=grouped)
-    model.init_(4)
-    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
-    group = model.model.layers[1].self_attn.qkv
-    for p, y in zip(group.projections, group.expand(x), strict=True):
-        assert p.b.weight.count_nonzero() == 0 and p.a.weight.count_nonzero() == p.a.weight.numel()
-        torch.testing.assert_close(y, x @ sparse(p.state_dict(), torch.Size((32, 32))).T)
 
 
 def test_the_support_is_random_sorted_and_without_repetition():
