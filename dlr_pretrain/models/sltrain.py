@@ -28,7 +28,7 @@ class SltrainProjection(Factors):
         self.register_buffer("index", torch.empty(entries, dtype=torch.int64))
 
 
-class Sltrain(Group[SltrainProjection]):
+class Sltrain(Group):
     """y = (s B A + S) x, s = alpha / rank. At the start B is zero, A and the values uniform with bound 1/sqrt(d_in).
 
     Forward and backward each form the dense matrix and drop it. With ``grouped=False`` (``parallel=fsdp``), forward
@@ -37,7 +37,7 @@ class Sltrain(Group[SltrainProjection]):
 
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list[SltrainProjection], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
         if grouped:
@@ -66,8 +66,9 @@ class Sltrain(Group[SltrainProjection]):
         if torch.is_grad_enabled():
             y = _Formed.apply(rows, self.scale, self.spec.d_in, self.a.joined, self.b.joined, *entries)
         else:  # for dynamo, as in Stack
-            form = self.scale, self.spec.d_in, self.a.storage, self.b.storage
-            y = rows @ _form_group(*form, entries[:count], entries[count:]).flatten(0, 1).T
+            storages = self.a.storage, self.b.storage
+            dense = _form_group(self.scale, self.spec.d_in, *storages, entries[:count], entries[count:])
+            y = rows @ dense.flatten(0, 1).T
         return y.view(*z.shape[:-1], count, -1).unbind(-2)
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
