@@ -9,10 +9,10 @@ from dlr_pretrain.config import Choice
 from dlr_pretrain.models.linear import Group, GroupSpec, SeededInit, Stack
 
 
-class Full(Group[nn.Linear]):
+class Full(Group):
     """y = W x, W ~ N(0, 0.02^2)."""
 
-    def __init__(self, spec: GroupSpec, projections: list[nn.Linear], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         if grouped:
             self.w = Stack(projections, spec.pad_in, spec.pad_out)

@@ -74,7 +74,7 @@ class LaxProjection(LowRankProjection):
         self.norm = nn.LayerNorm(rank if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS) if normed else None
 
 
-class Lax(LowRank[LaxProjection]):
+class Lax(LowRank):
     """y = B z, z = norm(A x + G(c)), where the same projection of the previous block passes on the latent c.
 
     Knob ``crossing``: "pre_act", z = phi(norm(A x + G(c))); "post_act", z = norm(phi(A x) + G(c)). With ``recursive``
@@ -82,14 +82,12 @@ class Lax(LowRank[LaxProjection]):
     instead of the latent.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[LaxProjection], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         crossed = spec.block > 0
         self.latent_norm, self.output_norm = (crossed and knobs["norm"] == n for n in ("latent", "output"))
         if grouped and crossed and knobs["gate"] == "dense":
-            self.dense_gate = Stack(
-                [p.gate for p in projections if isinstance(p.gate, DenseGate)], knobs["rank"], knobs["rank"]
-            )
+            self.dense_gate = Stack([p.gate for p in projections], knobs["rank"], knobs["rank"])
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
@@ -119,7 +117,7 @@ class Lax(LowRank[LaxProjection]):
 
     def gate(self, c: Tensor) -> Tensor:
         """c [..., G, r] -> G(c)."""
-        gates = [p.gate for p in self.projections if p.gate is not None]
+        gates = [p.gate for p in self.projections]
         if not self.grouped:
             return torch.stack([gate(c_p) for gate, c_p in zip(gates, c.unbind(-2), strict=True)], dim=-2)
         if self.knobs["gate"] == "tensor":
@@ -130,7 +128,7 @@ class Lax(LowRank[LaxProjection]):
         """h [..., G, r] -> its LayerNorm over r."""
         if not self.latent_norm:
             return h
-        norms = [p.norm for p in self.projections if p.norm is not None]
+        norms = [p.norm for p in self.projections]
         if not self.grouped:
             return torch.stack([norm(h_p) for norm, h_p in zip(norms, h.unbind(-2), strict=True)], dim=-2)
         normed = F.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
@@ -142,7 +140,7 @@ class Lax(LowRank[LaxProjection]):
         if not self.output_norm:
             return y
         d_out, padding = self.spec.d_out, y[0].shape[-1] - self.spec.d_out
-        norms = [p.norm for p in self.projections if p.norm is not None]
+        norms = [p.norm for p in self.projections]
         y = tuple(norm(y_p[..., :d_out]) for norm, y_p in zip(norms, y, strict=True))
         return tuple(F.pad(y_p, (0, padding)) for y_p in y) if padding else y
 

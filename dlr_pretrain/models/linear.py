@@ -15,14 +15,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.util.errors import UserError
-
-P = TypeVar("P", bound=nn.Module)  # the class of a backbone's projections
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,6 @@ class Factors(nn.Module):
         self.b = nn.Linear(rank, d_out, bias=False)
 
 
-class HasWeight(Protocol):
-    """A module with a ``weight`` [d_out, d_in], such as ``nn.Linear``."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-
 class Stack:
     """The weights of ``linears`` (G matrices [d_out, d_in]) as views of one zero-padded storage.
 
@@ -85,7 +76,7 @@ class Stack:
     ``pad_out``.
     """
 
-    def __init__(self, linears: Sequence[HasWeight], pad_in: int, pad_out: int):
+    def __init__(self, linears: Sequence[Any], pad_in: int, pad_out: int):
         self.linears = linears
         self.pad_in, self.pad_out = pad_in, pad_out
         self.tie()
@@ -191,7 +182,7 @@ def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
     return torch.cat((*weights, weights[0].new_zeros(*weights[0].shape[:-1], missing)), dim=-1)
 
 
-class Group(ABC, Generic[P]):
+class Group(ABC):
     """Projections of one shape that read the same input; the base of every backbone.
 
     A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
@@ -201,7 +192,7 @@ class Group(ABC, Generic[P]):
 
     deployed_dense = False  # whether the layers are deployed as the weights of ``dense``, in a plain LLaMA
 
-    def __init__(self, spec: GroupSpec, projections: list[P], knobs: dict[str, Any], grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list[Any], knobs: dict[str, Any], grouped: bool):
         self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
 
     @staticmethod
@@ -234,7 +225,7 @@ class Group(ABC, Generic[P]):
             f"{type(self).__name__} layers are not a single matrix: they cannot be merged into the weights of a LLaMA"
         )
 
-    def named(self, prefix: str = "") -> Iterator[tuple[str, P]]:
+    def named(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """The projections, each with its name after ``prefix``."""
         return ((f"{prefix}{name}", p) for name, p in zip(self.spec.names, self.projections, strict=True))
 

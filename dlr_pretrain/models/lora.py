@@ -19,7 +19,7 @@ class LoraProjection(Factors):
         self.weight = nn.Parameter(torch.empty(d_out, d_in), requires_grad=False)
 
 
-class Lora(Group[LoraProjection]):
+class Lora(Group):
     """y = (W0 + s B A) x, s = alpha / rank.
 
     W0 is drawn from N(0, 0.02^2) or taken from a dense model, and never trained. A starts uniform with bound
@@ -28,7 +28,7 @@ class Lora(Group[LoraProjection]):
 
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list[LoraProjection], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
         if grouped:

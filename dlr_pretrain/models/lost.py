@@ -29,7 +29,7 @@ class LostProjection(LowRankProjection):
         self.register_buffer("channels", torch.arange(count))
 
 
-class Lost(LowRank[LostProjection]):
+class Lost(LowRank):
     """y = gamma B phi(A x) + (1 - gamma) W_s x_I; the latent is (gamma phi(A x), (1 - gamma) x_I).
 
     B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
@@ -39,7 +39,7 @@ class Lost(LowRank[LostProjection]):
     W_s are still columns of W.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[LostProjection], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.gamma, self.rank = knobs["gamma"], knobs["rank"]
         self.width = self.rank + projections[0].s.in_features

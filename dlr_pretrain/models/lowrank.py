@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 
@@ -21,10 +19,7 @@ class LowRankProjection(Factors):
         self.theta = nn.Parameter(torch.empty(())) if learned_scale else None
 
 
-Q = TypeVar("Q", bound=LowRankProjection)
-
-
-class LowRank(Group[Q]):
+class LowRank(Group):
     """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
 
     Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
@@ -33,7 +28,7 @@ class LowRank(Group[Q]):
     starts at 1. ``b_gain`` multiplies the initial B.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list[Q], knobs: dict, grouped: bool):
+    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         if grouped:
             self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
@@ -93,9 +88,7 @@ class LowRank(Group[Q]):
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
         z = self.activate(self.down(x))
         if self.knobs.get("learn_latent_scale", False):
-            scale = torch.stack(
-                [p.theta for p in self.projections if p.theta is not None]
-            ).tanh()  # may be wider than z (bf16_sr, FSDP)
+            scale = torch.stack([p.theta for p in self.projections]).tanh()  # may be wider than z (bf16_sr, FSDP)
             return z * scale.to(z.dtype)[:, None], None
         scale = self.knobs.get("latent_scale", 1.0)
         return (z if scale == 1.0 else z * scale), None
