@@ -11,8 +11,8 @@ import torch
 from benchmarks.protocol import interleaved, paired
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.models import Llama, active, build, fold_
-from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 BASE, FOLDED, TRAINED, BRANCH = "base, dlr=off", "folded", "with the residual, as in training", "branch, unfolded"
 

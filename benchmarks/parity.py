@@ -19,8 +19,8 @@ from benchmarks.variants import Variant
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 STEPS = 20
 FP32_BOUND = 1e-5

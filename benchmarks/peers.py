@@ -24,8 +24,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.variants import LR
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
-from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 PAD = 1
 EPS = "optimizer.eps=1e-8"  # torch's default, with which AuthorsStep updates

@@ -17,8 +17,8 @@ from benchmarks.variants import Variant, fixed_batch, joined, load_comparable
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
-from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 NOISE = ", once more"
 

@@ -37,9 +37,9 @@ from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
-from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.optim.schedule import rate
+from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which speed and ``auto`` are estimated

@@ -32,9 +32,8 @@ from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
 from dlr_pretrain.models.merged import MergedResiduals
-from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE, WORKING_DTYPE
 
 SEQUENCES = 8  # in one forward pass
 TIMED = 0.2  # seconds of forward passes of each form, at least

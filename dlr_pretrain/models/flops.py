@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.llama import Llama, build
-from dlr_pretrain.models.precision import WORKING_DTYPE
+from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 # Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
 # have different peaks, and so do slices of it. There is no MFU for a GPU that is not listed, nor for fp32 products,

@@ -19,11 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.models.precision import WORKING_DTYPE
 from dlr_pretrain.train.gradients import Gradients, of
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import global_norm
+from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
 
 
 class ShardedWeights(Weights):

@@ -9,7 +9,6 @@ import torch
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.loop import Loop
@@ -18,6 +17,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.weights import place
+from dlr_pretrain.util.tensors import STATE_DTYPE
 
 
 def trial(

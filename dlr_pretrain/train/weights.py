@@ -26,13 +26,13 @@ from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.merged import MergedResiduals
-from dlr_pretrain.models.precision import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
 

@@ -13,13 +13,13 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import build
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.weights import place
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.conftest import SMALL, on_ranks
 from tests.golden.regenerate import VOCAB, batches
 

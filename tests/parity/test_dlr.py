@@ -16,9 +16,9 @@ from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, residuals
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.models.merged import MergedResiduals
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.models.residual import Residual
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.parity.reference import VOCAB, r_transposed, small
 
 LR = 1e-3

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.precision import STATE_DTYPE
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.util.tensors import STATE_DTYPE
 from tests.parity.reference import VOCAB, small
 
 CPU, STEPS, LR = torch.device("cpu"), 20, 3e-3
