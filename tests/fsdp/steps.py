@@ -61,7 +61,7 @@ def moments(updates: Update) -> dict[str, Tensor]:
     """The optimizer's state, whole, what is quantised by value."""
     parameters, found = updates.optimizer.parameters, {}
     for name, entry, value in updates.optimizer._entries():
-        value = quantized.values(value)
+        value = value.dequantize() if quantized.is_quantized(value) else value
         whole = sharded.gathered(sharded.shard_like(parameters[name], value)) if value.dim() else value
         found[f"{name}/{entry}"] = whole
     return found
