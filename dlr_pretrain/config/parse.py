@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dlr_pretrain.config.knobs import OPTIONS
@@ -115,12 +116,21 @@ def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
 
 
 def _convert(value: Any, kind: object) -> Any:
-    """``value`` as a ``kind``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers."""
+    """``value`` as a ``kind``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers.
+
+    The text of a number is one: that is what a variable gives, as in ``train.lr=${oc.env:LR}``.
+    """
+    if kind in (int, float) and isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if kind is bool:
         return value if isinstance(value, bool) else MISSING
     if kind is int:
         return int(value) if number and value == int(value) else MISSING
+    if kind == list[str]:
+        items = [value] if isinstance(value, str) else value
+        return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else MISSING
     if kind is float:
         return float(value) if number else MISSING
     if kind is str:  # a number is refused: Hydra has turned 2026_11_22 into 20261122, and 1e3 into 1000.0

@@ -19,7 +19,13 @@ USUAL_STREAMS = 64  # document streams of the data order, where data.streams doe
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
           "experiment")  # fmt: skip
-KINDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+}
 BOUNDS = {
     "gt": ("above", operator.gt),
     "ge": ("of at least", operator.ge),
@@ -170,7 +176,9 @@ class Logger:
     project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None)
     entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None)
     group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None)
+    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None)  # noqa: RUF009
     name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None)
+    notes: str | None = key("W&B notes; null: WANDB_NOTES", None)
 
 
 @dataclass

@@ -23,7 +23,8 @@ from dlr_pretrain.util.history import read_metrics
 
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
 CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
-VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP", "name": "WANDB_NAME"}
+VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
+             "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
 # Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, git's state and
 # the installed packages are not sent, because they may hold secrets.
 SETTINGS: dict[str, Any] = {

@@ -57,11 +57,11 @@ def test_a_configuration_survives_being_written_and_read(loaded, tree):
 
 
 def test_values_take_the_type_of_their_key(tree):
-    tree["train"] |= {"steps": 1e3, "lr": 1, "clip": None, "micro_batch": "auto"}
-    tree["logger"]["project"] = "007"
+    tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None, "micro_batch": "auto"}  # of a variable: ${oc.env:LR}
+    tree["logger"] |= {"project": "007", "tags": "one"}
     cfg = parse(tree)
-    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.train.micro_batch, cfg.logger.project
-    assert repr(got) == "(1000, 1.0, None, 'auto', '007')"
+    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.train.micro_batch, cfg.logger.project, cfg.logger.tags
+    assert repr(got) == "(1000, 1.0, None, 'auto', '007', ['one'])"
 
 
 def test_derived_values(cfg):
