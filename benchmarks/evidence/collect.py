@@ -3,7 +3,7 @@
     python -m benchmarks.evidence.collect runs/evidence/pairs benchmarks/evidence/pairs.jsonl.gz
     python -m benchmarks.evidence.collect runs/evidence/cost benchmarks/evidence/cost.jsonl.gz
 
-The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/tune.py``, or results of
+The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/tune.py``, or runs, or results of
 ``python -m benchmarks step --json``. Every line of the table is JSON:
 
     comparison, shared, command, design, trials     trials: method, lr, seed, and the name of the run
@@ -50,6 +50,7 @@ def comparisons(folder: Path) -> Iterator[dict]:
             trials.append({key: trial[key] for key in ("method", "lr", "seed")} | {"run": place.name})
         about = {key: found[key] for key in ("shared", "command", "design")}
         yield {"comparison": path.parent.name} | about | {"trials": trials}
+    runs |= {path.parent.name: packed(path.parent) for path in folder.glob("*/metrics.jsonl")}  # of smoke
     yield from (runs[name] for name in sorted(runs))
 
 

@@ -32,7 +32,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.runs import spread
-from dlr_pretrain.analysis.verdict import Design, Trial, compare, remarks
+from dlr_pretrain.analysis.verdict import LEVEL, Design, Trial, compare, estimate, remarks
 from dlr_pretrain.util.text import table as markdown_table
 
 HERE = Path(__file__).parent
@@ -195,6 +195,35 @@ def tune_effect(piece: Piece) -> str:
     )
     header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
     return table(header, rows, [note], (1, 3, 4, 5, 6))
+
+
+def smoke(piece: Piece) -> str:
+    """The difference of ``lost`` at update 250, beside what the same update of ``pairs`` predicts for these seeds."""
+    pairs = read(HERE / "pairs.jsonl.gz")
+    (lost,) = (c for c in pairs.comparisons if c.design.methods[0] == "lost")
+    of = lost.trials[lost.trials.seed.isin(lost.design.fresh)]
+    there = dlr_at_250({t.seed: [pairs.runs[r] for r in of[of.seed == t.seed].run] for t in of.itertuples()})
+    seeds = sorted({run["config"]["seed"] for run in piece.runs.values()})
+    here = dlr_at_250({seed: [r for r in piece.runs.values() if r["config"]["seed"] == seed] for seed in seeds})
+    known, mean = estimate(list(there.values()), LEVEL), float(np.mean(list(here.values())))
+    reach = (known["high"] - known["mean"]) * math.sqrt(1 + len(there) / len(here))  # Student's t, for a mean of these
+    low, high = known["mean"] - reach, known["mean"] + reach
+    rows = [[str(seed), f"{difference:+.4f}"] for seed, difference in here.items()]
+    notes = [
+        f"Predicted for the mean, from the seeds of `pairs` at this update: {low:+.4f} to {high:+.4f} ({LEVEL:.0%}).",
+        f"Found: {mean:+.4f}, {'inside' if low <= mean <= high else 'outside'}.",
+    ]
+    return table(["Seed", "Difference of the loss with DLR, nats/token"], rows, notes, (1,))
+
+
+def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
+    """By seed: the loss on half B with DLR minus that without, at update 250."""
+    found = {}
+    for seed, both in runs.items():
+        columns = {run["config"]["dlr"]["enabled"]: run["metrics"] for run in both}
+        on, off = (columns[dlr]["eval/loss_b"][columns[dlr]["step"].index(250)] for dlr in (True, False))
+        found[seed] = on - off
+    return found
 
 
 def probed(piece: Piece) -> dict[str, dict[str, pd.DataFrame]]:
@@ -413,6 +442,9 @@ def insert(text: str, folder: Path) -> str:
 
 
 def main(page: str = str(PAGE), folder: str = str(HERE)) -> None:
+    if page.endswith("smoke.jsonl.gz"):
+        print(smoke(read(Path(page))))
+        return
     text = insert(Path(page).read_text(), Path(folder))
     Path(page).write_text(text)
     matplotlib.rcdefaults()  # whatever the user's style is
