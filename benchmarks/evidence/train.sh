@@ -67,7 +67,7 @@ smoke() { # the first 250 updates of lost without and with DLR as pairs trains i
     for dlr in off on; do
       code=0
       "$python" train.py "${given[@]}" backbone=lost "dlr=$dlr" train.lr=0.005 "seed=$seed" train.stop_after=250 \
-        "run.dir=$root/smoke/lost-dlr_$dlr-s$seed" || code=$?
+        "run.root=$root/smoke" || code=$?
       [ $code = 0 ] || [ $code = 75 ] || exit $code # 75: it stopped where it was told to
     done
   done
