@@ -1,7 +1,7 @@
 """Packs the runs of a piece of the programme into one compressed table, small enough to keep in a repository.
 
-    python -m benchmarks.evidence.collect runs/evidence/pairs benchmarks/evidence/pairs.jsonl.gz
-    python -m benchmarks.evidence.collect runs/evidence/cost benchmarks/evidence/cost.jsonl.gz
+    python -m benchmarks.evidence.collect runs/evidence/pairs runs/evidence/pairs.jsonl.gz
+    python -m benchmarks.evidence.collect runs/evidence/cost runs/evidence/cost.jsonl.gz
 
 The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/tune.py``, or runs, or results of
 ``python -m benchmarks step --json``. Every line of the table is JSON:

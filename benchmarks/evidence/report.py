@@ -1,11 +1,12 @@
-"""Draws the tables and figures of docs/evidence.md again, from the tables of runs that stand beside this file.
+"""Draws the tables and figures of docs/evidence.md and its record again, from the tables of runs beside this file.
 
-    python -m benchmarks.evidence.report                             # docs/evidence.md and docs/evidence/
+    python -m benchmarks.evidence.report                             # both pages, and docs/evidence/
     python -m benchmarks.evidence.report page.md folder-of-tables    # another page, from other tables
+    python -m benchmarks.evidence.report folder/smoke.jsonl.gz       # prints the verdict of that piece
 
 The text between ``<!-- pairs/tune -->`` and ``<!-- end -->`` is replaced by the table ``tune`` of ``pairs.jsonl.gz``. A
-link such as ``(evidence/pairs/tune_rates.png)`` draws that figure beside the page. ``collect.py`` says what the tables
-of runs hold. Losses are in nats/token; a difference is a method's loss minus the first method's of its comparison.
+link such as ``(evidence/pairs/rates.png)`` draws that figure beside the page. ``collect.py`` says what the tables of
+runs hold. Losses are in nats/token; a difference is a method's loss minus the first method's of its comparison.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ import math
 import re
 import shlex
 import sys
-import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, NullLocator
+from scipy.stats import ttest_1samp
 
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.runs import spread
-from dlr_pretrain.analysis.verdict import LEVEL, Design, Trial, compare, estimate, remarks
+from dlr_pretrain.analysis.verdict import LEVEL, Design, Trial, compare, estimate
 from dlr_pretrain.util.text import table as markdown_table
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent.parent / "docs" / "evidence.md"
+PAGES = [HERE.parent.parent / "docs" / name for name in ("evidence.md", "evidence-record.md")]
 PIECES = ("pairs", "paper", "mechanism", "ablations", "longer", "paths")
 SCALES = ("60m", "130m", "350m", "1b")
-BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
+BACKBONES = ("lost", "lax", "cola_lax", "lowrank", "cola")
+LONGER = {"": "", "train.steps=4000": ", 16.4M tokens", "scale.hidden_size=256": ", 3.4M parameters"}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -71,16 +72,44 @@ class Comparison:
         return list(self.chosen[method]["held_out"]["losses"].values())
 
 
-def cells(effect: dict) -> list[str]:
-    d = effect["difference"]
-    return [f"{d['mean']:+.4f} ({d['n']})", f"{d['low']:+.4f} to {d['high']:+.4f}"]
+def together(effects: Sequence[dict]) -> list[dict]:
+    """The differences of a table, with intervals that hold together at LEVEL (Bonferroni), and ``p``, by Holm.
+
+    ``better`` is the method that p < 1 - LEVEL favours, or "none shown". The same runs compared twice count once.
+    """
+    losses = {(e["method"], *e["by_seed"].items()): list(e["by_seed"].values()) for e in effects}
+    alone = {key: float(ttest_1samp(values, 0).pvalue) for key, values in losses.items()}
+    ascending = sorted(alone, key=alone.__getitem__)
+    steps = (min(1.0, (len(alone) - i) * alone[key]) for i, key in enumerate(ascending))
+    holm = dict(zip(ascending, accumulate(steps, max), strict=True))
+    found = []
+    for e in effects:
+        key = (e["method"], *e["by_seed"].items())
+        d = estimate(losses[key], 1 - (1 - LEVEL) / len(alone)) | {"p": holm[key]}
+        better = e["method"] if d["mean"] < 0 else e["against"]
+        found.append(d | {"better": better if d["p"] < 1 - LEVEL else "none shown", "of": len(alone)})
+    return found
+
+
+def cells(d: dict) -> list[str]:
+    return [f"{d['mean']:+.4f} ({d['n']})", f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.3f}", d["better"]]
+
+
+def one_level(found: Sequence[dict]) -> str:
+    """The note on the intervals of a table."""
+    level, n = 100 * found[0]["level"], found[0]["of"]
+    return (
+        f"Differences are in nats/token, between runs with the same seed (their number); negative: the row's method is "
+        f"better. All {n} intervals hold together at {LEVEL:.0%} (Student's t over seeds, each at {level:.4g}%); "
+        f"p is Holm's for these {n}. A method is called better where p < {1 - LEVEL:.2g}."
+    )
 
 
 class Piece:
     """The table of runs of one piece of the programme."""
 
     def __init__(self, path: Path):
-        self.name = path.name.partition(".")[0]
+        self.name, self.folder = path.name.partition(".")[0], path.parent
         self.lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
         self.runs = {line["run"]: line for line in self.lines if "run" in line}
         self.comparisons = [Comparison(line, self.runs) for line in self.lines if "comparison" in line]
@@ -113,40 +142,44 @@ def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right:
     return "\n".join([shown, "", *(f"* {note}" for note in notes)])
 
 
+def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
+    """Every comparison of a backbone with DLR with the same without it: itself, its setting and its effect."""
+    found = []
+    for name, setting in (("pairs", "best rate"), ("paper", "rate 0.01")):
+        own = {c.design.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
+        found += [(own[backbone], setting, own[backbone].effects[f"{backbone}+dlr"]) for backbone in BACKBONES]
+    piece = read(folder / "longer.jsonl.gz")
+    for c, words in zip(piece.comparisons, piece.settings(), strict=True):
+        rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
+        if more or rate != 0.01:  # of `paper` these are three of the five seeds
+            found.append((c, f"rate {rate:g}{more}", c.effects["cola+dlr"]))
+    return found
+
+
+def differences(piece: Piece) -> str:
+    """The table of docs/evidence.md."""
+    rows, found = [], headline(piece.folder)
+    effects = together([effect for _, _, effect in found])
+    for (c, setting, _), d in zip(found, effects, strict=True):
+        means = [f"{np.exp(c.held_out(method)).mean():.1f}" for method in c.design.methods]
+        mean, interval, p, better = cells(d)
+        shown = "none" if better == "none shown" else "better" if better.endswith("+dlr") else "worse"
+        rows.append([c.design.methods[0], setting, *means, mean, interval, p, shown])
+    header = ["Backbone", "Setting", "PPL", "with DLR", "Difference", "Interval", "p", "Shown"]
+    return table(header, rows, [one_level(effects)], (2, 3, 4, 6))
+
+
 def tune(piece: Piece) -> str:
     """Each method at its own rate, and its difference from the first of its comparison."""
     rows = []
+    effects = together([effect for c in piece.comparisons for effect in c.effects.values()])
+    left = iter(effects)
     for c, setting in zip(piece.comparisons, piece.settings(), strict=True):
         for method, choice in c.chosen.items():
-            end = f", the {choice['edge']}" if choice["edge"] in ("lowest", "highest") else ""
-            effect = c.effects.get(method)
-            verdict = [*cells(effect), effect["better"]] if effect else ["", "", ""]
-            rows.append([setting, method, f"{choice['lr']:g}{end}", perplexities(c.held_out(method)), *verdict])
-    levels = sorted({effect["difference"]["level"] for c in piece.comparisons for effect in c.effects.values()})
-    notes = [
-        "Perplexity is on the half of the validation text that chose no rate: mean ± standard deviation (number of "
-        "seeds). Differences are in nats per token from the first method of the same comparison, between runs with "
-        "the same seed; negative means that the method of the row is better. A method is called better if its "
-        "interval excludes zero.",
-        f"Intervals are Student's t over seeds, at {', '.join(f'{100 * level:.4g} %' for level in levels)}.",
-        *by_chance(piece),
-        *dict.fromkeys(remark for c in piece.comparisons for remark in remarks(c.found)),
-    ]
-    header = ["Setting", "Method", "Learning rate", "Perplexity", "Difference of the loss", "Interval", "Better"]
-    return table(header, rows, notes, (3, 4))
-
-
-def by_chance(piece: Piece) -> list[str]:
-    """How often chance alone would have some interval exclude zero. The intervals of one comparison hold together,
-    those of several do not; the same runs compared twice count once."""
-    several = [c.effects for c in piece.comparisons if c.effects]
-    found = [effect for effects in several for effect in effects.values()]
-    levels = {(e["method"], *e["by_seed"].items()): e["difference"]["level"] for e in found}
-    chance = 100 * (1 - math.prod(levels.values()))
-    return [
-        f"There are {len(levels)} comparisons, each with an interval of its own. If nothing differed, the chance that "
-        f"at least one of them excludes zero would be {chance:.0f} %."
-    ] * (len(several) > 1)
+            shown = cells(next(left)) if method in c.effects else [""] * 4
+            rows.append([setting, method, f"{choice['lr']:g}", perplexities(c.held_out(method)), *shown])
+    header = ["Setting", "Method", "Rate", "Perplexity", "Difference", "Interval", "p", "Better"]
+    return table(header, rows, [one_level(effects)], (3, 4, 6))
 
 
 def tune_rates(piece: Piece) -> str:
@@ -156,9 +189,8 @@ def tune_rates(piece: Piece) -> str:
         for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
         for method in c.chosen
     ]
-    notes = ["Perplexity on held-out text: mean ± standard deviation over the seeds of the grid (their number)."]
     header = ["Setting", "Method", *map("{:g}".format, rates)]
-    return table(header, rows, notes, range(2, len(header)))
+    return table(header, rows, [], range(2, len(header)))
 
 
 def tune_order(piece: Piece) -> str:
@@ -184,15 +216,12 @@ def tune_order(piece: Piece) -> str:
 def tune_effect(piece: Piece) -> str:
     """What DLR changes, ours and the paper's."""
     theirs = np.log(paper())
+    effects = [effect for c in piece.comparisons for effect in c.effects.values()]
     rows = [
-        [method, *cells(effect), *(f"{theirs[s][method] - theirs[s][effect['against']]:+.4f}" for s in SCALES)]
-        for c in piece.comparisons
-        for method, effect in c.effects.items()
+        [e["method"], *cells(d)[:2], *(f"{theirs[s][e['method']] - theirs[s][e['against']]:+.4f}" for s in SCALES)]
+        for e, d in zip(effects, together(effects), strict=True)
     ]
-    note = (
-        "Difference of the loss from the backbone without DLR, in nats per token. The paper's are computed from its "
-        "printed perplexities, whose convention makes a difference one percent too small."
-    )
+    note = "The paper's, from its printed perplexities: its convention makes a difference one percent too small."
     header = ["Method", "Ours", "Interval", *(f"{scale} paper" for scale in SCALES)]
     return table(header, rows, [note], (1, 3, 4, 5, 6))
 
@@ -309,122 +338,64 @@ def listed(values: Iterable) -> str:
 # ----------------------------------------------------------------------------------------------------
 # Figures, in the colours of Okabe and Ito (2008), which every kind of colour vision tells apart
 
-BLACK, BLUE, VERMILLION, GREEN, PINK, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#767676"
-SERIES, MARKS = (BLUE, VERMILLION, GREEN, PINK), "osD^"
+COLOURS = dict(zip(BACKBONES, ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73"), strict=True))
+EDGE = 0.36  # nats/token: wider intervals leave the figure, with an arrow
 
 
-def panels(n: int, x: str, y: str, width: float = 3.6, height: float = 3.1) -> tuple[Figure, list]:
-    """A figure and its ``n`` panels, three in a row, with the same ranges and outer labels."""
-    columns = min(n, 3)
-    rows = -(-n // columns)
-    figure = Figure(figsize=(max(5.0, width * columns), height * rows), dpi=150, layout="constrained")
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    for empty in axes[n:]:
-        empty.remove()
-    for i, ax in enumerate(axes[:n]):
-        lowest = i + columns >= n
-        ax.grid(alpha=0.25)
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.tick_params(labelbottom=lowest)
-        ax.set(xlabel=x if lowest else "", ylabel="" if i % columns else y)
-    return figure, list(axes[:n])
-
-
-def draw_differences(piece: Piece, _name: str) -> Figure:
-    """Each difference once, with its interval: blue is better, red is worse, grey is undecided."""
-    found = [
-        ((" ".join(filter(None, (method, setting))), f" at {c.chosen[method]['lr']:g}", f" against {e['against']}"),
-         e["difference"])
-        for c, setting in zip(piece.comparisons, piece.settings(), strict=True)
-        for method, e in c.effects.items()
-    ]  # fmt: skip
-    points = [point for i, point in enumerate(found) if point not in found[:i]]
-    names = [parts[0] for parts, _ in points]
-    for more in (1, 2):  # a name that several share is given its rate, then what it is compared with
-        several = Counter(names)
-        names = [name + parts[more] * (several[name] > 1) for name, (parts, _) in zip(names, points, strict=True)]
-    names = [textwrap.fill(name, 48, break_long_words=False, subsequent_indent="  ") for name in names]
-    row = max(0.32, 0.04 + 0.14 * max(name.count("\n") + 1 for name in names))  # inches: no name reaches the next
-    axis = "difference of the loss, nats per token (left of 0 is better)"
-    figure, (ax,) = panels(1, axis, "", width=7.0, height=1.0 + row * len(points))
-    for y, (_, d) in enumerate(points):
-        colour = VERMILLION if d["low"] > 0 else BLUE if d["high"] < 0 else GREY
-        error = [[d["mean"] - d["low"]], [d["high"] - d["mean"]]]
-        ax.errorbar(d["mean"], y, xerr=error, fmt="o", color=colour, markersize=5, capsize=3)
-    ax.axvline(0, color=BLACK, linewidth=0.8)
-    ax.set_yticks(range(len(points)), names, fontsize=8)
-    ax.set_ylim(len(points) - 0.5, -0.5)
+def draw_differences(piece: Piece) -> Figure:
+    """The differences of docs/evidence.md with their intervals, a colour a backbone; filled: one that is shown."""
+    found = headline(piece.folder)
+    effects = together([effect for _, _, effect in found])
+    figure = Figure(figsize=(7.5, 5.2), dpi=150, layout="constrained")
+    ax = figure.subplots()
+    for y, ((c, _, _), d) in enumerate(zip(found, effects, strict=True)):
+        colour = COLOURS[c.design.methods[0]]
+        ax.plot([max(d["low"], -EDGE), min(d["high"], EDGE)], [y, y], color=colour, linewidth=1.8)
+        for end, marker in ((d["low"], "<"), (d["high"], ">")):
+            ax.plot(np.clip(end, -EDGE, EDGE), y, marker if abs(end) > EDGE else "|", color=colour, markersize=7)
+        inside = "white" if d["better"] == "none shown" else colour
+        ax.plot(d["mean"], y, "o", color=colour, markerfacecolor=inside, markersize=7, zorder=3)
+    ax.axvline(0, color="black", linewidth=0.8, zorder=0)
+    for y in (4.5, 9.5):
+        ax.axhline(y, color="#cccccc", linewidth=0.8)
+    ax.set_yticks(range(len(found)), [f"{c.design.methods[0]}, {setting}" for c, setting, _ in found])
+    for label, (c, _, _) in zip(ax.get_yticklabels(), found, strict=True):
+        label.set_color(COLOURS[c.design.methods[0]])
+    ax.set(xlim=(-1.05 * EDGE, 1.05 * EDGE), ylim=(len(found) - 0.5, -0.5))
+    ax.set_xlabel("loss with DLR minus loss without, nats/token    (left of 0: better with DLR)")
+    ax.grid(axis="x", alpha=0.25)
+    ax.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def draw_rates(piece: Piece, _name: str) -> Figure:
-    """Perplexity against the rate, a panel a comparison; points are seeds, lines means, a ring the chosen rate."""
-    figure, axes = panels(len(piece.comparisons), "peak learning rate", "perplexity on held-out text")
-    for c, ax in zip(piece.comparisons, axes, strict=True):
-        for i, (method, choice) in enumerate(c.chosen.items()):
-            losses, style = np.exp(c.grid(method)), {"color": SERIES[i], "marker": MARKS[i]}
-            shifted = losses.index * (1 + 0.015 * (i - (len(c.chosen) - 1) / 2))  # points of one rate side by side
-            means = losses.groupby(level=0).mean()
-            ax.plot(shifted, losses, linestyle="none", alpha=0.35, markersize=4, **style)
-            ax.plot(means, markersize=5, linewidth=1.6, label=method, **style)
-            ring = {"markersize": 13, "markerfacecolor": "none", "markeredgewidth": 1.6, "linestyle": "none"}
-            ax.plot([choice["lr"]], [means[choice["lr"]]], "o", color=SERIES[i], **ring)
-        ax.set(xscale="log", yscale="log", title=c.design.methods[0])
-        ax.xaxis.set(major_locator=FixedLocator(c.design.rates), minor_locator=NullLocator())
+def draw_rates(piece: Piece) -> Figure:
+    """Perplexity against the rate by backbone: dashed without DLR, solid with it, a ring at the chosen rate."""
+    figure = Figure(figsize=(10, 3.4), dpi=150, layout="constrained")
+    axes = figure.subplots(1, len(BACKBONES), sharex=True, sharey=True)
+    own = {c.design.methods[0]: c for c in piece.comparisons}
+    for backbone, ax in zip(BACKBONES, axes, strict=True):
+        for method, style in zip(own[backbone].design.methods, ("--", "-"), strict=True):
+            losses = np.exp(own[backbone].grid(method))
+            best = own[backbone].chosen[method]["lr"]
+            ax.plot(losses, style, color=COLOURS[backbone], marker=".", label=method)
+            ax.plot(best, losses[best], "o", color=COLOURS[backbone], markersize=11, markerfacecolor="none")
+        ax.set(xscale="log", yscale="log", xlabel="peak learning rate")
+        ax.xaxis.set(major_locator=FixedLocator([0.001, 0.003, 0.01, 0.03]), minor_locator=NullLocator())
+        ax.yaxis.set(major_locator=FixedLocator([100, 200, 400, 700]), minor_locator=NullLocator())
         ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        for which in ("major", "minor"):
-            getattr(ax.yaxis, f"set_{which}_formatter")(lambda value, _: f"{value:.4g}")
-        ax.grid(axis="y", which="minor", alpha=0.15)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        ax.tick_params(labelsize=8)
+        ax.grid(alpha=0.25)
         ax.legend(frameon=False, fontsize=8)
-    return figure
-
-
-def draw_losses(piece: Piece, _name: str) -> Figure:
-    """Training loss (running medians of each seed) and evaluations (dots), a panel a backbone, with the dense model."""
-    methods = {method: c.trials.run[c.trials.method == method] for c in piece.comparisons for method in c.chosen}
-    figure, axes = panels(len(BACKBONES), "tokens seen (positions)", "loss (nats/token)")
-    shown: list[float] = []
-    for name, ax in zip(BACKBONES, axes, strict=True):
-        for method, color, dash in ((name, BLUE, "-"), (f"{name}+dlr", VERMILLION, "-"), ("full", BLACK, "--")):
-            runs = [pd.DataFrame(piece.runs[run]["metrics"]) for run in methods[method]]
-            last = np.exp([run["eval/loss"].iloc[-1] for run in runs]).mean()
-            for i, (run, metrics) in enumerate(zip(methods[method], runs, strict=True)):
-                train = piece.runs[run]["config"]["train"]
-                tokens = metrics.step * train["global_batch"] * train["seq_len"] / 1e6
-                median = metrics["train/loss"].rolling(5, center=True, min_periods=3).median()
-                title = None if i else f"{method}  {last:,.1f}"
-                ax.plot(tokens, median, color=color, linestyle=dash, linewidth=1.1, alpha=0.75, label=title)
-                ax.plot(tokens, metrics["eval/loss"], "o", color=color, markersize=3.5, zorder=3)
-                shown += [*median[len(median) // 20 :], *metrics["eval/loss"].dropna()]
-        ax.set_title(name)
-        ax.legend(frameon=False, fontsize=8)
-        ax.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}M" if value else "0")
-    room = 0.04 * (max(shown) - min(shown))
-    axes[0].set_ylim(min(shown) - room, max(shown) + room)  # the first steps would flatten the curves
-    return figure
-
-
-def draw_paths(piece: Piece, name: str) -> Figure:
-    """rho over the updates of one run; dashed: a gradient without a preferred direction."""
-    found = {re.sub(r"\W+", "_", f"gradient_paths_tiny_{run}").strip("_"): run for run in probed(piece)}
-    figure, (ax,) = panels(1, "update", "rho = |beta R g| / |B$^T$ g|", width=8, height=4.5)
-    for colour, (layer, numbers) in zip(SERIES, probed(piece)[found[name]].items(), strict=False):
-        ax.plot(numbers.rho, color=colour, marker="o", markersize=4, label=layer)
-        ax.plot(numbers.isotropic, color=colour, linestyle="--", linewidth=1)
-    ax.plot([], [], color=GREY, linestyle="--", linewidth=1, label="isotropic gradient")
-    ax.axhline(1, color=GREY, linewidth=0.8)
-    ax.set(title=f"tiny {found[name]}", xscale="log")
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    ax.legend(frameon=False)
+    axes[0].set_ylabel("perplexity on held-out text")
     return figure
 
 
 # ----------------------------------------------------------------------------------------------------
 # The page
 
-TABLES = {function.__name__: function for function in (tune, tune_rates, tune_order, tune_effect, paths, cost)}
-FIGURES = {"tune_differences": draw_differences, "tune_rates": draw_rates, "loss_tokens": draw_losses,
-           "gradient_paths": draw_paths}  # fmt: skip
+TABLES = {f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, paths, cost, smoke)}
+FIGURES = {"differences": draw_differences, "rates": draw_rates}
 read = cache(Piece)
 
 
@@ -441,19 +412,25 @@ def insert(text: str, folder: Path) -> str:
     return re.sub(r"(<!-- (\w+)/(\w+) -->\n).*?(<!-- end -->)", body, text, flags=re.DOTALL)
 
 
-def main(page: str = str(PAGE), folder: str = str(HERE)) -> None:
-    if page.endswith("smoke.jsonl.gz"):
-        print(smoke(read(Path(page))))
-        return
-    text = insert(Path(page).read_text(), Path(folder))
-    Path(page).write_text(text)
+def draw(page: Path, folder: Path) -> None:
+    text = insert(page.read_text(), folder)
+    page.write_text(text)
     matplotlib.rcdefaults()  # whatever the user's style is
-    for piece, name in re.findall(rf"\({Path(page).stem}/(\w+)/(\w+)\.png\)", text):
-        draw = next(function for start, function in FIGURES.items() if name.startswith(start))
-        target = Path(page).with_suffix("") / piece / f"{name}.png"
+    for piece, name in re.findall(r"\(evidence/(\w+)/(\w+)\.png\)", text):
+        target = page.parent / "evidence" / piece / f"{name}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
-        draw(read(Path(folder, f"{piece}.jsonl.gz")), name).savefig(target)
+        FIGURES[name](read(folder / f"{piece}.jsonl.gz")).savefig(target)
+
+
+def main(given: list[str]) -> None:
+    if given and given[0].endswith("smoke.jsonl.gz"):
+        print(smoke(read(Path(given[0]))))
+    elif given:
+        draw(*map(Path, given))
+    else:
+        for page in PAGES:
+            draw(page, HERE)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -9,8 +9,10 @@ import re
 import subprocess
 
 import pytest
+from scipy.stats import t
 
 from benchmarks.evidence import report
+from dlr_pretrain.cli import load
 from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT
 
@@ -19,11 +21,21 @@ PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 ROWS = [line for line in PAGE.partition("## What was found")[2].splitlines() if re.match(r"\| .*`\w+` \|$", line)]
 
 
-def test_the_page_shows_what_its_tables_of_runs_say():
-    text = report.PAGE.read_text()
-    assert report.insert(text, report.HERE) == text
-    links = re.findall(r"\((evidence/\w+/\w+\.png)\)", text)
-    assert len(links) == 8 and all((report.PAGE.parent / link).is_file() for link in links)
+def test_the_pages_show_what_their_tables_of_runs_say():
+    for page in report.PAGES:
+        text = page.read_text()
+        assert report.insert(text, report.HERE) == text
+        (link,) = re.findall(r"\((evidence/\w+/\w+\.png)\)", text)
+        assert (page.parent / link).is_file()
+
+
+def test_the_intervals_of_a_table_hold_together_and_p_is_that_of_holm():
+    """Three differences of known p: 0.01, 0.02 and 0.04 alone become 0.03, 0.04 and 0.04."""
+    values = {p: [t.ppf(1 - p / 2, 2) / 3**0.5 + x for x in (-1, 0, 1)] for p in (0.04, 0.01, 0.02)}
+    effects = [{"method": str(p), "against": "plain", "by_seed": dict(enumerate(found))} for p, found in values.items()]
+    found = report.together([*effects, effects[0]])  # the same runs once more count once
+    assert [round(d["p"], 6) for d in found] == [0.04, 0.03, 0.04, 0.04]
+    assert {d["level"] for d in found} == {1 - (1 - 0.95) / 3} and {d["better"] for d in found} == {"plain"}
 
 
 def test_every_kept_run_names_its_commit_command_and_text_and_no_place_of_a_machine():
@@ -44,19 +56,36 @@ echo >> "$SAID"
 """
 
 
-@pytest.mark.full
-def test_every_comparison_of_the_programme_can_be_trained(tmp_path):
-    """Each command is written to a file in place of being run."""
-    stub, said = tmp_path / "python", tmp_path / "said"
+def commands(folder, given, *pieces):
+    """The commands of train.sh, each written to a file in place of being run."""
+    stub, said = folder / "python", folder / "said"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    environment = os.environ | {"PYTHON": str(stub), "SAID": str(said), "TEXT": "texts"}
-    subprocess.run([ROOT / "benchmarks" / "evidence" / "train.sh"], env=environment, check=True)
-    commands = [line.split("\0")[:-1] for line in said.read_text().splitlines()]
-    tuned = [command for command in commands if command[0] == "scripts/tune.py"]
+    said.write_text("")
+    environment = os.environ | {"PYTHON": str(stub), "SAID": str(said)} | given
+    subprocess.run([ROOT / "benchmarks" / "evidence" / "train.sh", *pieces], env=environment, check=True)
+    return [line.split("\0")[:-1] for line in said.read_text().splitlines()]
+
+
+@pytest.mark.full
+def test_the_programme_reads_the_hub_or_shards_with_a_trained_vocabulary_or_another(tmp_path):
+    texts = {"data=c4 ": {}, "data.root=texts": {"TEXT": "texts"}, "tokenizer.path=m": {"SPIECE": "m"}}
+    for words, given in texts.items():
+        for piece in ("tokens", "smoke"):
+            (prepared,) = [c for c in commands(tmp_path, given, piece) if c[0] == "scripts/prepare_data.py"]
+            assert words in " ".join(prepared)
+            load([word for word in prepared[1:] if word.startswith(("data", "tokenizer"))], machine=False)
+    trained = [c for c in commands(tmp_path, {}, "smoke") if c[0] == "train.py"]
+    assert len({load(c[1:], machine=False).run.dir for c in trained}) == 4
+
+
+@pytest.mark.full
+def test_every_comparison_of_the_programme_can_be_trained(tmp_path):
+    found = commands(tmp_path, {"TEXT": "texts"})
+    tuned = [command for command in found if command[0] == "scripts/tune.py"]
     assert len(tuned) == 33 and len({command[command.index("--output") + 1] for command in tuned}) == 33
     for command in tuned:
-        table = [word for word in command[1:] if "=" in word or word.startswith(str(said))]
+        table = [word for word in command[1:] if "=" in word or word.startswith(str(tmp_path))]
         load_runs(read_table(table)[-1:])
 
 
