@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs that answer whether DLR does what its paper says, in this framework, on real text.
 #
-#   benchmarks/evidence/train.sh [PIECE ...]     all pieces, or those named; repeat it to continue
+#   benchmarks/evidence/train.sh [PIECE ...]     all pieces, or those named (list: their names); repeat it to continue
 #   benchmarks/evidence/train.sh smoke           five minutes of one core: two methods, one rate, two seeds
 #
 # The text is a file of C4 from the hub, or TEXT, a folder of *-train.*.json.gz and *-validation.*.json.gz in C4's
@@ -19,7 +19,15 @@ evidence_cpu) longer=longer half=16 three_quarters=24 vocabulary=4096 ;;
 evidence_60m) longer='' half=64 three_quarters=96 vocabulary=32100 ;;
 *) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
 esac
-[ ${#pieces[@]} -gt 0 ] || pieces=(tokens pairs paper mechanism ablations $longer paths cost)
+all=(tokens pairs paper mechanism ablations $longer paths cost)
+[ ${#pieces[@]} -gt 0 ] || pieces=("${all[@]}")
+for piece in "${pieces[@]}"; do
+  case " ${all[*]} smoke list " in
+  *" $piece "*) ;;
+  *) echo "error: $piece: no such piece. They are ${all[*]} smoke" >&2 && exit 2 ;;
+  esac
+done
+if [[ " ${pieces[*]} " = *" list "* ]]; then echo "${all[*]} smoke" && exit; fi
 root=${ROOT:-runs/${experiment/_cpu/}}
 text=(data=c4 data.train_files=en/c4-train.00000-of-01024.json.gz
   data.validation_files=en/c4-validation.00000-of-00008.json.gz)
