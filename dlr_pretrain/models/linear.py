@@ -112,7 +112,8 @@ class Stack:
     @property
     def joined(self) -> Tensor:
         """The weights [G, d_out, d_in] as one tensor, padding included; its gradient goes to the weights themselves."""
-        if not torch.is_grad_enabled():  # dynamo (torch 2.13) fails on autograd functions if gradients are disabled
+        # Dynamo (torch 2.13) fails on autograd functions if gradients are disabled, or none of their inputs has one
+        if not (torch.is_grad_enabled() and any(linear.weight.requires_grad for linear in self.linears)):
             return self.storage
         return _Joined.apply(self.storage, *(linear.weight for linear in self.linears))
 
