@@ -35,6 +35,7 @@ TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
 
 def size_of(cfg: Config, weights: Weights) -> int:
     """The bytes that a checkpoint takes, of all ranks together."""
+    # Whole tensors: an optimizer's state of sharded ones would be that of this rank's rows
     optimized = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in weights.optimized.items()}
     return sum(tensor.nbytes for tensor in weights.state.values()) + state_bytes(cfg.optimizer, optimized)
 
