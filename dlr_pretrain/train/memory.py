@@ -1,19 +1,14 @@
 """A device's memory: the micro-batch that fits (``train.micro_batch=auto``), and what is said when the memory runs out.
 
-``auto`` is resolved once and kept in the run's record. On a GPU each rank tries real updates, starting from the plan's
-estimate. On a CPU the estimate decides, and also with ``parallel=fsdp``, where the ranks could only try together and
-would wait for one that is out of memory. All ranks take the smallest of their answers.
+``auto`` is resolved once, by the plan's estimate, and kept in the run's record. All ranks take the smallest of their
+answers. The estimate counts eager code: compiled code takes less.
 """
 
 from __future__ import annotations
 
-import copy
-import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -22,13 +17,12 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.trial import noise, trial
 from dlr_pretrain.util.errors import UserError, first_line, tell
 from dlr_pretrain.util.process import available_memory
 
 RECORDED = "micro_batch"  # in manifest.json: {ranks: sequences}
 CPU_SHARE = 0.5  # of the free memory: the estimate counts only tensors, and other processes use memory
-GPU_SHARE = 0.94  # of a GPU's memory that the allocator may hold in a trial: NCCL and the evaluation need the rest
+GPU_SHARE = 0.94  # of the free memory of a GPU: NCCL and the evaluation need the rest
 
 # (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
 PlannedMemory = Callable[[Config, int, int], int]
@@ -56,12 +50,11 @@ def resolve_micro_batch(
 
 def largest_that_fits(cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory) -> int:
     """The largest divisor of a rank's rows that fits on every rank; raises UserError if not even one sequence fits."""
-    world, sizes, free = ranks.world_size, cfg.micro_batches(ranks.world_size), free_memory(ranks)
-    estimates = (rows for rows in reversed(sizes) if planned(cfg.with_micro_batch(rows), vocab_size, world) <= free)
-    own = next(estimates, 0)
-    if ranks.device.type == "cuda" and cfg.parallel.name != "fsdp":
-        own = largest(sizes, own or 1, lambda rows: fits(cfg, ranks, vocab_size, rows))
-    chosen = min(ranks.gather(own))
+    world, free = ranks.world_size, free_memory(ranks)
+    fitting = (
+        n for n in reversed(cfg.micro_batches(world)) if planned(cfg.with_micro_batch(n), vocab_size, world) <= free
+    )
+    chosen = min(ranks.gather(next(fitting, 0)))
     if not chosen:
         rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {free / 1e9:.1f} GB"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
@@ -69,53 +62,11 @@ def largest_that_fits(cfg: Config, ranks: Ranks, vocab_size: int, planned: Plann
     return chosen
 
 
-def largest(sizes: Sequence[int], start: int, fit: Callable[[int], bool]) -> int:
-    """The largest of the ascending ``sizes`` for which ``fit`` is true, tried from ``start`` on; 0 if there is none.
-
-    If a size does not fit, no larger one fits either.
-    """
-    at = sizes.index(start)
-    if fit(start):
-        return [start, *takewhile(fit, sizes[at + 1 :])][-1]
-    return next(filter(fit, reversed(sizes[:at])), 0)
-
-
 def free_memory(ranks: Ranks) -> float:
     """Bytes of memory that this rank may use."""
     if ranks.device.type == "cuda":
         return GPU_SHARE * torch.cuda.mem_get_info(ranks.device)[0]
     return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-
-
-def fits(cfg: Config, ranks: Ranks, vocab_size: int, rows: int) -> bool:
-    """Whether two real updates with ``rows`` sequences at once fit on this GPU, summing gradients if the run does.
-
-    Each rank tries alone. The random state and the peak memory of the run are as if there had been no trial.
-    """
-    isolated, device = copy.copy(ranks), ranks.device
-    isolated.rank, isolated.world_size = 0, 1
-    summed = 2 if cfg.train.global_batch // ranks.world_size > rows or ranks.world_size > 1 else 1
-    tried = replace(cfg, train=replace(cfg.train, global_batch=summed * rows, micro_batch=rows))
-
-    def update_twice() -> None:  # a function, so that nothing of the model outlives it
-        updates = trial(tried, isolated, vocab_size, compiled_for=ranks.world_size)
-        for index in range(2):
-            updates(noise(tried, isolated, vocab_size), index, cfg.train.lr)
-        torch.cuda.synchronize(device)
-
-    torch.cuda.reset_peak_memory_stats(device)
-    try:
-        with torch.random.fork_rng(devices=[device]):
-            update_twice()
-        enough = torch.cuda.max_memory_reserved(device) <= GPU_SHARE * torch.cuda.mem_get_info(device)[1]
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        enough = False
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return enough
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

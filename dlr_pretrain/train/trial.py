@@ -20,13 +20,11 @@ from dlr_pretrain.train.weights import place
 from dlr_pretrain.util.tensors import STATE_DTYPE
 
 
-def trial(
-    cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None, compiled_for: int | None = None
-) -> Update:
-    """The updates of ``model`` (default: a new one), compiled as for ``compiled_for`` ranks (default: all)."""
+def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
+    """The updates of ``model`` (default: a new one)."""
     if model is None:
         model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name])
-    return Update(cfg, ranks, place(cfg, ranks, model, compiled_for))
+    return Update(cfg, ranks, place(cfg, ranks, model))
 
 
 def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:

@@ -53,11 +53,8 @@ def build_weights(
     return place(cfg, ranks, model)
 
 
-def place(cfg: Config, ranks: Ranks, model: Llama, compiled_for: int | None = None) -> Weights:
-    """The ``Weights`` of ``model``, given whole in the dtype of the state; sharded under ``parallel=fsdp``.
-
-    If ``cfg.compile``, they are compiled as for ``compiled_for`` ranks (default: those of the run).
-    """
+def place(cfg: Config, ranks: Ranks, model: Llama) -> Weights:
+    """The ``Weights`` of ``model``, given whole in the dtype of the state; sharded under ``parallel=fsdp``."""
     kind = Weights
     if cfg.parallel.name == "fsdp":
         from dlr_pretrain.train.fsdp import ShardedWeights  # its imports take half a second
@@ -66,7 +63,7 @@ def place(cfg: Config, ranks: Ranks, model: Llama, compiled_for: int | None = No
     weights = kind(model, cfg.precision.name, cfg.train.accumulate)
     if cfg.compile:
         torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
-        weights.compile_(cfg.train, compiled_for or ranks.world_size)
+        weights.compile_(cfg.train, ranks.world_size)
     return weights
 
 

@@ -11,22 +11,10 @@ import torch
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.cli import load
 from dlr_pretrain.train import memory
-from dlr_pretrain.train.memory import explained, largest
+from dlr_pretrain.train.memory import explained
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from tests.conftest import forked, saved
-
-
-@pytest.mark.parametrize(("limit", "start"), [(8, 1), (8, 8), (8, 16), (1, 16), (16, 2), (0, 4), (0, 1)])
-def test_sizes_are_tried_up_and_down_from_the_estimate(limit, start):
-    tried = []
-
-    def fit(size: int) -> bool:
-        tried.append(size)
-        return size <= limit
-
-    assert largest([1, 2, 4, 8, 16], start, fit) == limit
-    assert len(tried) == len(set(tried))
 
 
 def room_for(rows: int, cfg, ranks: int, monkeypatch) -> None:
