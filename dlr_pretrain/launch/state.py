@@ -72,8 +72,7 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
         return "complete", ""
     if queued := queue.get(job.get("job", "")):
         return "running" if queued in ("RUNNING", "COMPLETING") else "pending", ""
-    lease = run.dir / ".lock"  # a process renews it, perhaps on another machine
-    if lease.exists() and read_beat(lease).get("beat", 0.0) > time.time() - EXPIRY:
+    if read_beat(run.dir, 0).get("time", 0.0) > time.time() - EXPIRY:  # of a process, perhaps on another machine
         return "running", ""
     if said and said["name"] != "running" and said["time"] > job.get("time", 0.0):
         return said["name"], said["reason"]

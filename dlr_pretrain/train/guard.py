@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.lease import HEARTBEAT, Lease
+from dlr_pretrain.train.heartbeat import INTERVAL
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
@@ -37,12 +37,11 @@ class Guard:
     """Decides whether a run goes on.
 
     Batches of updates that are not finite are kept as text of ``tokenizer`` in ``<run>/nonfinite``. In a trial there is
-    no lease of a run directory, and no tokenizer.
+    no tokenizer.
     """
 
     cfg: Config
     ranks: Ranks
-    lease: Lease | None
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
@@ -77,7 +76,7 @@ class Guard:
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. Every error becomes a UserError, because the state is sound and can be saved."""
         try:
-            return loader.take(lambda: self.ranks.stop_requested, self.ranks.patience)
+            return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.patience)
         except UserError:
             raise
         except Exception as error:  # from a library or the system
@@ -145,8 +144,7 @@ class Guard:
         """Write ``record``. If another start has taken the run over, the next update ends this one."""
         try:
             with suppress(OSError):  # the disk may not answer; a checkpoint asks again
-                if self.lease is not None:
-                    self.lease.require_held(at_most=2 * HEARTBEAT)
+                self.ranks.heartbeat.require_held(at_most=2 * INTERVAL)
             metrics.write(record)
         except UserError as error:
             self.fail(error)

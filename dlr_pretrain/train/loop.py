@@ -107,7 +107,7 @@ class Loop:
 
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
         """Send the outcome of the update on their way to the host, while the device goes on."""
-        self.ranks.stepped(self.step)
+        self.ranks.heartbeat.stepped(self.step)
         self.batches[self.step] = batch
         self.pending.push(self.step, outcome)
         with self.meter.paused():

@@ -6,8 +6,8 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -19,15 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.train.watchdog import PATIENCE, Watchdog
+from dlr_pretrain.train.heartbeat import PATIENCE, Heartbeat
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError, tell
 
 T = TypeVar("T")
-MEETING = timedelta(minutes=10)  # within which all ranks must have joined
-SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the watchdog has not ended it
+SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
 FOR_EVER = timedelta(days=1000)
-GRACE = 20.0  # seconds left for the folded checkpoint after a request to stop; a small model needs less
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
 
@@ -37,102 +35,61 @@ class Ranks:
     Collectives on ``control`` (gloo) serve decisions on the host; the default group serves tensors on ``device``.
     """
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, heartbeat: Heartbeat | None = None):
         self.cfg, self._settings = cfg, ExitStack()
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.heartbeat = heartbeat or Heartbeat(cfg)
+        self.rank, self.world_size = self.heartbeat.rank, self.heartbeat.world_size
         self.is_main = self.rank == 0
         self.device = _device(cfg)
         self.control: dist.ProcessGroup | None = None
-        self._agreed: Exception | None = None  # an error that every rank raises
-        self.limit = None if cfg.run.timeout_minutes is None else 60 * cfg.run.timeout_minutes
-        self.watchdog = Watchdog(self.rank, self.world_size, self.limit)
         process.die_with_agent()
+        limit = self.heartbeat.limit
+        self._wait = FOR_EVER if limit is None else timedelta(seconds=max(PATIENCE, limit + SLACK))
         if self.world_size > 1:
-            self._meet()
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            try:
+                dist.init_process_group(backend, timeout=self._wait)
+            except (dist.DistError, ValueError) as error:
+                reason = f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {error}"
+                raise UserError(reason) from error
+            self.control = self.new_group()
         self.stop_requested = self.trained = False
         self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
-        self._handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._end)
         self.stop_requested = process.stop_requested()
         torch.manual_seed(cfg.seed)
 
-    def _meet(self) -> None:
-        """Create the process groups. Until the first step collectives wait long, because ranks compile and load."""
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        try:
-            dist.init_process_group(backend, timeout=MEETING)
-        except (dist.DistError, ValueError) as error:
-            raise UserError(f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {error}") from error
-        dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=PATIENCE))
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE))
-        self.control = self.new_group()
-
     # ------------------------------------------------------------------------------------------------
-    # Requests to stop, and progress
+    # Requests to stop
 
     def _request_stop(self, number: int, _frame) -> None:
-        """Stop at the next step boundary; at once if this start has completed no step, because nothing is to be saved.
+        """Stop at the next step boundary; at once before the first step of this start, and after the last one.
 
-        A second Ctrl-C stops at once, too. For a request after the last step see ``finishing``.
+        A second Ctrl-C stops at once, too.
         """
         again, self.stop_requested = self.stop_requested, True
         if again and number == signal.SIGINT:
             raise KeyboardInterrupt
         if again:
             return
-        if self.trained:
-            signal.setitimer(signal.ITIMER_REAL, GRACE)
-        elif not self.watchdog.started:
-            raise _stopped(BEFORE)
-        elif self.is_main:
+        if self.trained or not self.heartbeat.started:
+            raise _stopped(AFTER if self.trained else BEFORE)
+        if self.is_main:
             tell("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 
     def finishing(self) -> None:
-        """Note that all steps are saved: a request to stop now leaves ``GRACE`` seconds, then Stopped is raised.
-
-        If the request came earlier, these seconds begin now.
-        """
+        """Note that all steps are saved: the run stops at once if it was asked to, or is from now on."""
         self.trained = True
-        if self.stop_requested:
-            signal.setitimer(signal.ITIMER_REAL, GRACE)
-
-    def _end(self, _number: int, _frame) -> None:
-        raise _stopped(AFTER)
+        self.stop_if_asked(AFTER)
 
     def stop_if_asked(self, when: str) -> None:
         """Between the stages of a run: raise ``Stopped`` on every rank if any rank was asked to stop."""
         if any(self.gather(self.stop_requested)):
             raise _stopped(when)
 
-    def start_watchdog(self, run_dir: Path, token: str) -> None:
-        """Watch the progress of all ranks from now on; ``token`` names this start of the run."""
-        _readable(lambda: self.watchdog.start(run_dir, token))
-
-    def stepped(self, step: int) -> None:
-        """Note that the host is done with ``step``, which the GPU may still compute.
-
-        The first one sets the timeout of collectives: ``run.timeout_minutes`` plus ``SLACK``, or none if that is null.
-        """
-        first = not self.watchdog.started
-        self.watchdog.stepped(step)
-        if first and self.world_size > 1:
-            wait = FOR_EVER if self.limit is None else timedelta(seconds=self.limit + SLACK)
-            dist.distributed_c10d._set_pg_timeout(wait)
-
-    def heartbeat(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
-        for item in items:
-            self.watchdog.ticks += 1
-            yield item
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds that training may wait for data and still save before the watchdog ends it; None: no limit."""
-        return 0.8 * self.limit if self.limit is not None and self.watchdog.started else None
-
-    def patient(self) -> AbstractContextManager[None]:
-        """Within this context the rank may wait longer than ``run.timeout_minutes``, for its or another rank's disk."""
-        return self.watchdog.patient()
+    def start_heartbeat(self, run_dir: Path) -> None:
+        """Take the run directory, and watch the progress of all ranks from now on."""
+        token = self.on_main(lambda: self.heartbeat.take(run_dir))
+        _readable(lambda: self.heartbeat.start(run_dir, token))
 
     # ------------------------------------------------------------------------------------------------
     # Agreement between ranks
@@ -145,7 +102,7 @@ class Ranks:
         """
         answer: list = [None, None]
         own: Exception | None = None
-        with self.patient():
+        with self.heartbeat.patient():
             if self.is_main:
                 try:
                     answer[0] = _readable(decide)
@@ -156,8 +113,7 @@ class Ranks:
             if self.world_size > 1:
                 dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
-            self._agreed = own or answer[1]
-            raise self._agreed
+            raise own or answer[1]
         return answer[0]
 
     def main_first(self, act: Callable[[], T]) -> T:
@@ -187,7 +143,7 @@ class Ranks:
 
     def new_group(self) -> dist.ProcessGroup | None:
         """A new group for collectives on the host, such as those of another thread; all ranks must call together."""
-        return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if self.world_size > 1 else None
+        return dist.new_group(backend="gloo", timeout=self._wait) if self.world_size > 1 else None
 
     @record_function("communication")
     def sum(self, tensor: Tensor) -> Tensor:
@@ -225,7 +181,7 @@ class Ranks:
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""
-        self.watchdog.ticks += 1  # a batch is a sign of progress, also in an evaluation
+        self.heartbeat.ticks += 1  # a batch is a sign of progress, also in an evaluation
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
@@ -267,16 +223,14 @@ class Ranks:
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:
         """Restore the signal handlers, and destroy the process group if all ranks leave together.
 
-        A rank that fails alone ends without that: NCCL would wait for the other ranks, and they for this one.
+        A rank that fails may be alone, and ends without that: NCCL would wait for the other ranks, and they for it.
         If ``error`` follows from the loss of another rank or from an early request to stop, that cause is raised.
         """
         cause = self._cause(error)
         self._settings.close()
-        self.watchdog.stop()
-        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        together = error in (None, self._agreed) or (isinstance(error, Stopped) and self.watchdog.started)
+        together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.started)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
         if cause is not None:
@@ -286,10 +240,10 @@ class Ranks:
         """The cause of ``error`` if that is a lost rank or an early request to stop; otherwise None."""
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return None
-        if self.stop_requested and not self.watchdog.started:  # a compiler wraps the exception of a signal handler
+        if self.stop_requested and not self.heartbeat.started:  # a compiler wraps the exception of a signal handler
             return _stopped(BEFORE)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            lost, speaks = self.watchdog.report(error)
+            lost, speaks = self.heartbeat.report(error)
             if speaks and not self.is_main:  # cli.py prints only rank 0's errors
                 tell(f"error: {lost}")
             return lost

@@ -22,7 +22,7 @@ import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.secrets import redact_word
 from dlr_pretrain.config.written import MANIFEST, differences, read_record, told
-from dlr_pretrain.train.lease import Lease
+from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
@@ -70,8 +70,8 @@ def record_state(run_dir: Path, name: str, reason: str = "") -> None:
 
 
 @contextmanager
-def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
-    """The holder of ``lease`` puts how the run ends into ``manifest.json``: complete, or what went wrong.
+def recorded_end(run_dir: Path, heartbeat: Heartbeat) -> Iterator[None]:
+    """The holder of the run directory puts how the run ends into ``manifest.json``: complete, or what went wrong.
 
     A start that failed before ``open_record`` leaves the record as it is. A disk that refuses the write hides no error.
     """
@@ -84,7 +84,7 @@ def recorded_end(run_dir: Path, lease: Lease) -> Iterator[None]:
         raise
     finally:
         with suppress(OSError, UserError):
-            if lease.held and read_record(run_dir).get("state", {}).get("name") == "running":
+            if heartbeat.holds and read_record(run_dir).get("state", {}).get("name") == "running":
                 record_state(run_dir, kinds.get(type(ended), "failed"), first_line(ended) if ended is not None else "")
 
 

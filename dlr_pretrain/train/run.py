@@ -15,7 +15,7 @@ from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.train.lease import Lease
+from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
 from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
@@ -39,14 +39,14 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
-    with Lease(run_dir) as lease, recorded_end(run_dir, lease), Ranks(cfg) as ranks:
+    with Heartbeat(cfg) as heartbeat, recorded_end(run_dir, heartbeat), Ranks(cfg, heartbeat) as ranks:
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
         text = open_text(cfg, run_dir, ranks, console)
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
-        ranks.start_watchdog(run_dir, ranks.on_main(lease.acquire))
-        Run(cfg, run_dir, ranks, console, lease, text, report, planned_memory).complete()
+        ranks.start_heartbeat(run_dir)
+        Run(cfg, run_dir, ranks, console, text, report, planned_memory).complete()
 
 
 @dataclass
@@ -57,7 +57,6 @@ class Run:
     dir: Path
     ranks: Ranks
     console: Console
-    lease: Lease
     text: Text
     report: Report | None
     planned_memory: PlannedMemory | None
@@ -84,7 +83,7 @@ class Run:
         text = self.text
 
         def write() -> None:
-            self.lease.require_held()  # of two starts at the same time, both have written their lease by now
+            self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
             note_saved(self.dir)
             open_record(self.dir, self.cfg, text.fingerprints)
             update_record(self.dir, {"data.version": text.source.version, "tokenizer.unknown_share": text.unknown})
@@ -130,12 +129,12 @@ class Run:
             opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
             metrics = self.metrics
-            saver = Saver(self.dir, ranks, cfg.checkpoint, self.lease, metrics, console, start.saved)
+            saver = Saver(self.dir, ranks, cfg.checkpoint, metrics, console, start.saved)
             opened.enter_context(saver)
             saver.rehearse(size_of(cfg, weights))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
-            guard = Guard(cfg, ranks, self.lease, saver, console, text.tokenizer)
+            guard = Guard(cfg, ranks, saver, console, text.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
             opened.enter_context(loop.profiler)
             if found is not None:

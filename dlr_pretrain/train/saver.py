@@ -20,7 +20,6 @@ from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Piece, Snapshot
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.lease import Lease
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
@@ -43,8 +42,8 @@ def size_of(cfg: Config, weights: Weights) -> int:
 class Saver:
     """Writes the checkpoints of a run, one at a time: each rank writes its part, and rank 0 makes them a checkpoint.
 
-    Before that, rank 0 makes sure that it still holds ``lease`` and that every line of ``metrics`` is on the disk. The
-    ranks' writing threads have their own process group: collectives of two threads in one group would mix.
+    Before that, rank 0 makes sure that it still holds the run directory and that every line of ``metrics`` is on the
+    disk. The ranks' writing threads have their own process group: collectives of two threads in one group would mix.
     """
 
     def __init__(
@@ -52,13 +51,12 @@ class Saver:
         run_dir: Path,
         ranks: Ranks,
         keep: tree.Checkpoint,
-        lease: Lease | None,
         metrics: MetricsFile | None,
         console: Console,
         saved: int = 0,
     ):
         self.run_dir, self.root = run_dir, run_dir / "checkpoints"
-        self.ranks, self.keep, self.lease, self.metrics, self.console = ranks, keep, lease, metrics, console
+        self.ranks, self.keep, self.metrics, self.console = ranks, keep, metrics, console
         self.saved = saved  # the last step that a checkpoint holds; the same on all ranks after ``wait``
         self.error: Exception | None = None  # why a save failed for good; set on all ranks, but not at the same instant
         self._group = ranks.new_group()
@@ -77,7 +75,7 @@ class Saver:
                 rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
                 raise UserError(f"{self.root}: {rule}. Free space, or set run.dir; the same command then goes on")
 
-        with self.ranks.patient():
+        with self.ranks.heartbeat.patient():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
             try:
                 self._together(write)
@@ -103,7 +101,7 @@ class Saver:
         If a rank was lost meanwhile, raises the error of the collective.
         """
         if self._thread is not None:
-            with self.ranks.patient():
+            with self.ranks.heartbeat.patient():
                 self._thread.join()
             self._thread = None
         self.raise_error()
@@ -187,8 +185,7 @@ class Saver:
 
     def _require_permission(self) -> None:
         """On rank 0: raise if another start has taken the run over, or metrics are not on the disk."""
-        if self.lease is not None:
-            self.lease.require_held()
+        self.ranks.heartbeat.require_held()
         if self.metrics is not None:
             self.metrics.sync()
 

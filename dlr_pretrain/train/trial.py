@@ -30,8 +30,8 @@ def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None
 def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
     """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
     console = Console(cfg, enabled=False)
-    saver = Saver(run_dir, ranks, cfg.checkpoint, None, metrics, console)
-    guard = Guard(cfg, ranks, None, saver, console, None)
+    saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
+    guard = Guard(cfg, ranks, saver, console, None)
 
     def evaluator(model: Llama, interruptible: bool) -> dict[str, float | None]:
         return {"eval/loss": 0.0}

@@ -1,4 +1,4 @@
-"""Small files that a crash cannot damage, files that other machines write, and heartbeats."""
+"""Small files that a crash cannot damage, and files that other machines write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXPIRY = 60.0  # seconds without a heartbeat after which the holder of a run directory counts as dead
-BEAT_BYTES = 512  # length of a heartbeat: one write replaces the whole last one, so that nobody reads half of one
 
 
 def write_durably(path: Path, content: str | bytes) -> None:
@@ -56,21 +55,13 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return held
 
 
-def write_beat(descriptor: int, record: dict) -> None:
-    """Overwrite the record of a heartbeat, a file that one process renews and others read, also on other machines.
-
-    On a network file system, they see it once the descriptor is synchronised or closed.
-    """
-    os.pwrite(descriptor, json.dumps(record).ljust(BEAT_BYTES).encode(), 0)
-
-
-def read_beat(path: Path) -> dict:
-    """The record of a heartbeat, or {} if it is damaged.
+def read_beat(run_dir: Path, rank: int) -> dict:
+    """The last heartbeat of a rank of a run, or {} if there is none or it is damaged; see ``train.heartbeat``.
 
     Opens the file anew each time, because only opening it asks a file server for what others wrote.
     """
     try:
-        record = json.loads(path.read_bytes())
-    except ValueError:
+        beat = json.loads((run_dir / ".beats" / str(rank)).read_bytes())
+        return beat if {"host", "pid", "machine", "token", "time"} <= beat.keys() else {}
+    except (FileNotFoundError, ValueError, AttributeError):
         return {}
-    return record if isinstance(record, dict) else {}

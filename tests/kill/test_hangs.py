@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]  # one run
 SECONDS = 3
 LIMIT = ("eval.every=100", f"run.timeout_minutes={SECONDS / 60}")
 RUN = (*LIMIT, "checkpoint.every=5")
-LAST_SEEN = rf"rank {{}} on host {re.escape(socket.gethostname())} was last seen at step {{}}, \d+ s ago"
+LAST_SEEN = rf"rank {{}} on host {re.escape(socket.gethostname())} was last seen at step {{}}"
 
 
 def steps(folder: Path) -> list[int]:

@@ -68,8 +68,9 @@ def write_state(run: PlannedRun, name: str, reason: str = "", saved: int = 10) -
 
 
 def beat(run: PlannedRun, seconds_ago: float) -> None:
-    run.dir.mkdir(parents=True, exist_ok=True)
-    (run.dir / ".lock").write_text(json.dumps({"host": "elsewhere", "pid": 1, "beat": time.time() - seconds_ago}))
+    (run.dir / ".beats").mkdir(parents=True, exist_ok=True)
+    written = {"host": "elsewhere", "pid": 1, "machine": "other", "token": "theirs", "time": time.time() - seconds_ago}
+    (run.dir / ".beats" / "0").write_text(json.dumps(written))
 
 
 # ----------------------------------------------------------------------------------------------------

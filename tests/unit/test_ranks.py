@@ -129,20 +129,6 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 20
 
 
-def test_a_signal_while_the_run_is_folded_lets_it_finish(train, tmp_path, monkeypatch, no_export):
-    from dlr_pretrain.train import finish
-
-    real = finish.export
-
-    def interrupted(*given, **named):
-        os.kill(os.getpid(), signal.SIGTERM)
-        real(*given, **named)
-
-    monkeypatch.setattr(finish, "export", interrupted)
-    train(tmp_path / "run", "train.steps=2")
-    assert (tmp_path / "run" / "folded" / "model.safetensors").exists()
-
-
 @pytest.mark.usefixtures("no_export")
 def test_stop_after_a_step_that_is_past_stops_at_once(train, tmp_path):
     for stop in (7, 7, 3):

@@ -30,15 +30,15 @@ ALONE = SimpleNamespace(
     world_size=1,
     is_main=True,
     device=torch.device("cpu"),
-    patient=nullcontext,
+    heartbeat=SimpleNamespace(patient=nullcontext, require_held=lambda: None),
     new_group=lambda: None,
     gather=lambda value, _=None: [value],
 )
 CONSOLE = SimpleNamespace(say=print)
 
 
-def saver_of(folder, ranks=ALONE, lease=None) -> Saver:
-    return Saver(folder, ranks, keeping(9), lease, None, CONSOLE)
+def saver_of(folder, ranks=ALONE) -> Saver:
+    return Saver(folder, ranks, keeping(9), None, CONSOLE)
 
 
 def snapshot(value: float) -> Snapshot:
@@ -113,7 +113,8 @@ def test_what_is_not_permitted_does_not_count(tmp_path):
     def refuse():
         raise UserError("the lease is another's")
 
-    saving = saver_of(tmp_path, lease=SimpleNamespace(require_held=refuse))
+    heartbeat = SimpleNamespace(patient=nullcontext, require_held=refuse)
+    saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | {"heartbeat": heartbeat}))
     saving.save(1, snapshot(1))
     with pytest.raises(UserError, match="the lease is another's"):
         saving.wait()

@@ -1,0 +1,321 @@
+"""The heartbeat of each rank: one start at a time writes a run directory, and a rank that stands still is named.
+
+<run>/.beats/3            rank 3's last step, and where its code is; renewed every few seconds
+<run>/.beats/0            is also the lease: the process that it names, and nobody else, may write to the directory
+<run>/stacks/rank_3.txt   rank 3's stacks, when it stood still or a collective failed
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.util.errors import RankLost, UserError, first_line, leave
+from dlr_pretrain.util.files import EXPIRY, read_beat
+
+T = TypeVar("T")
+INTERVAL = 5.0  # seconds between two heartbeats, at most
+PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0
+BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
+NAMED = 4  # ranks that a message names
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class Heartbeat:
+    """A thread of each rank that renews its beat, and ends a run that makes no progress for ``run.timeout_minutes``.
+
+    That limit holds after the first step. Only time in which the thread ran itself counts: a job that was suspended as
+    a whole has not stood still.
+
+    Rank 0 holds the run directory from ``take`` to the end of this context. On one machine flock decides, and the end
+    of a process releases it. Network file systems may not carry it to other machines: a start there may take over if
+    the beat is not renewed for ``EXPIRY`` seconds. A holder that was only suspended then finds another token in the
+    beat, and its process ends.
+    """
+
+    def __init__(self, cfg: Config):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        minutes = cfg.run.timeout_minutes
+        self.limit = None if minutes is None else 60 * minutes  # seconds; None: no limit
+        self.interval = INTERVAL if self.limit is None else min(INTERVAL, self.limit / 8)
+        self.ticks = 0  # increases with every sign of progress
+        self.step = 0
+        self.started = False  # whether this process has completed a step
+        self.folder, self.token = Path(), ""  # of the run; the token names this start of it
+        self._file = -1  # of this rank's beat; -1 while there is none
+        self._machine = machine()
+        self._renewed = 0.0  # when this process last wrote its beat
+        self._patient = 0  # contexts in which it may wait long
+        self._left = False  # tells the others that this rank ended itself and was not lost
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        return self
+
+    def take(self, run_dir: Path) -> str:
+        """On rank 0: take the run directory. Returns the token of this start.
+
+        Raises UserError, with the holder, if the directory is in use. If the holder may be dead, first waits for up to
+        ``EXPIRY`` seconds to be sure.
+        """
+        self._open(run_dir)
+        try:
+            self._wait_for_holder()
+        except BaseException:
+            os.close(self._file)
+            self._file = -1
+            raise
+        self.token = uuid.uuid4().hex
+        self._write(time.time())
+        return self.token
+
+    def start(self, run_dir: Path, token: str) -> None:
+        """On every rank, when rank 0 has got ``token`` from ``take``: start the thread."""
+        if not self.holds:
+            self._open(run_dir)
+        self.token = token
+        self._write(time.time())  # so that messages can name a rank that dies at once, too
+        self._thread.start()
+
+    def _open(self, run_dir: Path) -> None:
+        self.folder = run_dir
+        (run_dir / ".beats").mkdir(parents=True, exist_ok=True)
+        self._file = os.open(run_dir / ".beats" / str(self.rank), os.O_RDWR | os.O_CREAT, 0o644)
+
+    def __exit__(self, *_: object) -> None:
+        """End the thread, and release the run directory for the next start."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._file >= 0:
+            with suppress(OSError, UserError):
+                self.require_held()
+                self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
+            os.close(self._file)
+            self._file = -1
+
+    # ------------------------------------------------------------------------------------------------
+    # The lease
+
+    @property
+    def holds(self) -> bool:
+        """Whether this process has taken a run directory; it may have lost it since."""
+        return self.rank == 0 and self._file >= 0
+
+    def require_held(self, at_most: float = 0.0) -> None:
+        """On a rank that ``holds`` a run directory: raise UserError if another start has taken it over.
+
+        This process may write nothing more then. Reads the lease, unless it was renewed less than ``at_most`` seconds
+        ago. Call this before a write that counts, such as that of a checkpoint's manifest.
+        """
+        away = time.time() - self._renewed
+        if not self.holds or away < at_most:
+            return
+        lease = read_beat(self.folder, 0)
+        if lease.get("token", self.token) != self.token:
+            raise UserError(
+                f"{self.folder} was taken over by {holder(lease)}, after this process had been away for {away:.0f} s. "
+                "It writes nothing more"
+            )
+
+    def _wait_for_holder(self) -> None:
+        first, until = read_beat(self.folder, 0), 0.0
+        while True:
+            locked, lease = self._lock(), read_beat(self.folder, 0)
+            if locked and (not lease.get("time") or lease["machine"] == self._machine):  # a holder here has the lock
+                return
+            if not until:
+                until = time.monotonic() + EXPIRY
+                about = f"waiting up to {EXPIRY:.0f} s to see whether {holder(lease)} still lives"
+                print(f"{self.folder}: {about}", file=sys.stderr, flush=True)
+            over = time.monotonic() > until
+            if (lease.get("time") and lease != first) or (over and not locked):
+                raise UserError(f"{self.folder} is in use by {holder(lease)}. Wait for it, stop it, or set run.dir")
+            if over:
+                return
+            time.sleep(EXPIRY / 60)
+
+    def _lock(self) -> bool:
+        """Try to lock the beat. On a file system without locks (Lustre may be one), the beats alone decide."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._machine = uuid.uuid4().hex  # that of no other process
+        return True
+
+    # ------------------------------------------------------------------------------------------------
+    # Progress
+
+    def stepped(self, step: int) -> None:
+        """Note that the host is done with ``step``, which the GPU may still compute."""
+        self.step, self.started = step, True
+        self.ticks += 1
+
+    def __call__(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield ``items``, such as the micro-batches of a step, and count each as a sign of progress."""
+        for item in items:
+            self.ticks += 1
+            yield item
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds that training may wait for data and still save before its process ends; None: no limit."""
+        return 0.8 * self.limit if self.limit is not None and self.started else None
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Within this context the rank may wait long, for rank 0 or for a disk."""
+        self.ticks += 1
+        self._patient += 1
+        try:
+            yield
+        finally:
+            self._patient -= 1
+            self.ticks += 1
+
+    def _watch(self) -> None:
+        """In the thread: renew the beat, and end the process if it stands still."""
+        ticks, still, last, dumped = -1, 0.0, time.monotonic(), False
+        while not self._stopped.wait(self.interval):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self.interval), now
+            if self.ticks != ticks:
+                ticks, still, dumped = self.ticks, 0.0, False
+            else:
+                still += passed
+            self._renew()
+            strict = self.started and not self._patient
+            if self.limit is None or dumped or still < (self.limit if strict else PATIENCE):
+                continue
+            dumped = True
+            self._dump(f"no progress for {still:.0f} s after step {self.step}")
+            if strict:  # every rank that stands still ends itself
+                lost, speaks = self._verdict(f"no step for {still:.0f} s")
+                leave(lost, say=speaks)
+
+    def _renew(self) -> None:
+        """Write this rank's beat. If another start has taken the run over, this process ends."""
+        try:
+            self.require_held()
+            self._write(time.time())
+        except UserError as error:
+            leave(error)
+        except OSError:  # a full disk, or a file server that is away: the next renewal may succeed
+            pass
+
+    def _write(self, when: float) -> None:
+        where, waits = place(sys._current_frames().get(threading.main_thread().ident or 0))
+        record = {"rank": self.rank, "step": self.step, "where": where, "waits": waits, "left": self._left}
+        record |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": self._machine, "token": self.token}
+        os.pwrite(self._file, json.dumps(record | {"time": when}).ljust(BEAT_BYTES).encode(), 0)
+        os.fsync(self._file)
+        self._renewed = time.time()
+
+    # ------------------------------------------------------------------------------------------------
+    # When training stands still
+
+    def report(self, error: BaseException) -> tuple[RankLost, bool]:
+        """The error to raise for a failed collective, and whether this rank prints it; writes down its stacks."""
+        reason = first_line(error).partition(". This is typically")[0]
+        if self._file < 0:
+            return RankLost(f"a rank was lost ({reason})"), True
+        self._dump("".join(traceback.format_exception(error)))
+        return self._verdict(reason)
+
+    def _dump(self, reason: str) -> None:
+        """Append the stacks of this rank's threads to its file in ``<run>/stacks``."""
+        with suppress(OSError):
+            path = self.folder / "stacks" / f"rank_{self.rank}.txt"
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a") as file:
+                when = time.strftime("%Y-%m-%d %H:%M:%S")
+                print(f"\n{when} rank {self.rank} on {socket.gethostname()}: {reason}", file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    def _verdict(self, reason: str) -> tuple[RankLost, bool]:
+        """The error that names the ranks that the others wait for, and whether this rank prints it.
+
+        The lowest rank prints that is not silent. This takes as long as every live rank needs to renew its beat.
+        """
+        before = self._beats()
+        self._stopped.wait(1.5 * self.interval)
+        self._renew()  # the other ranks listen as well
+        self._stopped.wait(self.interval)
+        beats = self._beats()
+        silent = {rank for rank, beat in beats.items() if beat == before.get(rank) and not beat["left"]} - {self.rank}
+        self._left = True
+        self._renew()
+        stacks = f"The ranks' stacks are in {self.folder / 'stacks'}"
+        again = "The same command continues from the last checkpoint"
+        lost = RankLost(f"{suspicion(beats, silent)} ({reason}). {stacks}. {again}")
+        return lost, self.rank == min(beats.keys() - silent, default=self.rank)
+
+    def _beats(self) -> dict[int, dict]:
+        """The beats of all ranks of this start."""
+        beats = {}
+        for rank in range(self.world_size):
+            with suppress(OSError):
+                beats[rank] = read_beat(self.folder, rank)
+        return {rank: beat for rank, beat in beats.items() if beat.get("token") == self.token}
+
+
+def suspicion(beats: dict[int, dict], silent: set[int]) -> str:
+    """The ranks that the others wait for: the silent ones, else those behind, else those in no collective."""
+    if not beats:
+        return "a rank was lost"
+    first = max(beat["step"] for beat in beats.values())
+    suspects = [b for b in beats.values() if b["rank"] in silent] or [b for b in beats.values() if b["step"] < first]
+    suspects = suspects or [b for b in beats.values() if not b["waits"]] or list(beats.values())
+    named = [
+        f"rank {b['rank']} on host {b['host']} was last seen at step {b['step']:,}"
+        + ("" if b["rank"] in silent else f", in {b['where']}")
+        for b in suspects[:NAMED]
+    ]
+    named += [f"and {len(suspects) - NAMED} more"] if len(suspects) > NAMED else []
+    named += [f"the others wait at {first + 1:,}"] if len(suspects) < len(beats) else []
+    return "; ".join(named)
+
+
+def place(frame: FrameType | None) -> tuple[str, bool]:
+    """The innermost line of this package on a stack, and whether it waits there for other ranks."""
+    waits, distributed = False, os.path.join("torch", "distributed")
+    while frame is not None:
+        path = frame.f_code.co_filename
+        waits = waits or distributed in path
+        if path.startswith(str(PACKAGE)):
+            return f"{os.path.relpath(path, PACKAGE)}:{frame.f_lineno} ({frame.f_code.co_name})"[:100], waits
+        frame = frame.f_back
+    return "code of others", waits
+
+
+def holder(lease: dict) -> str:
+    """The process that a lease names, for messages."""
+    if not lease.get("time"):
+        return "another process"
+    return f"process {lease['pid']} on {lease['host']}, last heartbeat {time.time() - lease['time']:.0f} s ago"
+
+
+def machine() -> str:
+    """An id of this machine since its last boot. All containers on a machine share it, and share its file locks."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

@@ -1,0 +1,171 @@
+"""One writer per run directory: who is refused, who takes over, and what a damaged beat costs."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from dlr_pretrain.train import heartbeat as module
+from dlr_pretrain.train.heartbeat import Heartbeat
+from dlr_pretrain.util.errors import UserError
+
+CFG = SimpleNamespace(run=SimpleNamespace(timeout_minutes=None))
+HOLDER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from dlr_pretrain.train.heartbeat import Heartbeat
+holder = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=None)))
+holder.start(Path(sys.argv[1]), holder.take(Path(sys.argv[1])))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Everything a hundred times as fast."""
+    for name in ("INTERVAL", "EXPIRY"):
+        monkeypatch.setattr(module, name, getattr(module, name) / 100)
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    def unsupported(*_):
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+
+
+def take(run_dir) -> Heartbeat:
+    own = Heartbeat(CFG)
+    own.start(run_dir, own.take(run_dir))
+    return own
+
+
+def beat(run_dir) -> dict:
+    return json.loads((run_dir / ".beats" / "0").read_text())
+
+
+def write_beat(run_dir, when: float) -> None:
+    """As a process of another machine does."""
+    (run_dir / ".beats").mkdir(exist_ok=True)
+    record = {"host": "elsewhere", "pid": 7, "machine": "other", "token": "theirs", "time": when}
+    descriptor = os.open(run_dir / ".beats" / "0", os.O_WRONLY | os.O_CREAT)
+    os.pwrite(descriptor, json.dumps(record).ljust(module.BEAT_BYTES).encode(), 0)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("flock", [True, False], ids=["flock", "no flock"])
+def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path, request, flock):
+    flock or request.getfixturevalue("no_flock")
+    with take(tmp_path / "run"), pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+        take(tmp_path / "run")
+    assert beat(tmp_path / "run")["time"] == 0
+    with take(tmp_path / "run") as second:
+        second.require_held()
+
+
+def test_the_directory_of_a_dead_process_is_taken_over(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    assert beat(tmp_path)["pid"] == holder.pid
+    with take(tmp_path):
+        assert beat(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("age", [-7000.0, 0.2, 7000.0])  # the clocks of machines differ
+def test_that_of_another_machine_is_taken_over_if_it_is_not_renewed(tmp_path, capsys, age):
+    write_beat(tmp_path, time.time() - age)
+    with take(tmp_path):
+        assert beat(tmp_path)["pid"] == os.getpid()
+    assert "to see whether process 7 on elsewhere, last heartbeat" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("skew", [-7000.0, 7000.0])
+def test_a_holder_on_another_machine_that_renews_its_beat_is_respected(tmp_path, monkeypatch, skew):
+    times, read = iter(range(9)), module.read_beat
+
+    def renewed(*of):
+        write_beat(tmp_path, time.time() + skew + next(times))
+        return read(*of)
+
+    monkeypatch.setattr(module, "read_beat", renewed)
+    with pytest.raises(UserError, match=r"is in use by process 7 on elsewhere, last heartbeat -?[0-9]+ s ago"):
+        take(tmp_path)
+    with open(tmp_path / ".beats" / "0") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a refused start keeps nothing locked
+
+
+def test_a_file_lock_that_another_machine_left_behind_is_not_broken(tmp_path):
+    write_beat(tmp_path, time.time())
+    with open(tmp_path / ".beats" / "0") as left:
+        fcntl.flock(left, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="in use by process 7 on elsewhere"):
+            take(tmp_path)
+
+
+def test_a_holder_that_was_suspended_stops_and_writes_nothing(tmp_path, monkeypatch):
+    lost, told = threading.Event(), []
+
+    def leave(error):
+        told.append(error)
+        lost.set()
+
+    monkeypatch.setattr(module, "leave", leave)
+    with take(tmp_path) as own:
+        write_beat(tmp_path, time.time())
+        with pytest.raises(UserError, match=f"{tmp_path} was taken over by process 7 on elsewhere"):
+            own.require_held()
+        own.require_held(at_most=600)  # just renewed: not read
+        lost.wait()
+        assert "It writes nothing more" in str(told[0])
+    assert beat(tmp_path)["token"] == "theirs"  # nor does it release what is another's
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_holder_that_was_suspended_while_another_came_and_went_stops_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL", 600)
+    with take(tmp_path) as away:
+        with take(tmp_path):
+            pass
+        with pytest.raises(UserError, match="was taken over"):
+            away.require_held()
+
+
+def test_a_damaged_beat_is_nobody_s(tmp_path):
+    for content in (b"", b"{", b"5", b"[]", b"\xff\xfe", b'{"host": "h"}', b'{"host": 1, "pid": "x", "time": 2}'):
+        (tmp_path / ".beats").mkdir(exist_ok=True)
+        (tmp_path / ".beats" / "0").write_bytes(content)
+        with take(tmp_path) as own:
+            assert beat(tmp_path)["pid"] == os.getpid()
+            own.require_held()
+
+
+def test_a_renewal_that_fails_is_followed_by_the_next_and_no_reader_sees_half_of_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "INTERVAL", 0)
+    real, calls = os.pwrite, 0
+
+    def failing(*given):
+        nonlocal calls
+        calls += 1
+        if 2 < calls < 6:
+            raise OSError("the file server is away")
+        return real(*given)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+    with take(tmp_path):
+        beats = set()
+        while len(beats) < 3:
+            beats.add(beat(tmp_path)["time"])
+    assert calls > 6
