@@ -37,7 +37,7 @@ from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
-from dlr_pretrain.optim.build import state_bytes
+from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import fill
@@ -116,9 +116,9 @@ def _size(model: torch.nn.Module) -> int:
 def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     """Bytes of one checkpoint, and of all checkpoints that exist at a time, with the folded model."""
     model = build(cfg, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name])
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    checkpoint = weights + state_bytes(cfg.optimizer, trained)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    checkpoint = checkpoint_bytes(cfg.optimizer, state, trained)
     keep, steps = cfg.checkpoint, cfg.train.steps
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = folded_parameters(cfg, vocab_size) * STATE_DTYPE[cfg.precision.name].itemsize

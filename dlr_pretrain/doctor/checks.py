@@ -33,7 +33,6 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.memory import explained, largest_that_fits
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.saver import size_of
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
 from dlr_pretrain.train.trial import noise, trial_loop
 from dlr_pretrain.train.views import wandb_mode
@@ -209,7 +208,7 @@ class RankChecks:
             peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else 0
             loop.step, began = 2, time.perf_counter()
             with loop.saver:
-                loop.saver.rehearse(size_of(short, loop.weights))
+                loop.saver.rehearse(planned_disk(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
             times.append(time.perf_counter() - began)
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written

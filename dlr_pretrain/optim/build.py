@@ -57,7 +57,7 @@ def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
 
     The update runs on the meta device: of the parameters only names, shapes and dtypes matter.
     """
-    shaped = {name: torch.empty_like(p, device="meta", requires_grad=False) for name, p in parameters.items()}
+    shaped = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     for p in shaped.values():
         p.grad = torch.empty_like(p)
     optimizer = build(choice, shaped)
@@ -66,6 +66,12 @@ def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
             part.index = 0
         part.step()
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
+
+
+def checkpoint_bytes(choice: Choice, state: Mapping[str, Tensor], trained: Iterable[str]) -> int:
+    """Bytes of the tensors of a checkpoint: ``state`` (parameters and buffers), and the optimizer's for ``trained``."""
+    optimized = {name: state[name] for name in trained}
+    return sum(tensor.nbytes for tensor in state.values()) + state_bytes(choice, optimized)
 
 
 def _module(choice: Choice):

@@ -11,6 +11,7 @@ from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.models.flops import flops_per_token
+from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
@@ -21,7 +22,7 @@ from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_ba
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
-from dlr_pretrain.train.saver import Saver, size_of
+from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start, note_saved
 from dlr_pretrain.train.summary import summary
 from dlr_pretrain.train.text import Text, open_text
@@ -131,7 +132,7 @@ class Run:
             metrics = self.metrics
             saver = Saver(self.dir, ranks, cfg.checkpoint, metrics, console, start.saved)
             opened.enter_context(saver)
-            saver.rehearse(size_of(cfg, weights))
+            saver.rehearse(checkpoint_bytes(cfg.optimizer, weights.state, weights.trained))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, saver, console, text.tokenizer)

@@ -14,29 +14,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dlr_pretrain.config import Config, tree
+from dlr_pretrain.config import tree
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Piece, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
 SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
 TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
-
-
-def size_of(cfg: Config, weights: Weights) -> int:
-    """The bytes that a checkpoint takes, of all ranks together."""
-    # Whole tensors: an optimizer's state of sharded ones would be that of this rank's rows
-    optimized = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in weights.optimized.items()}
-    return sum(tensor.nbytes for tensor in weights.state.values()) + state_bytes(cfg.optimizer, optimized)
 
 
 class Saver:
