@@ -34,7 +34,7 @@ def report(given: argparse.Namespace) -> None:
     for remark in remarks:
         print(f"note: {remark}")
     print(f"report      {given.output / 'index.html'}\ntables      {given.output / 'tables'}: md, csv, tex")
-    print(f"figures     {given.output / 'figures'}: png, pdf")
+    print(f"figures     {given.output / 'figures'}: png, svg, pdf")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Figures of runs as PNG and PDF: a line for each group of runs, the mean over its seeds with their deviation."""
+"""Figures of runs as PNG, SVG and PDF: a line for each group of runs, the mean over its seeds with their deviation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dlr_pretrain.analysis.tables import PATHS, probed
 from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import amount
 
-IMAGES = ("png", "pdf")
+IMAGES = ("png", "svg", "pdf")
 POINTS = 1000  # of a curve
 TAB20 = colormaps["tab20"].colors
 COLOURS = (TAB20[::2] + TAB20[1::2]) * 5  # ten hues, then the same ones lighter

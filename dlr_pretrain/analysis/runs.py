@@ -151,7 +151,6 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "method": method,
         "base": method.partition("+")[0],
         "dlr": config["dlr"]["name"],
-        "rank": config["backbone"].get("rank"),
         "seed": config["seed"],
         "planned": config["train"]["steps"],
         "config": config,

@@ -8,7 +8,7 @@ from math import nan
 
 import pandas as pd
 
-from dlr_pretrain.analysis.paper import facts, marks
+from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.runs import NONE, Runs, differences, differing, ended, shown, spread
 from dlr_pretrain.util.text import table as markdown_table
 
@@ -55,7 +55,7 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 
 def run_tables(found: Runs) -> list[Table]:
     """All tables of runs, those that matter most first."""
-    own = [*pairs_table(found), groups_table(found), *paper_tables(found), *paths_table(found)]
+    own = [*pairs_table(found), groups_table(found), *paper_table(found), *paths_table(found)]
     return [*own, speed_table(found), *settings_table(found), runs_table(found)]
 
 
@@ -176,22 +176,20 @@ def paths_table(found: Runs) -> Iterator[Table]:
 # Beside the paper's
 
 
-def paper_tables(found: Runs) -> Iterator[Table]:
-    """Those of the paper's tables of perplexity that have a row which our runs share, with ours beside."""
+def paper_table(found: Runs) -> Iterator[Table]:
+    """The paper's Table 1 at the scales of methods that our runs share with it, with ours beside; else nothing."""
     ours = pd.DataFrame([
-        {"scale": group.scale, "method": group.method, "rank": group["rank"], "label": group.label,
-         "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl), "differs": marks(group)}
+        {"scale": group.scale, "method": group.method, "label": group.label,
+         "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl)}
         for group, of in found.groups()
     ])  # fmt: skip
-    for name, title, same in (("table1", "Table 1: perplexity on C4", ["scale", "method"]),
-                              ("ablations", "Ablations: perplexity on C4", ["scale", "method", "rank"])):  # fmt: skip
-        merged = facts(name).merge(ours.drop(columns={"rank"} - {*same}), how="left", on=same)
-        merged = merged[merged.scale.isin(merged.scale[merged.label.notna()])]
-        rows = [
-            {"Scale": row.scale, "Method": row.method if pd.isna(row.label) else row.label,
-             "Setting": getattr(row, "setting", None), "PPL paper": f"{row.ppl:.2f} ± {row.ppl_std:.2f}",
-             "PPL (convention)": row.convention, "PPL": row.ours, "Our setting differs": row.differs}
-            for row in merged.itertuples()
-        ]  # fmt: skip
-        if rows:
-            yield table(name, title, rows, [f"The paper's figures follow the convention. {CONVENTION}"])
+    merged = facts("table1").merge(ours, how="left", on=["scale", "method"])
+    merged = merged[merged.scale.isin(merged.scale[merged.label.notna()])]
+    rows = [
+        {"Scale": row.scale, "Method": row.method if pd.isna(row.label) else row.label,
+         "PPL paper": f"{row.ppl:.2f} ± {row.ppl_std:.2f}", "PPL (convention)": row.convention, "PPL": row.ours}
+        for row in merged.itertuples()
+    ]  # fmt: skip
+    if rows:
+        notes = [f"The paper's figures follow the convention. {CONVENTION}"]
+        yield table("table1", "Table 1: perplexity on C4", rows, notes)
