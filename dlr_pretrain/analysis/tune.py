@@ -19,7 +19,7 @@ from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
-from dlr_pretrain.util.history import newest_first
+from dlr_pretrain.util.history import read_metrics
 
 EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8
@@ -150,7 +150,7 @@ def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
     """
     if status.state != "complete":
         return Trial(*cell, status.state, str(run.dir), remark=status.reason)
-    last = next((r for r in newest_first(run.dir / "metrics.jsonl") if "eval/loss" in r), {})
+    last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
     a, b, loss = (last.get(f"eval/loss{half}") for half in ("_a", "_b", ""))
     if last.get("step") == run.cfg.train.steps and loss is None:  # it was not finite
         return Trial(*cell, "diverged", str(run.dir))

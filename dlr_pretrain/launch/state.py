@@ -26,7 +26,7 @@ from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.command import command
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import EXPIRY, read_beat
-from dlr_pretrain.util.history import newest_first
+from dlr_pretrain.util.history import read_metrics
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained
@@ -52,9 +52,9 @@ class Status:
 def look(run: PlannedRun, queue: Mapping[str, str]) -> Status:
     """The status of ``run``; ``queue`` has SLURM's state of each job."""
     try:
-        records = newest_first(run.dir / "metrics.jsonl")
-        last = next(records, {})
-        evaluated = last if "eval/loss" in last else next((r for r in records if "eval/loss" in r), {})
+        records = read_metrics(run.dir / "metrics.jsonl")
+        last = records[-1] if records else {}
+        evaluated = next((r for r in reversed(records) if "eval/loss" in r), {})
         state, reason = _state(run, queue)
     except UserError as error:
         return Status("failed", str(error))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 from dlr_pretrain.util.files import is_there
@@ -29,19 +27,6 @@ def sound_records(path: Path) -> tuple[list[dict], int]:
     lines = path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
     records = [record for line in lines if (record := _record(line)) is not None]
     return records, len(lines) - len(records)
-
-
-def newest_first(path: Path) -> Iterator[dict]:
-    """The records of ``read_metrics`` in reverse order. The file is read from its end, only as far as necessary."""
-    if not is_there(path) or not path.stat().st_size:
-        return
-    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as text:
-        end = text.rfind(b"\n")
-        while end > 0:
-            begin = text.rfind(b"\n", 0, end) + 1
-            if (record := _record(text[begin:end])) is not None:
-                yield record
-            end = begin - 1
 
 
 def _record(line: bytes) -> dict | None:
