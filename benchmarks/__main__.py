@@ -15,8 +15,7 @@ from pathlib import Path
 from benchmarks import results
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.util.command import at_least_1, command
-from dlr_pretrain.util.errors import EXIT_FAILED
+from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 
 DLR = ("dlr=off", "dlr=on", "dlr=on dlr.impl=branch", "dlr=random")
 KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", "block")]

@@ -21,8 +21,7 @@ from benchmarks.protocol import seconds, warm_up_products
 from benchmarks.variants import Variant, fixed_batch
 from dlr_pretrain.cli import load
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command
 
 
 def main(overrides: list[str]) -> None:

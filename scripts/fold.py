@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.history import read_metrics
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import prompt_of
-from dlr_pretrain.util.command import at_least_1, command
+from dlr_pretrain.util.errors import at_least_1, command
 
 
 def main() -> int:

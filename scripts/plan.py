@@ -6,9 +6,9 @@ import sys
 from difflib import get_close_matches
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.util.command import at_least_1, command, refuse
+from dlr_pretrain.util.errors import at_least_1, command
 
-AUTO = "train.micro_batch=auto: the largest that is counted to fit on one {} (in {:.1f} GB); a run tries real updates"
+AUTO = "train.micro_batch=auto: the largest that is counted to fit on one {} (in {:.1f} GB)"
 
 
 def main() -> int:
@@ -30,9 +30,8 @@ def main() -> int:
         if word.startswith("--") and (meant := get_close_matches(name, parser._option_string_actions)):
             parser.error(f"{name}: did you mean {meant[0]}?")
     if given.table1:
-        refuse(parser, given, ("--gpus", "--mfu"), "says nothing of --table1")
-        if words:
-            parser.error(f"--table1 is of the recipes as they stand: leave out {' '.join(words)}")
+        if words or given.gpus or given.mfu:
+            parser.error("--table1 is of the recipes as they stand: give nothing but --json with it")
         return command(lambda: print(table1(given.json)))
     return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
 

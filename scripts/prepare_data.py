@@ -17,8 +17,7 @@ from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import prepare
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores
 
 LONGEST_LINE = 4192  # about: sentencepiece's max_sentence_length in bytes

@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from dlr_pretrain.util.command import command
+from dlr_pretrain.util.errors import command
 
 
 def main() -> int:

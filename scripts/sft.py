@@ -6,8 +6,7 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.folder import need
 from dlr_pretrain.deploy.sft import DATASET, RECORD, fine_tune, read_rows
-from dlr_pretrain.util.command import at_least_1, command
-from dlr_pretrain.util.errors import tell
+from dlr_pretrain.util.errors import at_least_1, command, tell
 
 
 def main() -> int:

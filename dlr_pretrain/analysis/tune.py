@@ -17,8 +17,7 @@ from dlr_pretrain.config.written import ORIGIN, identity, read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import Status, look
 from dlr_pretrain.launch.submit import parser_of, read, start
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.util.history import read_metrics
 
 EPILOG = """examples:

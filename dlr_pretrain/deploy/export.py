@@ -26,7 +26,7 @@ from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.models.lowrank import latent_scale
 from dlr_pretrain.util.errors import UserError, tell
-from dlr_pretrain.util.files import sync, sync_all
+from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.tensors import at_least_fp32
 from dlr_pretrain.util.text import loading
 
@@ -91,7 +91,8 @@ def export(
     else:
         exact = own is cfg  # a merge rounds once more
         checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids, device)
-    sync_all(partial)
+    for path in (*partial.rglob("*"), partial):
+        sync(path)
     if folder.exists():  # a run that was extended
         names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
         older = next(name for name in names if not name.exists())

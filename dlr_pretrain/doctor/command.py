@@ -17,8 +17,7 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.doctor.checks import Found, RankChecks, disk, gpus, wandb
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError, first_line
+from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")

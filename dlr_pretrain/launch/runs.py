@@ -22,8 +22,7 @@ from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import key_of, read
 from dlr_pretrain.config.compose import jobs, session
 from dlr_pretrain.config.rules import unnamed
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores
 
 

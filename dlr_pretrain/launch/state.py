@@ -23,8 +23,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
 from dlr_pretrain.config.written import differences, read_record, told
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, read_beat
 from dlr_pretrain.util.history import read_metrics
 

@@ -16,8 +16,7 @@ from dlr_pretrain.config.secrets import named_in
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, look, queue
-from dlr_pretrain.util.command import at_least_1, command
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError
+from dlr_pretrain.util.errors import EXIT_FAILED, UserError, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
 

@@ -29,7 +29,6 @@ from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
-from dlr_pretrain.util.files import is_there
 
 
 def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory | None = None) -> None:
@@ -94,7 +93,7 @@ class Run:
 
     def is_complete(self, start: Start) -> bool:
         readme = self.dir / "folded" / "README.md"
-        return start.saved == self.cfg.train.steps and self.ranks.on_main(lambda: is_there(readme))
+        return start.saved == self.cfg.train.steps and self.ranks.on_main(lambda: readme.exists())
 
     def say_complete(self) -> None:
         if self.ranks.on_main(lambda: not (self.dir / "report.md").exists()):  # killed between export and report

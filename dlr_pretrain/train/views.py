@@ -18,7 +18,7 @@ from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.config.secrets import redact
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.util.errors import Stopped, first_line
-from dlr_pretrain.util.files import is_there, write_durably
+from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.history import read_metrics
 
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
@@ -190,6 +190,6 @@ def unless(variable: str, usual: str | None) -> Any:
 def wandb_id(run_dir: Path) -> str:
     """The W&B id of a run directory: WANDB_RUN_ID, else that of its earlier starts, else a new one."""
     path, given = run_dir / "wandb_id", os.environ.get("WANDB_RUN_ID")
-    if given or not is_there(path):
+    if given or not path.exists():
         write_durably(path, given or uuid.uuid4().hex[:12])
     return path.read_text().strip()

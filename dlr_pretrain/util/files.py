@@ -20,21 +20,6 @@ def write_durably(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
-def sync_all(folder: Path) -> None:
-    """Flush a folder and everything in it to the disk."""
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
-
-
-def is_there(path: Path) -> bool:
-    """Whether ``path`` exists. Raises OSError if the disk does not answer; Path.exists may return False then."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 def sync(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

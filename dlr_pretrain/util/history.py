@@ -6,8 +6,6 @@ import json
 import math
 from pathlib import Path
 
-from dlr_pretrain.util.files import is_there
-
 
 def perplexity(loss: float) -> float:
     """The perplexity of a loss in nats per token; infinite if it exceeds the range of a float."""
@@ -24,7 +22,7 @@ def sound_records(path: Path) -> tuple[list[dict], int]:
 
     An incomplete last line, which a killed run leaves, counts for nothing.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if is_there(path) else []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     records = [record for line in lines if (record := _record(line)) is not None]
     return records, len(lines) - len(records)
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.util.command import command
-from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.errors import Stopped, UserError, command
 from tests.conftest import ROOT
 
 
@@ -36,7 +35,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_a_reader_that_has_gone_is_no_error():
-    code = "import sys; from dlr_pretrain.util.command import command; sys.exit(command(lambda: print('x' * 10**6)))"
+    code = "import sys; from dlr_pretrain.util.errors import command; sys.exit(command(lambda: print('x' * 10**6)))"
     words = [sys.executable, "-c", code]
     done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     done.stdout.read(1)
