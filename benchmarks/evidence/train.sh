@@ -110,14 +110,14 @@ mechanism() { # residual, initial offset, and decay towards it: with and without
   tune bf16_mixed-0.1 "${four[@]}" "${mixed[@]}" optimizer.weight_decay=0.1
 }
 
-ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a higher learning rate of B
+ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a smaller rank
   local off=dlr=off on=dlr=on
-  local controls=("$off backbone.b_gain=1.3" "$off backbone.b_gain=2" "$off optimizer.b_lr=2" "$off optimizer.b_lr=4")
+  local controls=("$off backbone.b_gain=1.3" "$off backbone.b_gain=2")
   local strengths=("$on dlr.alpha=0.25" "$on dlr.alpha=0.5" "$on dlr.alpha=2" "$on dlr.alpha=4")
   local forms=(dlr=uncorrected dlr=random dlr=balanced dlr=no_b dlr=learnable_alpha)
   local halves=("$off backbone.rank=$half" "$on backbone.rank=$half")
   local quarters=("$off backbone.rank=$three_quarters" "$on backbone.rank=$three_quarters")
-  local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5" "$off backbone.b_gain=1.3" "$off optimizer.b_lr=2")
+  local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5" "$off backbone.b_gain=1.3")
   each residual "$lower" "$on" "${forms[@]}" "${strengths[@]}"
   each controls "$lower" "$on" "$off" "${controls[@]}"
   each rank "$lower" "$on" "$off" "${halves[@]}" "${quarters[@]}"

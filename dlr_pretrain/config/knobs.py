@@ -141,11 +141,6 @@ class Adamw(Adam):
 
 
 @dataclass
-class AdamwFused(Adamw):
-    b_lr: float = key("rate of every up-projection B over that of all other parameters (LoRA+)", 1.0, gt=0)
-
-
-@dataclass
 class Adamw8bit(Adamw):
     block_size: int = key("values that share a scale", 256, ge=1)
 
@@ -227,8 +222,8 @@ OPTIONS: dict[str, dict[str, type[Option]]] = {
         "relora": Relora,
     },
     "optimizer": {
-        "adamw": AdamwFused,
-        "adamw_foreach": AdamwFused,
+        "adamw": Adamw,
+        "adamw_foreach": Adamw,
         "adamw_8bit": Adamw8bit,
         "muon": Muon,
         "galore": Galore,

@@ -29,7 +29,6 @@ READ_IF: list[tuple] = [
     ("backbone.b_gain", "dlr.train_b", True),
     ("backbone.latent_scale", "backbone.learn_latent_scale", False),
     ("backbone.residual_rank", "backbone.channels", "residual"),
-    ("optimizer.b_lr", "dlr.train_b", True),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),
     ("scale.micro_batch", "train.micro_batch", None),
@@ -82,8 +81,6 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={shown(option)}"
     if name in ("backbone.init", "backbone.b_gain") and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
-    if name == "optimizer.b_lr" and "rank" not in cfg.backbone.knobs:
-        yield f"backbone={cfg.backbone.name} has no up-projection B"
     if name == "scale.rank" and "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         yield f"backbone={cfg.backbone.name} has no rank"
     instead = {"scale.rank": {"backbone.rank", "optimizer.rank"}, "run.root": {"run.dir"}}

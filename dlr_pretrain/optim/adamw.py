@@ -1,7 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019), with one learning rate for all parameters as in the DLR paper.
-
-Knob ``b_lr`` multiplies the learning rate of every up-projection, as in LoRA+ (Hayou et al., 2024).
-"""
+"""AdamW (Loshchilov and Hutter, 2019), with one learning rate for all parameters as in the DLR paper."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def build(
 
     Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
     """
-    groups = decay_groups(parameters, knobs["weight_decay"], undecayed, knobs.get("b_lr", 1.0))
+    groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
     if rounding_seed is not None:
         return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
     fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there

@@ -183,11 +183,10 @@ def _step(
 ) -> None:
     """Step ``part``. With scaler hooks it reads ``skip`` and ``factor`` on the device; else ``exact`` is the factor."""
     for group in part.param_groups:
-        own = lr * group.get("rate", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(own)
+            group["lr"].fill_(lr)
         else:
-            group["lr"] = own
+            group["lr"] = lr
     if _reads_found_inf(part):
         vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
     elif exact is not None and exact != 1.0:

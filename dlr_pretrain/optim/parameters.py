@@ -19,19 +19,15 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
     return {name: p for name, p in parameters.items() if name not in others}
 
 
-def decay_groups(
-    parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str], b_lr: float = 1.0
-) -> list[dict]:
-    """The parameter groups, by weight decay and rate, in the form of ``torch.optim``; no group is empty.
+def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
+    """The parameter groups, by weight decay, in the form of ``torch.optim``; no group is empty.
 
-    ``rate`` is a group's learning rate divided by that of the update: ``b_lr`` for up-projections, 1 for all others.
     Groups hold this rank's rows of sharded parameters.
     """
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[float, list[Tensor]] = {}
     for name, p in parameters.items():
-        decay, rate = 0.0 if name in undecayed else weight_decay, b_lr if name.endswith(".b.weight") else 1.0
-        groups.setdefault((decay, rate), []).append(sharded.local_rows(p))
-    return [{"params": params, "weight_decay": decay, "rate": rate} for (decay, rate), params in groups.items()]
+        groups.setdefault(0.0 if name in undecayed else weight_decay, []).append(sharded.local_rows(p))
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
 
 def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -42,9 +42,8 @@ class WideAdamW(torch.optim.Optimizer):
         new_moment: Callable[[Tensor, bool], Tensor] | None = None,
     ):
         betas = knobs["beta1"], knobs["beta2"]
-        # each group has its own rate; a 0-dimensional tensor does not widen the dtype of a product
-        groups = [group | {"lr": torch.zeros((), dtype=torch.float64)} for group in groups]
-        super().__init__(groups, {"betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+        lr = torch.zeros((), dtype=torch.float64)  # without dimensions: it does not widen the dtype of a product
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
         self.rounding_keys, self.new_moment = rounding_keys, new_moment or _zeros
         self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance

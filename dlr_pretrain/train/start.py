@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 MODEL = ("scale.", "backbone.", "dlr.", "tokenizer.")
 OPTIMIZER = ("optimizer.", "precision.")
 RATES = (
-    *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay", "optimizer.b_lr"),
+    *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
 )
 DATA = ("data.", "train.global_batch", "train.seq_len")

@@ -94,7 +94,7 @@ class Update:
         self.optimizer.update(lr, masked, self.clip_factor(norm), index=index)
         if self.cfg.dlr.mode == "decayed_offset":
             knobs: dict = self.cfg.optimizer.knobs
-            share = lr * knobs.get("b_lr", 1.0) * knobs["weight_decay"] * (1 - masked)
+            share = lr * knobs["weight_decay"] * (1 - masked)
             dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
         self.gradients.clear()
         return norm, masked

@@ -94,7 +94,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "data.held_out=0.1": ["data.held_out=0.1: would be ignored: data=sample. Leave it out"],
     "data.packing=pad data.mask_documents=true": ["data.mask_documents=true: would be ignored: data.packing=pad"],
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
-    "backbone=full optimizer.b_lr=2": ["optimizer.b_lr=2.0: would be ignored: backbone=full"],
     "backbone=full dlr=on": ["dlr=on: backbone=full has no up-projection", "Use dlr=off"],
     "backbone=full train.activation_checkpointing=latent": ["train.activation_checkpointing=latent", "Use block"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
@@ -170,7 +169,6 @@ def test_packages_are_asked_for(monkeypatch):
 
 def test_what_can_be_is_accepted():
     for words in (
-        "optimizer=adamw backbone=lora optimizer.b_lr=16",
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
         "backbone=cola dlr=init_offset_decay precision=bf16_mixed optimizer.weight_decay=0.001",
