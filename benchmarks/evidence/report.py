@@ -95,11 +95,11 @@ def cells(d: dict) -> list[str]:
     return [f"{d['mean']:+.4f} ({d['n']})", f"{d['low']:+.3f} to {d['high']:+.3f}", f"{d['p']:.3f}", d["better"]]
 
 
-def one_level(found: Sequence[dict]) -> str:
-    """The note on the intervals of a table."""
+def one_level(found: Sequence[dict], which: str = "the row's method is") -> str:
+    """The note on the intervals of a table, in which negative differences mean that ``which`` better."""
     level, n = 100 * found[0]["level"], found[0]["of"]
     return (
-        f"Differences are in nats/token, between runs with the same seed (their number); negative: the row's method is "
+        f"Differences are in nats/token, between runs with the same seed (their number); negative: {which} "
         f"better. All {n} intervals hold together at {LEVEL:.0%} (Student's t over seeds, each at {level:.4g}%); "
         f"p is Holm's for these {n}. A method is called better where p < {1 - LEVEL:.2g}."
     )
@@ -145,9 +145,12 @@ def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right:
 def headline(folder: Path) -> list[tuple[Comparison, str, dict]]:
     """Every comparison of a backbone with DLR with the same without it: itself, its setting and its effect."""
     found = []
-    for name, setting in (("pairs", "best rate"), ("paper", "rate 0.01")):
+    for name, setting in (("pairs", "best rate"), ("paper", "rate")):
         own = {c.design.methods[0]: c for c in read(folder / f"{name}.jsonl.gz").comparisons}
-        found += [(own[backbone], setting, own[backbone].effects[f"{backbone}+dlr"]) for backbone in BACKBONES]
+        for backbone in BACKBONES:
+            rates = dict.fromkeys(choice["lr"] for choice in own[backbone].chosen.values())  # without DLR, then with it
+            words = f"{setting}{'s' * (len(rates) > 1)} {' and '.join(map('{:g}'.format, rates))}"
+            found.append((own[backbone], words, own[backbone].effects[f"{backbone}+dlr"]))
     piece = read(folder / "longer.jsonl.gz")
     for c, words in zip(piece.comparisons, piece.settings(), strict=True):
         rate, more = c.design.rates[0], LONGER[words.partition(" ")[0]]
@@ -166,7 +169,11 @@ def differences(piece: Piece) -> str:
         shown = "none" if better == "none shown" else "better" if better.endswith("+dlr") else "worse"
         rows.append([c.design.methods[0], setting, *means, mean, interval, p, shown])
     header = ["Backbone", "Setting", "PPL", "with DLR", "Difference", "Interval", "p", "Shown"]
-    return table(header, rows, [one_level(effects)], (2, 3, 4, 6))
+    note = (
+        "PPL is the mean over seeds of the perplexities; the difference is that of the losses. Where seeds scatter, as "
+        "at 0.01, it need not be the logarithm of their ratio. Two rates are those without and with DLR."
+    )
+    return table(header, rows, [one_level(effects, "with DLR is"), note], (2, 3, 4, 6))
 
 
 def tune(piece: Piece) -> str:
@@ -362,7 +369,7 @@ def draw_differences(piece: Piece) -> Figure:
     for label, (c, _, _) in zip(ax.get_yticklabels(), found, strict=True):
         label.set_color(COLOURS[c.design.methods[0]])
     ax.set(xlim=(-1.05 * EDGE, 1.05 * EDGE), ylim=(len(found) - 0.5, -0.5))
-    ax.set_xlabel("loss with DLR minus loss without, nats/token    (left of 0: better with DLR)")
+    ax.set_xlabel("loss with DLR minus loss without, nats/token\n(left of 0: better with DLR)")
     ax.grid(axis="x", alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     return figure
