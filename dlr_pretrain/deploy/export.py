@@ -6,10 +6,8 @@ The folder is written under another name, checked, and renamed at the end: it is
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 
@@ -24,7 +22,6 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
-from dlr_pretrain.models.lowrank import latent_scale
 from dlr_pretrain.util.errors import UserError, tell
 from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -33,6 +30,13 @@ from dlr_pretrain.util.text import loading
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
 SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
+EXPORTED = {  # the backbones that MODELING has a layer for, and the knobs that these layers take
+    "lowrank": ("rank", "latent_scale"),
+    "cola": ("rank", "latent_scale"),
+    "lost": ("rank", "gamma", "sparsity", "activation"),
+    "lax": ("rank", "gate", "norm", "crossing", "recursive"),
+    "cola_lax": ("rank", "gate", "norm", "crossing", "recursive"),
+}
 AUTO_CLASSES = {
     "AutoConfig": "Config",
     "AutoModel": "Model",
@@ -75,7 +79,7 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     write_weights(partial, written)
-    loadable = own.backbone.name in {DENSE.name, *exported_layers()[0]}
+    loadable = own.backbone.name in (DENSE.name, *EXPORTED)
     contents = {"config": settings, "generation_config": ends} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -138,18 +142,6 @@ def positions(cfg: Config) -> int:
     return max(POSITIONS, cfg.train.seq_len)
 
 
-@cache
-def exported_layers() -> tuple[frozenset[str], frozenset[str]]:
-    """The backbones that MODELING has a layer for, and the names of the configuration that these layers take.
-
-    They are read from the text of the file, because importing it requires transformers.
-    """
-    text = MODELING.read_text(encoding="utf-8")
-    layers = re.search(r"^LAYERS = \{$(.*?)^\}", text, re.MULTILINE | re.DOTALL)
-    start = re.search(r"def __init__\($(.*?)\*\*kwargs", text, re.MULTILINE | re.DOTALL)  # the configuration's
-    return frozenset(re.findall(r'"(\w+)":', layers[1])), frozenset(re.findall(r"(\w+):", start[1]))
-
-
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
 
@@ -188,14 +180,14 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "bos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    if cfg.backbone.name == "full":
+    if cfg.backbone.name == DENSE.name:
         return {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **shape}
     return {
         "model_type": "lowrank_llama",
         "architectures": ["LowRankLlamaForCausalLM"],
         "auto_map": {auto: f"{MODELING.stem}.LowRankLlama{own}" for auto, own in AUTO_CLASSES.items()},
         "backbone": cfg.backbone.name,
-        **{name: value for name, value in cfg.backbone.knobs.items() if name in exported_layers()[1]},
+        **{name: cfg.backbone.knobs[name] for name in EXPORTED.get(cfg.backbone.name, ())},
         **shape,
     }
 
@@ -231,10 +223,9 @@ def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             renamed[name.removesuffix(".a.weight") + ".cola_a"] = tensor.T
         elif name.endswith(".b.weight"):
             stem = name.removesuffix(".b.weight")
-            own = {"theta": tensors[f"{stem}.theta"]} if f"{stem}.theta" in tensors else {}
             wide = tensor.to(at_least_fp32(tensor.dtype))
-            renamed[f"{stem}.cola_b"] = (wide * latent_scale(own, cfg.backbone.knobs)).to(tensor.dtype).T
-        elif not name.endswith(".theta"):
+            renamed[f"{stem}.cola_b"] = (wide * cfg.backbone.knobs["latent_scale"]).to(tensor.dtype).T
+        else:
             renamed[name] = tensor
     return renamed
 

@@ -47,10 +47,10 @@ logger = logging.get_logger(__name__)
 class LowRankLlamaConfig(LlamaConfig):
     """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and its formula's settings.
 
-    lowrank, cola: s is ``latent_scale``, or learned with ``learn_latent_scale``. lost: ``gamma``, ``sparsity`` (the
-    share of the channels of x that are in x_I) and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate``
-    ("identity", "linear", "tensor" or "dense"), ``norm`` ("latent", "output" or "none"), ``crossing`` (where latents
-    are added, "pre_act" or "post_act"), and ``recursive`` (whether a latent that is passed on contains earlier ones).
+    lowrank, cola: s is ``latent_scale``. lost: ``gamma``, ``sparsity`` (the share of the channels of x that are in x_I)
+    and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("tensor" or "dense"), ``norm`` ("latent",
+    "output" or "none"), ``crossing`` (where latents are added, "pre_act" or "post_act"), and ``recursive`` (whether a
+    latent that is passed on contains earlier ones).
     """
 
     model_type = "lowrank_llama"
@@ -60,7 +60,6 @@ class LowRankLlamaConfig(LlamaConfig):
         backbone: str = "lowrank",
         rank: int = 128,
         latent_scale: float = 1.0,
-        learn_latent_scale: bool = False,
         gamma: float = 0.7,
         sparsity: float = 0.01,
         activation: str = "silu",
@@ -73,7 +72,6 @@ class LowRankLlamaConfig(LlamaConfig):
         self.backbone = backbone
         self.rank = rank
         self.latent_scale = latent_scale
-        self.learn_latent_scale = learn_latent_scale
         self.gamma = gamma
         self.sparsity = sparsity
         self.activation = activation
@@ -134,16 +132,12 @@ class LowRankLinear(nn.Module):
         std = (config.rank * (d_in + d_out)) ** -0.25  # Var[(B A)_ij] = 1 / (d_in + d_out)
         self.a.initial = self.b.initial = {"weight": ("normal_", {"std": std})}
         self.scale = config.latent_scale
-        if config.learn_latent_scale:
-            self.theta = nn.Parameter(torch.ones(()))
-            self.initial = {"theta": ("ones_", {})}
 
     def activate(self, h: Tensor) -> Tensor:
         return h
 
     def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
-        z = self.activate(self.a(x))
-        return self.b(z * (self.theta.tanh() if hasattr(self, "theta") else self.scale))
+        return self.b(self.activate(self.a(x)) * self.scale)
 
 
 class ColaLinear(LowRankLinear):
@@ -334,6 +328,7 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
         """As the library's. A reentrant one follows gradients through hidden states alone: the latents' are lost."""
         settings = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        # CODEPATH: backbones lax and cola_lax
         if settings["use_reentrant"] and self.config.crosses:
             logger.warning_once("Latents cross between blocks: use_reentrant=False is taken instead of True.")
             settings["use_reentrant"] = False
@@ -356,6 +351,7 @@ class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):
 
     @wraps(LlamaModel.forward)
     def forward(self, *args, **kwargs):
+        # CODEPATH: backbones lax and cola_lax
         if self.config.crosses:
             kwargs["latents"] = Latents()
         return super().forward(*args, **kwargs)

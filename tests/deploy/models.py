@@ -16,9 +16,9 @@ from dlr_pretrain.models.llama import Llama
 HIDDEN, WIDE, HEADS, LAYERS, RANK = 32, 83, 4, 3, 8
 KINDS = {  # a backbone, and what is special about it
     "full": (),
-    "lowrank": ("latent_scale=0.3",),
+    "lowrank": (),
     "cola": (),
-    "cola-learned": ("learn_latent_scale=true", "swiglu_silu=false"),
+    "cola-linear": ("latent_scale=0.3", "swiglu_silu=false"),
     "lost": ("sparsity=0.1",),
     "lax": ("gate=tensor", "norm=output", "crossing=post_act", "recursive=false"),  # the DLR paper's text
     "lax-dense": ("gate=dense", "recursive=false"),

@@ -202,8 +202,7 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     ("lora", False, ()),
     ("relora", False, ()),
     ("sltrain", False, ("backbone.sparsity=0.1",)),
-    ("lowrank", True, ("backbone.latent_scale=0.4",)),
-    ("lowrank", True, ("backbone.learn_latent_scale=true", "dlr=on")),
+    ("lowrank", True, ("backbone.latent_scale=0.4", "dlr=on")),
 ])  # fmt: skip
 def test_what_is_deployed_dense_computes_what_was_trained(backbone, merge, words):
     cfg = small(backbone, *words)
