@@ -21,7 +21,6 @@ from hydra.errors import HydraException
 
 from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
-from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS
 
 
@@ -56,15 +55,17 @@ def read(argv: list[str]) -> CommandLine:
         return line
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
         raise ConfigError([Problem("--config-dir", given.config_dir, "no such folder")])
-    refused = {word: problem for word in rest if (problem := _secret(word) or _stranger(word))}
-    line.problems += refused.values()
-    loose = [word for word in rest if not word.startswith(("-", "~")) and not ("=" in word and key_of(word))]
-    if loose and not refused:  # one of them may be the value of a secret
+    loose = []
+    for word in rest:
+        if word.startswith("-"):
+            line.problems.append(_stranger(word))
+        elif word.startswith("~") or ("=" in word and key_of(word)):
+            _admit(word, line)
+        else:
+            loose.append(word)
+    if loose:
         rule, fix = "not of the form key=value", "Write key=value, without blanks around ="
         line.problems.append(Problem(" ".join(loose), MISSING, rule, fix))
-    for word in rest:
-        if word not in refused and word not in loose:
-            _admit(word, line)
     return line
 
 
@@ -102,23 +103,12 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
     return [path.with_suffix("").as_posix() for path in dict.fromkeys(files)]
 
 
-def _secret(word: str) -> Problem | None:
-    """The problem of a password or a token in a word: Hydra, the run's record and the console would show it."""
-    if not named_in(word) and redact(word) == word:
-        return None
-    rule = "holds a password or a token, and a command line is recorded and shown"
-    fix = "Use the environment (HF_TOKEN, WANDB_API_KEY) or ~/.netrc"
-    return Problem(word.partition("=")[0].lstrip("+"), HIDDEN, rule, fix)
-
-
-def _stranger(word: str) -> Problem | None:
+def _stranger(flag: str) -> Problem:
     """The problem of a flag that is not Hydra's."""
-    if not word.startswith("-"):
-        return None
-    name, _, value = word.lstrip("-").partition("=")
+    name, _, value = flag.lstrip("-").partition("=")
     meant = nearest(name, [*GROUPS, *KEYS])
     fix = f"Write {meant}={value or '<value>'}" if meant else did_you_mean(name, (), "See --help")
-    return Problem(word, MISSING, "not a flag of this command", fix)
+    return Problem(flag, MISSING, "not a flag of this command", fix)
 
 
 def _admit(word: str, line: CommandLine) -> None:

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from dlr_pretrain.config.secrets import HIDDEN, named_in, redact
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
+
+HIDDEN = "***"
+SHORTEST = 8  # fewest characters of a variable's value that counts as a secret
+VARIABLE = re.compile(r"(token|api_?key|access_?key|secret|passw(or)?d)$", re.IGNORECASE)  # names such as HF_TOKEN
+SECRET = re.compile(  # user and password in an address; tokens of Hugging Face, W&B and GitHub
+    r"(?<=://)[^/\s@]+(?=@)|\b(?:hf_|wandb_v\d_|gh[opsu]_|github_pat_)\w{20,}"
+)
+
+
+def redact(text: str) -> str:
+    """``text`` without what looks like a password or token, and without the values of variables that hold one."""
+    for name, value in os.environ.items():
+        if len(value) >= SHORTEST and VARIABLE.search(name):
+            text = text.replace(value, HIDDEN)
+    return SECRET.sub(HIDDEN, text)
 
 
 class MISSING:
@@ -24,8 +40,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        value = HIDDEN if named_in(f"{self.key}=") else shown(self.value)
-        given = self.key if self.value is MISSING else f"{self.key}={value}"
+        given = self.key if self.value is MISSING else f"{self.key}={shown(self.value)}"
         return redact(f"{given}: {self.rule}" + (f". {self.fix}" if self.fix else ""))
 
 

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
 from dlr_pretrain.config.parse import flatten, to_dict
-from dlr_pretrain.config.problems import Problem, shown
-from dlr_pretrain.config.secrets import redact
+from dlr_pretrain.config.problems import Problem, redact, shown
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 
 TEXT = ("c4", "c4_local", "local")  # sources whose text is read from files

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
-from dlr_pretrain.config.secrets import redact_word
+from dlr_pretrain.config.problems import redact
 from dlr_pretrain.config.written import MANIFEST, differences, read_record, told
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
@@ -92,7 +92,7 @@ def record_start(run_dir: Path, world_size: int, device: torch.device, text: str
     """Add this start to ``manifest.json``: its machine, its software, and ``text``, which describes its data source."""
     start = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": [redact_word(word) for word in sys.argv],
+        "command": [*map(redact, sys.argv)],
         "host": socket.gethostname(),
         "world_size": world_size,
         "device": describe_device(device),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.config.secrets import redact
+from dlr_pretrain.config.problems import redact
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.util.errors import Stopped, first_line
 from dlr_pretrain.util.files import write_durably
