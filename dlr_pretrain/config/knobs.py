@@ -46,7 +46,6 @@ class Factors(Backbone):
 class LowRank(Factors):
     b_gain: float = key("factor of B's initial values; 1.2 to 1.4 gives it the energy that DLR adds", 1.0, gt=0)
     latent_scale: float = key("s", 1.0, gt=0)
-    learn_latent_scale: bool = key("s = tanh(theta), theta = 1 at the start", False)
 
 
 @dataclass

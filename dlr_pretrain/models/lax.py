@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import GroupSpec, SeededInit, Stack
-from dlr_pretrain.models.lowrank import LowRank, LowRankProjection
+from dlr_pretrain.models.linear import Factors, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.lowrank import LowRank
 
 NORM_EPS = 1e-6
 
@@ -63,7 +63,7 @@ def stacked(modules: Sequence[nn.Module], name: str) -> Tensor:
     return torch.stack([getattr(module, name) for module in modules])
 
 
-class LaxProjection(LowRankProjection):
+class LaxProjection(Factors):
     """The factors of one projection and, from the second block on, its gate and norm."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):

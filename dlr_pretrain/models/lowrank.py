@@ -9,42 +9,30 @@ from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, St
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class LowRankProjection(Factors):
-    """The two factors of one projection, and theta if a learned s = tanh(theta) scales its latents."""
-
-    theta: nn.Parameter | None
-
-    def __init__(self, d_in: int, d_out: int, rank: int, learned_scale: bool = False):
-        super().__init__(d_in, d_out, rank)
-        self.theta = nn.Parameter(torch.empty(())) if learned_scale else None
-
-
 class LowRank(Group):
     """y = s B A x: ``a.weight`` is A [r, d_in], ``b.weight`` B [d_out, r].
 
     Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
     bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in + fan_out),
-    as in LORO. ``latent_scale`` is s, which is fixed. With ``learn_latent_scale``, s = tanh(theta) instead, and theta
-    starts at 1. ``b_gain`` multiplies the initial B.
+    as in LORO. ``latent_scale`` is s, ``b_gain`` multiplies the initial B.
     """
 
     def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
+        self.scale = knobs.get("latent_scale", 1.0)
         if grouped:
             self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
             self.b = Stack([p.b for p in projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return LowRankProjection(spec.d_in, spec.d_out, knobs["rank"], knobs.get("learn_latent_scale", False))
+        return Factors(spec.d_in, spec.d_out, knobs["rank"])
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         for name, p in self.named(prefix):
             self.init_factor_(seeded, f"{name}.a.weight", p.a.weight)
             self.init_factor_(seeded, f"{name}.b.weight", p.b.weight)
-            if p.theta is not None:
-                p.theta.fill_(1.0)
 
     def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
         """SeededInit A [r, d_in] or B [d_out, r]."""
@@ -62,7 +50,7 @@ class LowRank(Group):
     def start_from_(self, dense: list[Tensor]) -> None:
         """Set s B A to the best approximation of rank r of each dense weight, with B^T B = A A^T."""
         for p, weight in zip(self.projections, dense, strict=True):
-            b, a = factors(weight.double() / latent_scale(p.state_dict(), self.knobs), self.knobs["rank"])
+            b, a = factors(weight.double() / self.scale, self.knobs["rank"])
             p.a.weight.copy_(a)
             p.b.weight.copy_(b)
 
@@ -72,7 +60,7 @@ class LowRank(Group):
             return super().dense(tensors)
         a, b = tensors["a.weight"], tensors["b.weight"]
         wide = at_least_fp32(a.dtype)
-        return (latent_scale(tensors, self.knobs) * (b.to(wide) @ a.to(wide))).to(a.dtype)
+        return (self.scale * (b.to(wide) @ a.to(wide))).to(a.dtype)
 
     def down(self, x: Tensor) -> Tensor:
         """x [..., pad_in] -> A x [..., G, r]."""
@@ -87,25 +75,13 @@ class LowRank(Group):
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> z [..., G, r], the vectors that multiply B."""
         z = self.activate(self.down(x))
-        if self.knobs.get("learn_latent_scale", False):
-            scale = torch.stack([p.theta for p in self.projections]).tanh()  # may be wider than z (bf16_sr, FSDP)
-            return z * scale.to(z.dtype)[:, None], None
-        scale = self.knobs.get("latent_scale", 1.0)
-        return (z if scale == 1.0 else z * scale), None
+        return (z if self.scale == 1.0 else z * self.scale), None
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """z [..., G, r] -> B z, one [..., pad_out] per projection."""
         if self.grouped:
             return self.b.batched(z).unbind(0)
         return tuple(p.b(z_p) for p, z_p in zip(self.projections, z.unbind(-2), strict=True))
-
-
-def latent_scale(tensors: dict[str, Tensor], knobs: dict) -> float | Tensor:
-    """s of the projection that holds ``tensors``."""
-    if "theta" in tensors:
-        theta = tensors["theta"]
-        return theta.to(at_least_fp32(theta.dtype)).tanh()
-    return knobs.get("latent_scale", 1.0)
 
 
 def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 The sharded tensors are the state: under ``bf16_mixed`` the fp32 masters, which are rounded to the working weights when
 they are gathered. Residuals are added to the rows of the state before that, so that state and residual are
-rounded together, once. Every rank holds the scalars (alpha, theta).
+rounded together, once. Every rank holds the scalars (alpha).
 Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
 """
 

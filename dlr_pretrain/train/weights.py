@@ -114,7 +114,7 @@ class Weights:
 
     @property
     def undecayed(self) -> list[str]:
-        """Names without weight decay: learned scalars (alpha, theta), because zero would remove the branch."""
+        """Names without weight decay: learned scalars (alpha), because zero would remove the branch."""
         return [name for name in self.trained if self.model.get_parameter(name).dim() == 0]
 
     @contextmanager

@@ -52,7 +52,7 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
 
 
 @pytest.mark.parametrize("choice", [
-    ("backbone=lowrank", "dlr=learnable_alpha", "backbone.learn_latent_scale=true"),
+    ("backbone=lowrank", "dlr=learnable_alpha"),
     pytest.param(("backbone=lax", "dlr=on", "train.accumulate=fp32"), marks=full),
     pytest.param(("backbone=cola", "dlr=init_offset_decay"), marks=full),
 ], ids=named)  # fmt: skip

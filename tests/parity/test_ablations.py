@@ -121,19 +121,6 @@ def test_a_gain_multiplies_the_initial_b_alone(backbone):
         torch.testing.assert_close(gained[name], (1.3 if name.endswith(".b.weight") else 1.0) * value)
 
 
-def test_a_learned_latent_scale_multiplies_the_latent():
-    cfg = small("cola", "backbone.learn_latent_scale=true", "dlr=on")
-    model = build(cfg, VOCAB, torch.device("cpu"), torch.float64)
-    group = model.model.layers[0].mlp.gate_up
-    with torch.no_grad():
-        group.projections[0].theta.fill_(0.3)
-    x = torch.randn(2, 32, dtype=torch.float64)
-    z, _ = group.latent(x, None)
-    for i, (theta, p) in enumerate(zip((0.3, 1.0), group.projections, strict=True)):
-        h = x @ p.a.weight.T
-        torch.testing.assert_close(z[:, i], math.tanh(theta) * h / (1 + torch.exp(-h)), rtol=1e-13, atol=1e-15)
-
-
 @pytest.mark.parametrize(
     ("option", "precision"),
     [
@@ -175,11 +162,11 @@ def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
     """At a decay of a tenth an update, which would leave 0.43 of them. Nor do they wait for a draw: bf16 has 1 and
     neighbours of 0.996 and 1.008.
     """
-    given = ("dlr=learnable_alpha", "backbone=cola", "backbone.learn_latent_scale=true", f"precision={precision}")
+    given = ("dlr=learnable_alpha", "backbone=cola", f"precision={precision}")
     folder = train(tmp_path / "run", *given, "train.steps=8", "train.lr=1e-3", "optimizer.weight_decay=100")
     state = saved(folder / "checkpoints" / "step_00000008")
     scalars = {name: value.item() for name, value in state.items() if value.dim() == 0 and "/" not in name}
-    assert len(scalars) == 28 and all(0 < abs(value - 1) < 0.01 for value in scalars.values())
+    assert len(scalars) == 14 and all(0 < abs(value - 1) < 0.01 for value in scalars.values())
     assert {state[name].dtype for name in scalars} == {torch.float32}
     folded = load_file(folder / "folded" / "model.safetensors")
     assert len({value.dtype for value in folded.values()}) == 1 and not any("alpha" in name for name in folded)
