@@ -25,7 +25,7 @@ import uuid
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -117,24 +117,18 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
 
 def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
     """Make the parts in ``folder`` the checkpoint of ``step``, durably; delete those that ``keep`` does not keep."""
-    final = folder.parent / name_of(step)
+    root, final = folder.parent, folder.parent / name_of(step)
     content = {"format": FORMAT, "state": state, "files": parts}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
     if final.exists():  # another start wrote it, which then lost the run to this one
         _delete(final)
     os.rename(folder, final)
-    sync(final.parent)
+    sync(root)
     with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
-        _delete_superfluous(final, keep)
+        for directory in directories(root)[keep.keep_last :]:
+            if keep.keep_every is None or step_of(directory) % keep.keep_every:
+                _delete(directory)
     return final
-
-
-def _delete_superfluous(newest: Path, keep: tree.Checkpoint) -> None:
-    """Later ones than ``newest`` stay: another start of the run, which took over from this one, has written them."""
-    ours = [d for d in directories(newest.parent) if step_of(d) <= step_of(newest)]
-    for directory in ours[keep.keep_last :]:
-        if keep.keep_every is None or step_of(directory) % keep.keep_every:
-            _delete(directory)
 
 
 def _delete(directory: Path) -> None:
@@ -155,40 +149,35 @@ class Stored:
         self.pieces = sorted(pieces, key=lambda piece: piece[0])
         shape = tuple(pieces[0][1].get_shape())
         self.shape = shape if rows is None else (rows, *shape[1:])
+        self.ranks: Ranks | None = None  # if given, rank 0 reads the whole tensor and the others receive it
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self.rows(0, 0) if self.shape else self.whole()).dtype
+        return (self.rows(0, 0) if self.shape else self.read()).dtype
 
     def whole(self) -> Tensor:
+        """All rows. ``ranks`` must all ask for the same tensors in the same order."""
+        if self.ranks is None:
+            return self.read()
+        device = self.ranks.device
+        main = self.ranks.is_main
+        tensor = self.read().to(device) if main else torch.empty(self.shape, dtype=self.dtype, device=device)
+        self.ranks.broadcast([tensor])
+        return tensor
+
+    def read(self) -> Tensor:
         return self.rows(0, self.shape[0]) if self.shape else self.pieces[0][1][...]
 
     def rows(self, first: int, end: int) -> Tensor:
-        """The rows from ``first`` up to, but not including, ``end``, from all pieces that hold some of them."""
-        found = []
+        """The rows from ``first`` up to, but not including, ``end``."""
+        read = []
         for begins, piece in self.pieces:
             ends = begins + piece.get_shape()[0]
             if first < ends and begins < end:
-                found.append(piece[max(first, begins) - begins : min(end, ends) - begins])
-        if not found:
+                read.append(piece[max(first, begins) - begins : min(end, ends) - begins])
+        if not read:
             return self.pieces[0][1][0:0]
-        return torch.cat(found) if len(found) > 1 else found[0]
-
-
-class Received(Stored):
-    """A stored tensor that rank 0 reads and the others receive; all ranks must ask for the same in the same order."""
-
-    def __init__(self, stored: Stored, ranks: Ranks):
-        self.stored, self.ranks, self.shape = stored, ranks, stored.shape
-
-    def whole(self) -> Tensor:
-        device = self.ranks.device
-        if self.ranks.is_main:
-            tensor = self.stored.whole().to(device)
-        else:
-            tensor = torch.empty(self.shape, dtype=self.stored.dtype, device=device)
-        self.ranks.broadcast([tensor])
-        return tensor
+        return torch.cat(read) if len(read) > 1 else read[0]
 
 
 @dataclass
@@ -206,13 +195,10 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def shared(self, ranks: Ranks) -> Checkpoint:
-        """This checkpoint, of which rank 0 reads whole tensors from the disk and the other ranks receive them."""
-
-        def received(group: dict[str, Stored]) -> dict[str, Stored]:
-            return {name: Received(stored, ranks) for name, stored in group.items()}
-
-        return replace(self, model=received(self.model), optimizer=received(self.optimizer))
+    def read_on_main(self, ranks: Ranks) -> None:
+        """From now on rank 0 reads whole tensors from the disk, and the other ranks receive them."""
+        for stored in (*self.model.values(), *self.optimizer.values()):
+            stored.ranks = ranks
 
     def close(self) -> None:
         """Release the files, which stay memory-mapped while anything refers to them."""
@@ -232,12 +218,12 @@ def load(directory: Path) -> Checkpoint:
             pieces.setdefault(name, []).append((first, file.get_slice(name)))
 
     def group(prefix: str) -> dict[str, Stored]:
-        own = (name for name in pieces if name.startswith(prefix))
-        return {name.removeprefix(prefix): Stored(pieces[name], counts[name]) for name in own}
+        names = (name for name in pieces if name.startswith(prefix))
+        return {name.removeprefix(prefix): Stored(pieces[name], counts[name]) for name in names}
 
-    random = sorted(group("random/").items(), key=lambda item: int(item[0]))
-    states = [stored.whole().clone() for _, stored in random]
-    return Checkpoint(directory, group("model/"), group("optimizer/"), states, content["state"], content["sha256"])
+    by_rank = sorted(group("random/").items(), key=lambda item: int(item[0]))
+    random = [stored.read().clone() for _, stored in by_rank]
+    return Checkpoint(directory, group("model/"), group("optimizer/"), random, content["state"], content["sha256"])
 
 
 def newest(root: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -270,12 +256,11 @@ def fault(directory: Path) -> str | None:
     """Says what is wrong with a checkpoint; None if it is valid. Raises OSError if its disk does not answer."""
     try:
         content = json.loads((directory / CONTENT).read_text())
-        sound = content.pop("sha256") == _digest(content)
     except FileNotFoundError:
         return f"{CONTENT} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError):  # not JSON, not even text, or JSON of another kind
-        sound = False
-    if not sound:
+    except ValueError:  # not JSON, or not even text
+        return f"{CONTENT} is damaged"
+    if content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
         return f"has format {content['format']}, and this version of the code reads format {FORMAT}"

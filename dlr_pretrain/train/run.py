@@ -138,7 +138,9 @@ class Run:
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
             opened.enter_context(loop.profiler)
             if found is not None:
-                loop.resume(found if weights.sharded else found.shared(ranks))
+                if not weights.sharded:
+                    found.read_on_main(ranks)
+                loop.resume(found)
             streams = found.state["streams"] if found is not None else None
             loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
             opened.enter_context(closing(loader))

@@ -80,8 +80,8 @@ class Saver:
         """
         self.wait()
         pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
-        rest = (step, pieces, copied, snapshot.state)
-        self._thread = threading.Thread(target=self._write, args=rest, name="checkpoint", daemon=True)
+        arguments = (step, pieces, copied, snapshot.state)
+        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if final:
             self.wait()
@@ -118,8 +118,8 @@ class Saver:
         free, copies = dict(self._buffers), {}
         for name, piece in pieces.items():
             dtype, values = piece.tensor.dtype, piece.tensor.numel()
-            own, free[dtype] = free[dtype][:values], free[dtype][values:]
-            copies[name] = piece._replace(tensor=own.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True))
+            copy, free[dtype] = free[dtype][:values], free[dtype][values:]
+            copies[name] = piece._replace(tensor=copy.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True))
         if not on_gpu:
             return copies, None
         copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits for it
@@ -137,48 +137,41 @@ class Saver:
             if copied is not None:
                 torch.cuda.set_device(self.ranks.device)  # waiting on GPU 0 would allocate half a GB there
                 copied.synchronize()
-            for left in reversed(range(TRIES)):
+            for attempt in range(TRIES):
+                if attempt > 0:
+                    time.sleep(PAUSE)
                 try:
                     return self._attempt(step, pieces, state)
                 except UserError as error:
                     self._clear()
                     failed = f"checkpoint of step {step} could not be written: {error}. Free space"
-                if left == TRIES - 1:
-                    self.console.say(f"warning: {failed}: it is tried for another {left * PAUSE:.0f} s")
-                if left:
-                    time.sleep(PAUSE)
+                if attempt == 0:
+                    self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
             self.error = UserError(f"{failed}; the same command resumes")
         except Exception as error:
             self.error = error
 
     def _attempt(self, step: int, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
         rank, size = self.ranks.rank, self.ranks.world_size
-        folder = self._on_main(lambda: self._begin(step))
+
+        def commit() -> None:
+            self.ranks.heartbeat.require_held()
+            if self.metrics is not None:
+                self.metrics.sync()
+            files = {name: entry for part in parts for name, entry in part.items()}
+            identity = read_record(self.run_dir).get("identity", {})
+            checkpoint.commit(folder, step, files, state | {"identity": identity}, self.keep)
+            update_record(self.run_dir, {"saved": step})
+
+        folder = self._on_main(lambda: checkpoint.begin(self.root, checkpoint.name_of(step)))
         parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
-        self._on_main(lambda: self._commit(folder, step, parts, state))
+        self._on_main(commit)
         self.saved = step
 
     def _clear(self) -> None:
         """Delete the parts of a failed save, which fill the disk."""
         if self.ranks.is_main:
             checkpoint.clear(self.root)
-
-    def _begin(self, step: int) -> Path:
-        self._require_permission()
-        return checkpoint.begin(self.root, checkpoint.name_of(step))
-
-    def _commit(self, folder: Path, step: int, parts: list[dict[str, dict]], state: dict[str, Any]) -> None:
-        self._require_permission()
-        files = {name: entry for part in parts for name, entry in part.items()}
-        state = state | {"identity": read_record(self.run_dir).get("identity", {})}
-        checkpoint.commit(folder, step, files, state, self.keep)
-        update_record(self.run_dir, {"saved": step})
-
-    def _require_permission(self) -> None:
-        """On rank 0: raise if another start has taken the run over, or metrics are not on the disk."""
-        self.ranks.heartbeat.require_held()
-        if self.metrics is not None:
-            self.metrics.sync()
 
     def _on_main(self, act: Callable[[], T]) -> T:
         """Call ``act`` on rank 0; all ranks return its result, or raise UserError."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-import platform
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
-from tests.conftest import ROOT, on_ranks
+from tests.conftest import on_ranks
 
 
 def test_errors_reach_other_ranks_as_they_are():
@@ -60,36 +57,6 @@ def test_two_ranks_agree_on_results_errors_and_stops():
         assert said == ["ConfigError a=1: is odd", other, 0, [0, 1]]
 
     on_ranks(agree, 2)
-
-
-FAULTS = """
-import resource, sys
-import torch
-from dlr_pretrain.cli import load
-from dlr_pretrain.train.ranks import Ranks
-
-with Ranks(load(["scale=tiny", "data=sample", "logger=jsonl", "device=cpu", "compile=false"])) as ranks:
-    if sys.argv[1] == "used":
-        ranks.use_device()
-    faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
-    for _ in range(8):
-        held = [torch.ones(1 << 24) for _ in range(3)]
-        del held
-        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-print(faults[-1] - faults[1])
-"""
-
-
-@pytest.mark.full
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library than glibc")
-def test_a_step_on_a_cpu_reuses_the_memory_of_the_one_before():
-    def faults(when: str) -> int:
-        command = [sys.executable, "-c", FAULTS, when]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout.split()[-1])
-
-    assert 10 * faults("used") < faults("unused")
 
 
 @pytest.mark.parametrize(("of_each", "named"), [

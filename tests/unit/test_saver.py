@@ -97,26 +97,16 @@ def test_a_save_that_never_succeeds_ends_with_the_reason_and_leaves_no_parts(tmp
     assert [d.name for d in saving.root.iterdir()] == ["step_00000001"]
 
 
-def test_a_rank_that_is_lost_meanwhile_is_no_fault_of_the_files(tmp_path):
-    """What the collective says goes on to the caller, who knows which rank is missing."""
-
-    def lost(*_):
-        raise RuntimeError("gloo: Connection closed by peer")
-
-    saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | {"gather": lost}))
-    saving.save(1, snapshot(1))
-    with pytest.raises(RuntimeError, match="Connection closed"):
-        saving.wait()
-
-
-def test_what_is_not_permitted_does_not_count(tmp_path):
-    def refuse():
-        raise UserError("the lease is another's")
+@pytest.mark.parametrize("kind", [RuntimeError, UserError], ids=["a rank is lost", "the run was taken over"])
+def test_what_forbids_a_save_reaches_the_caller_as_it_is_and_nothing_counts_as_saved(tmp_path, kind):
+    def refuse(*_):
+        raise kind("Connection closed")
 
     heartbeat = SimpleNamespace(patient=nullcontext, require_held=refuse)
-    saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | {"heartbeat": heartbeat}))
+    broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
+    saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | broken))
     saving.save(1, snapshot(1))
-    with pytest.raises(UserError, match="the lease is another's"):
+    with pytest.raises(kind, match="Connection closed"):
         saving.wait()
     assert newest(saving.root) == (None, {})
 
