@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean
-from dlr_pretrain.config.tree import GROUPS, KEYS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
+from dlr_pretrain.config.tree import GROUPS, KEYS, KINDS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 
 NAME = Key(str, "", fixed=True)
 
@@ -52,8 +49,8 @@ def all_keys(tree: Mapping) -> dict[str, Key]:
 
 
 def _declared(knob: str, default: object) -> Key:
-    untyped = default is None or (isinstance(default, str) and "${" in default)
-    return Key(object if untyped else type(default), default, fixed=knob == "factorized")
+    typed = type(default) in KINDS and "${" not in str(default)
+    return Key(type(default) if typed else object, default, fixed=knob == "factorized")
 
 
 def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] = ()) -> Config:
@@ -65,15 +62,18 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
     keys, given = all_keys(tree) if keys is None else keys, flatten(tree)
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
     values: dict[str, Any] = {}
-    for name, spec in keys.items():
-        value = given.get(name, spec.default)
-        if value == MANDATORY or (name not in given and isinstance(value, str)):
-            if name.partition(".")[0] in given:  # a section that was given as a value
+    for name, key in keys.items():
+        value, section = given.get(name, key.default), name.partition(".")[0]
+        if value == MANDATORY or (isinstance(value, str) and "${" in value):
+            if section in given:  # as a value, which is a problem already
                 continue
-            fix = f"Choose an option: {name.partition('.')[0]}=<option>" if spec.fixed else f"Set {name}=<value>"
+            fix = f"Choose an option: {section}=<option>" if key.fixed else f"Set {name}=<value>"
             problems.append(Problem(name, MISSING, "needs a value", fix))
-        else:
-            values[name] = _value(name, value, spec, problems)
+            continue
+        try:
+            values[name] = key.read(value)
+        except ValueError:
+            problems.append(_refused(name, value, key))
     for name in sorted(typed):
         if name in keys and keys[name].fixed:
             fix = f"Choose another option: {name.partition('.')[0]}=<option>"
@@ -101,38 +101,10 @@ def _build(values: Mapping[str, Any]) -> Config:
     return Config(**sections, **{key: value for key, value in values.items() if "." not in key})
 
 
-def _value(name: str, value: object, spec: Key, problems: list[Problem]) -> Any:
-    """Convert ``value`` to the type of its key and check its bounds; appends to ``problems``."""
-    kind, words, optional = spec.kinds()
-    if (optional and value is None) or (isinstance(value, str) and value in words):
-        return value
-    converted = _convert(value, kind)
-    if converted is MISSING or not spec.holds(converted):
-        rule = f"must be {spec.takes()}" + (f" ({spec.doc})" if spec.doc else "")
-        number_for_text = kind is str and isinstance(value, (int, float))
-        fix = f"Quote it: \"{name}='...'\"" if number_for_text else did_you_mean(str(value), words)
-        problems.append(Problem(name, value, rule, fix))
-    return converted
-
-
-def _convert(value: Any, kind: object) -> Any:
-    """``value`` as a ``kind``, or MISSING if it is not one. Nothing is rounded, and true and false are not numbers.
-
-    The text of a number is one: that is what a variable gives, as in ``train.lr=${oc.env:LR}``.
-    """
-    if kind in (int, float) and isinstance(value, str):
-        with suppress(ValueError):
-            value = float(value)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if kind is bool:
-        return value if isinstance(value, bool) else MISSING
-    if kind is int:
-        return int(value) if number and value == int(value) else MISSING
-    if kind == list[str]:
-        items = [value] if isinstance(value, str) else value
-        return items if isinstance(items, list) and all(isinstance(item, str) for item in items) else MISSING
-    if kind is float:
-        return float(value) if number else MISSING
-    if kind is str:  # a number is refused: Hydra has turned 2026_11_22 into 20261122, and 1e3 into 1000.0
-        return os.path.expanduser(value) if isinstance(value, str) and value.strip() else MISSING
-    return MISSING if kind is None else value
+def _refused(name: str, value: object, key: Key) -> Problem:
+    """The problem of a value that the key does not take."""
+    kind, words, _ = key.kinds()
+    rule = f"must be {key.takes()}" + (f" ({key.doc})" if key.doc else "")
+    if kind is str and isinstance(value, (int, float)):
+        return Problem(name, value, rule, f"Quote it: \"{name}='...'\"")
+    return Problem(name, value, rule, did_you_mean(str(value), words))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -307,9 +308,31 @@ class Key:
         plain = [f"{KINDS.get(kind, 'a value')} {' and '.join(limits)}".strip()] if kind else []
         return " or ".join([*plain, *words, *(["null"] if optional else [])])
 
-    def holds(self, value: Any) -> bool:
-        """Whether ``value``, of the key's type, is within its bounds."""
-        return all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items())
+    def read(self, value: Any) -> Any:
+        """``value`` in the key's type; raises ValueError if the key does not take it.
+
+        Nothing is rounded, and true and false are not numbers. The text of a number is one: that is what a variable
+        gives, as in ``train.lr=${oc.env:LR}``. A number is no text: Hydra has turned 2026_11_22 into 20261122.
+        """
+        kind, words, optional = self.kinds()
+        if (optional and value is None) or (isinstance(value, str) and value in words):
+            return value
+        fits = kind is object
+        if kind is bool:
+            fits = isinstance(value, bool)
+        elif kind is str:
+            fits = isinstance(value, str) and value.strip() != ""
+            value = os.path.expanduser(value) if fits else value
+        elif kind == list[str]:
+            value = [value] if isinstance(value, str) else value
+            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = float(value)
+            fits = math.isfinite(number) and number == kind(number)
+            value = kind(number) if fits else value
+        if not fits or not all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items()):
+            raise ValueError(f"must be {self.takes()}")
+        return value
 
 
 def keys_of(section: type) -> Iterator[tuple[str, Key]]:
