@@ -105,7 +105,7 @@ class Data:
     source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     dataset: str | None = key("name of the dataset on the hub", None)
     revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None)
-    cache: str | None = key("folder in which remote shards are kept; null: none are", None)
+    cache: str | None = key("folder for remote shards, and for places in .gz; null: none, and the user's", None)
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)

@@ -7,6 +7,7 @@ when a request fails, asks again for what is missing. So a row is never read twi
 from __future__ import annotations
 
 import glob
+import hashlib
 import io
 import logging
 import os
@@ -191,6 +192,18 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
     system, path = _file_system(file.address)  # a server that names no length sends no ranges
     return io.BytesIO(insist(lambda: system.cat_file(path), file.address))
+
+
+def user_cache() -> Path:
+    """The folder of this project in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
+
+
+def kept_beside(file: File, cache: str | None) -> Path:
+    """Where what is known of a file's inside is kept: below ``cache``, or the user's cache."""
+    changed = os.stat(file.address).st_mtime_ns if file.is_local else None
+    name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
+    return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
 
 
 def _cached(file: File, path: Path) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 The first bytes of a file are looked at before it is read, because downloads and editors leave much behind that has the
 right name. Rows of parquet and arrow files come from pyarrow in batches (``datasets``' rows are several times slower).
+Parquet, and JSON lines in gzip files, are read from near any row on; other files from their start.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, BinaryIO
 
-from dlr_pretrain.data.files import File, open_file
+from dlr_pretrain.data import gunzip
+from dlr_pretrain.data.files import File, kept_beside, open_file
 from dlr_pretrain.util.errors import UserError, first_line
 
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
@@ -118,7 +120,11 @@ def rows(
     with open_file(file, cache) as stream:
         kind, compression = sniff(file, stream)
         try:
-            for row in _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph):
+            if (kind, compression) == ("lines", ".gz"):
+                found: Iterator[Row] = gunzip.lines(stream, kept_beside(file, cache), start)
+            else:
+                found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
+            for row in found:
                 yield row
                 number += 1
         except DAMAGED as error:
@@ -133,8 +139,6 @@ def _rows(kind: str, stream: Any, text_key: str, start: int, by_paragraph: bool)
         yield from [stream.read().decode("utf-8-sig", "replace")][start:]
     elif kind != "empty":
         lines = io.BufferedReader(stream, READ_BYTES)
-        if lines.peek(len(BOM)).startswith(BOM):
-            lines.read(len(BOM))
         yield from islice(lines if kind == "lines" else _paragraphs(lines), start, None)
 
 
@@ -142,7 +146,7 @@ def _paragraphs(lines: Iterable[bytes]) -> Iterator[str]:
     """Runs of lines that are not blank."""
     for has_text, run in groupby(lines, lambda line: bool(line.strip())):
         if has_text:
-            yield b"\n".join(line.rstrip(b"\r\n") for line in run).decode("utf-8", "replace")
+            yield b"\n".join(line.rstrip(b"\r\n") for line in run).decode("utf-8-sig", "replace")
 
 
 def _records(kind: str, stream: io.BufferedReader, text_key: str, start: int) -> Iterator[dict]:
@@ -185,7 +189,7 @@ def parse_text(row: Row, text_key: str, address: str, document: int) -> str:
             return ""
         where += f" (line {document + 1})"
         try:
-            record = json.loads(row.decode("utf-8", "replace"))
+            record = json.loads(row.decode("utf-8-sig", "replace"))
         except (ValueError, RecursionError) as error:
             fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
             raise UserError(f"{where} is not JSON ({error}). {fix}") from error

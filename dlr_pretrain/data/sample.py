@@ -10,7 +10,6 @@ import ast
 import hashlib
 import inspect
 import json
-import os
 import platform
 import re
 import sysconfig
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dlr_pretrain.data.files import user_cache
 from dlr_pretrain.data.tokenizer import valid_text
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.process import cores
@@ -38,7 +38,7 @@ def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]
 
     It is harvested if it is not there. Raises UserError if only another Python could make it.
     """
-    cache = root or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain", "sample")
+    cache = root or user_cache() / "sample"
     own = f"python-{platform.python_version()}-{VERSION}"
     folder = cache / (name or own)
     if folder.is_dir():

@@ -2,11 +2,14 @@
 
 import bz2
 import gzip
+import io
 import itertools
 import json
 import lzma
+import random
 import shutil
 import zipfile
+import zlib
 from pathlib import Path
 
 import pyarrow
@@ -14,7 +17,7 @@ import pyarrow.parquet
 import pytest
 from data_corpus import NASTY, LetterTokenizer, MemorySource, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import formats, open_source, sources, validation_set
+from dlr_pretrain.data import formats, gunzip, open_source, sources, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
 from dlr_pretrain.util.errors import UserError
 
@@ -99,6 +102,47 @@ def test_reads_from_any_row_in_any_step(tmp_path, monkeypatch, suffix):
         monkeypatch.setattr(formats, "READ_BYTES", read_bytes)
         for start, step in itertools.product((0, 1, 36, 37, 299, 300, 301), (1, 7)):
             assert list(source.texts(shard, start, step)) == TEXTS[start::step]
+
+
+class Counted(io.BytesIO):
+    """Knows how much was read of it."""
+
+    taken = 0
+
+    def read(self, size=-1):
+        found = super().read(size)
+        self.taken += len(found)
+        return found
+
+
+@pytest.mark.parametrize("level", [1, 9])
+def test_a_gzip_file_is_read_on_near_any_line_with_places_of_readers_that_were_killed(tmp_path, monkeypatch, level):
+    monkeypatch.setattr(gunzip, "SPACING", 50_000)
+    monkeypatch.setattr(gunzip, "CHUNK_BYTES", 1 << 14)
+    rng = random.Random(level)
+    lines = [b"%d " % i + b"%x" % rng.getrandbits(rng.randrange(1, 900)) for i in range(8_000)]
+    halves = [b"\n".join(lines[:5_000]) + b"\n", b"\n".join(lines[5_000:])]
+    content = b""
+    for half in halves:
+        packed = zlib.compressobj(level, wbits=gunzip.WHOLE, memLevel=4)  # small blocks
+        content += packed.compress(half) + packed.flush()
+    kept = tmp_path / "places" / "of it"
+    for damaged in (b"", b"damaged", None):
+        if damaged is not None:
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_bytes(damaged)
+        for stop in sorted(rng.sample(range(len(lines)), 6)):  # each is killed somewhere, or reads on
+            start = rng.randrange(stop + 1)
+            found = gunzip.lines(io.BytesIO(content), kept, start)
+            assert list(itertools.islice(found, stop - start)) == lines[start:stop]
+        assert list(gunzip.lines(io.BytesIO(content), kept, 0)) == lines
+    assert len(gunzip._load(kept)) >= 10
+    for start in (*rng.sample(range(2000, len(lines)), 9), len(lines) - 1):
+        stream = Counted(content)
+        assert next(gunzip.lines(stream, kept, start)) == lines[start] and stream.taken < len(content) / 4
+    assert list(gunzip.lines(io.BytesIO(content), kept, len(lines))) == []
+    with pytest.raises(EOFError):
+        list(gunzip.lines(io.BytesIO(content[:-9]), kept, len(lines) - 5))
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])

@@ -1,0 +1,103 @@
+"""The lines of a gzip file, from near any line on.
+
+A block of DEFLATE refers to the 32 KB of text before it, and may begin at any bit. While a file is read, a block that
+begins at a byte is looked for after every ``SPACING`` bytes of text. Such places, with the text before them, are kept
+in another file, and a resume reads on from there. (``indexed_gzip`` decompresses a file once more to find places.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from dlr_pretrain.util.files import write_durably
+
+CHUNK_BYTES = 1 << 16  # compressed bytes that are decompressed at once
+SPACING = 32 << 20  # bytes of text between two places
+WINDOW = 1 << 15  # bytes of text that a block may refer to
+PLACE = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before; text
+WHOLE, BLOCKS = 31, -15  # zlib's wbits: a gzip file, or blocks without its header and checksum
+
+
+def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
+    """The lines of a gzip file from ``start`` on, without their ends. Places are read from the file ``kept`` and added.
+
+    Text after a place is not held against the file's checksum.
+    """
+    places = _load(kept)
+    usable = places[places["line"] < start]  # each begins in a line, whose rest is passed over
+    line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
+    rest, since = b"", 0
+    for offset, chunk, text in _inflated(stream, begin, window):
+        *whole, rest = (rest + text).split(b"\n")
+        yield from whole[max(0, start - line) :]
+        line, since, known = line + len(whole), since + len(text), window + text
+        window = known[-WINDOW:]
+        if since >= SPACING and len(chunk) == CHUNK_BYTES and (block := _block(chunk, known)):
+            at, since = block
+            before, after = known[:-since], known[-since:]
+            _keep(kept, line - after.count(b"\n"), offset + at, before[-WINDOW:])
+        elif since >= 2 * SPACING:
+            since = 0  # a file without such blocks
+    if rest and line >= start:
+        yield rest
+
+
+def _inflated(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[int, bytes, bytes]]:
+    """A file's text from a place on, in parts: the offset of each, its bytes in the file, and their text."""
+    stream.seek(offset)
+    inflate = zlib.decompressobj(BLOCKS, window) if window else zlib.decompressobj(WHOLE)
+    ended, trailer = False, 8 if window else 0
+    while chunk := stream.read(CHUNK_BYTES):
+        yield offset, chunk, inflate.decompress(chunk)
+        offset += len(chunk)
+        if ended := inflate.eof:  # perhaps another file follows
+            offset += trailer - len(inflate.unused_data)
+            stream.seek(offset)
+            inflate, trailer = zlib.decompressobj(WHOLE), 0
+    if not ended:
+        raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+
+
+def _block(chunk: bytes, known: bytes) -> tuple[int, int] | None:
+    """The first byte of a chunk at which a block begins, and the number of the chunk's bytes of text from there on.
+
+    ``known`` is the text up to the chunk's end. What looks like the header of a block is one if the chunk decompresses
+    from there on to the end of this.
+    """
+    byte = np.frombuffer(chunk, np.uint8)
+    begins = np.flatnonzero((byte[:-9] & 7 == 4) & (byte[:-9] < 30 << 3) & (byte[1:-8] & 31 < 30))
+    count = 4 + (byte[begins + 1] >> 5) + 8 * (byte[begins + 2] & 1)
+    bits = sliding_window_view(byte, 8)[begins + 2].view("<u8")
+    lengths = (bits >> np.arange(1, 58, 3, dtype=np.uint64)) & 7  # of the first code, whose words must be complete
+    used = (np.arange(19) < count[:, None]) & (lengths > 0)
+    for at in begins[np.where(used, 128 >> lengths, 0).sum(1) == 128].tolist():
+        with suppress(zlib.error):
+            length = len(zlib.decompressobj(BLOCKS, bytes(WINDOW)).decompress(chunk[at:]))
+            window = known[: len(known) - length][-WINDOW:]
+            if length and zlib.decompressobj(BLOCKS, window).decompress(chunk[at:]) == known[-length:]:
+                return at, length
+    return None
+
+
+def _load(kept: Path) -> np.ndarray:
+    """The places in a file, by their offsets; none if it is not there, or damaged."""
+    with suppress(OSError, ValueError, zlib.error):
+        return np.frombuffer(zlib.decompress(kept.read_bytes()), PLACE)
+    return np.empty(0, PLACE)
+
+
+def _keep(kept: Path, line: int, offset: int, window: bytes) -> None:
+    """Add a place to a file, unless that has later ones."""
+    places = _load(kept)
+    if not len(places) or places["offset"][-1] < offset:
+        place = np.array([(line, offset, window.rjust(WINDOW, b"\0"))], PLACE)
+        with suppress(OSError):  # then a later resume takes longer
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(kept, zlib.compress(np.concatenate((places, place)).tobytes()))
