@@ -154,14 +154,14 @@ class Train:
 
 @dataclass
 class Eval:
-    every: int = key("steps between evaluations; the last step is always evaluated", 1000, ge=1)
+    every: int = key("steps between evaluations; train.steps or more: only the last step is evaluated", 1000, ge=1)
     tokens: int = key("real tokens of validation text, or all there is", 10_000_000, ge=1)
     packing: Literal["packed", "pad"] = key("packed, or one padded document each, as in published numbers", "pad")
 
 
 @dataclass
 class Checkpoint:
-    every: int = key("steps between checkpoints; the last step is always saved", 1000, ge=1)
+    every: int = key("steps between checkpoints; train.steps or more: only the last step is saved", 1000, ge=1)
     keep_last: int = key("newest checkpoints kept", 2, ge=1)
     keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1)
 

@@ -74,10 +74,10 @@ class Guard:
         return Batch(tokens, torch.zeros(rows, dtype=torch.int32), 0, {})
 
     def _take(self, loader: TrainLoader) -> Batch:
-        """The loader's next batch. Every error becomes a UserError, because the state is sound and can be saved."""
+        """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
         try:
             return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.patience)
-        except UserError:
+        except (UserError, MemoryError):
             raise
         except Exception as error:  # from a library or the system
             traceback.print_exc()

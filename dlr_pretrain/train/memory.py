@@ -69,10 +69,10 @@ def free_memory(ranks: Ranks) -> float:
     return CPU_SHARE * available_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch's allocator had too little memory, or left too little for cuBLAS or a new kernel to allocate."""
-    lacks = ("out of memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in lacks)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation has failed, of torch, numpy, cuBLAS or a new kernel."""
+    lacks = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in lacks)
 
 
 @contextmanager
@@ -83,15 +83,18 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        setting = f"train.micro_batch={cfg.micro_batch(ranks.world_size)}"
+        t = cfg.train
+        sizes = (
+            f"train.micro_batch={cfg.micro_batch(ranks.world_size)} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
+        )
         fix = (
             "The same command continues with a smaller train.micro_batch, and train.micro_batch=auto finds the largest "
             "that fits; scripts/plan.py counts what other settings take"
         )
-        text = f"out of GPU memory on rank {ranks.rank} with {setting}: {first_line(error)}. {fix}"
+        text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
         if not ranks.is_main:
             tell(f"error: {text}")
         raise UserError(text) from error

@@ -59,7 +59,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "train.micro_batch=many": ["train.micro_batch=many: must be a whole number of at least 1 or auto or null"],
     "tokenizer=t5": ["tokenizer=t5: a section", "tokenizer.path"],
     "train.clip=0": ["train.clip=0: must be a number above 0 or null"],
-    "eval.every=0": ["eval.every=0: must be a whole number of at least 1 (steps between evaluations"],
+    "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
     "optimizer.eps=0": ["optimizer.eps=0: must be a number above 0"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     # rules of the backbone, the optimizer and DLR

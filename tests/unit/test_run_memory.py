@@ -70,7 +70,7 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB")
 
     monkeypatch.setattr(Update, "__call__", fails)
-    with pytest.raises(UserError, match=r"out of GPU memory on rank 0 with train\.micro_batch=2: CUDA out"):
+    with pytest.raises(UserError, match=r"out of memory on rank 0 with train\.micro_batch=2 of 8 x 32 tokens"):
         train(tmp_path / "run")
 
 
@@ -78,6 +78,8 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has 79.11 GiB."), UserError),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), UserError),
     (RuntimeError("Triton Error [CUDA]: out of memory"), UserError),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 5120000000000 bytes"), UserError),
+    (MemoryError("Unable to allocate 479. GiB for an array with shape (1000000000, 257)"), UserError),
     (RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError),
 ])  # fmt: skip
 def test_out_of_memory_says_what_helps_also_where_a_rank_fails_alone(error, kind, words, capfd):
@@ -86,7 +88,7 @@ def test_out_of_memory_says_what_helps_also_where_a_rank_fails_alone(error, kind
         raise error
     text = str(caught.value)
     if kind is UserError:
-        assert text.startswith("out of GPU memory on rank 1 with train.micro_batch=2: ") and "\n" not in text
+        assert text.startswith("out of memory on rank 1 with train.micro_batch=2 of 8 x 32") and "\n" not in text
         assert str(error).partition(". ")[0] in text
         assert "train.micro_batch=auto" in text and "scripts/plan.py" in text
         assert capfd.readouterr().err == f"error: {text}\n"
