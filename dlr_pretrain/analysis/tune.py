@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -44,7 +43,19 @@ def tune(argv: Sequence[str]) -> int:
     given, for_sbatch = read(parser, argv)
     methods = by_method(load_runs(read_table(given.what), machine=given.local))
     design, runs = grid(methods, given.confirm)
-    trials = bring(runs, given, for_sbatch)
+
+    def same_text() -> None:
+        """The files may have changed since the runs were configured: what those that have saved have read decides."""
+        records = {str(run.dir): read_record(run.dir) for run in runs.values()}
+        require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
+
+    def bring(some: dict[Cell, PlannedRun]) -> list[Trial]:
+        """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
+        jobs = start(sorted(some.values(), key=lambda run: run.number), given, for_sbatch, same_text)
+        same_text()
+        return [trial(cell, run, look(run, jobs)) for cell, run in some.items()]
+
+    trials = bring(runs)
     fresh: dict[Cell, Line] = {}
     for method in methods:
         lr = choose(design, trials, method)["lr"]
@@ -54,11 +65,8 @@ def tune(argv: Sequence[str]) -> int:
             fresh[method, lr, seed] = replace(line, words=words)
     if fresh:
         confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
-        trials += bring(confirming, given, for_sbatch)
         runs |= confirming
-    # the files themselves may have changed, which configurations do not show
-    records = {str(run.dir): read_record(run.dir) for run in runs.values()}
-    require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
+        trials += bring(confirming)
     found = compare(design, trials) | about(methods, runs.values())
     found["command"] = shlex.join(["scripts/tune.py", *argv])
     write(found, given.output)
@@ -134,12 +142,6 @@ def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> d
 
 # ----------------------------------------------------------------------------------------------------
 # The runs
-
-
-def bring(runs: dict[Cell, PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> list[Trial]:
-    """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all runs."""
-    jobs = start(sorted(runs.values(), key=lambda run: run.number), given, for_sbatch)
-    return [trial(cell, run, look(run, jobs)) for cell, run in runs.items()]
 
 
 def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:

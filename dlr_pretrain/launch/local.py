@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
@@ -18,10 +18,11 @@ from dlr_pretrain.util.process import cores, stop_signals
 TRAIN = ("-m", "dlr_pretrain")
 
 
-def train(runs: Sequence[PlannedRun], at_once: int) -> None:
-    """Train ``runs``, ``at_once`` at a time, and print how each has ended.
+def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], None]) -> None:
+    """Train ``runs``, ``at_once`` at a time; print how each has ended, and call ``after_each``.
 
-    After a signal it waits until the running ones have saved, and raises Stopped.
+    After a signal it waits until the running ones have saved, and raises Stopped. If ``after_each`` raises, the running
+    ones are asked to stop.
     """
     waiting, slots, asked = list(runs), list(range(at_once)), []
     running: dict[subprocess.Popen, tuple[PlannedRun, int]] = {}
@@ -45,6 +46,7 @@ def train(runs: Sequence[PlannedRun], at_once: int) -> None:
                 done = len(runs) - len(waiting) - len(running)
                 failed = f" (exit code {process.returncode}: see {_log(run)})" if process.returncode else ""
                 print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}{failed}", flush=True)
+                after_each()
             time.sleep(0.05)
         if asked:
             raise Stopped("asked to stop; what had begun is saved. The same command continues")

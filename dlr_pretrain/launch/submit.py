@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.local import train
@@ -65,8 +65,14 @@ def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
     return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 
 
-def start(runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: list[str]) -> dict[str, str]:
-    """Show how ``runs`` stand, and queue or train those that are due; returns SLURM's state of each job."""
+def start(
+    runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: list[str],
+    after_each: Callable[[], None] = lambda: None,
+) -> dict[str, str]:  # fmt: skip
+    """Show how ``runs`` stand, and queue or train those that are due; returns SLURM's state of each job.
+
+    ``after_each`` is called whenever a run has ended on this machine.
+    """
     jobs = {}
     try:
         jobs = {} if given.local else queue()
@@ -82,7 +88,7 @@ def start(runs: Sequence[PlannedRun], given: argparse.Namespace, for_sbatch: lis
     print(f"{plural(len(runs), 'run')}: {said}", flush=True)
     due = [run for run, at in zip(runs, stands, strict=True) if at.state in DUE]
     if due and given.local and not given.status:
-        train(due, given.limit or 1)
+        train(due, given.limit or 1, after_each)
     elif due and not given.local:
         name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
         print(submit(runs, due, name, for_sbatch, given.limit, given.status))

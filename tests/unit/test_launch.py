@@ -274,6 +274,6 @@ def test_a_signal_ends_what_runs_and_starts_nothing_more(four, tmp_path):
     threading.Thread(target=ask, daemon=True).start()
     before, runs = signal.getsignal(signal.SIGTERM), loaded([*four, "train.lr=60"])
     with pytest.raises(Stopped, match="The same command continues"):
-        local.train(runs, 2)
+        local.train(runs, 2, lambda: None)
     assert len((tmp_path / "order").read_text().splitlines()) == 2
     assert signal.getsignal(signal.SIGTERM) is before

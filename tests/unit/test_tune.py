@@ -180,12 +180,13 @@ class Trained(list):
     failing, changes = (), math.inf
     text = MappingProxyType({"data.shards": "text", "tokenizer.pieces": "t5"})
 
-    def __call__(self, runs, at_once) -> None:
+    def __call__(self, runs, at_once, after_each) -> None:
         for run in runs:
             self.append(run)
             pretend(run, dict(self.text) | ({"tokenizer.pieces": "another"} if len(self) > self.changes else {}))
             if run.cfg.seed in self.failing:
                 record_state(run.dir, "failed", "the disk is full")
+            after_each()
 
 
 @pytest.fixture
@@ -271,7 +272,7 @@ def test_a_run_that_failed_is_no_result(command, trained, capsys):
 def test_runs_that_read_another_text_or_tokenizer_are_not_compared(command, trained, capsys):
     trained.changes = 1
     assert command(*PAIR, "train.lr=0.003", "seed=41,42", code=EXIT_FAILED) == {}
-    assert "tokenizer.pieces of" in capsys.readouterr().err
+    assert "tokenizer.pieces of" in capsys.readouterr().err and len(trained) == 2  # of four
 
 
 def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, tmp_path, trained):
