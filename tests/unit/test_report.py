@@ -52,47 +52,44 @@ def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
     return root, output, write_reports([str(root)], output, "python scripts/report.py")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Numbers
-
-
 def test_the_tables_have_the_numbers_of_the_runs(made):
     root, output, _ = made
-    with (output / "tables/groups.csv").open() as file:
-        rows = {row["Method"]: row for row in csv.DictReader(file)}
-    for method, stem in {"cola": "cola-off", "lowrank+dlr": "lowrank-on", "lowrank": "lowrank-off"}.items():
+
+    def rows(name: str, key: str) -> dict[str, dict]:
+        with (output / f"tables/{name}.csv").open() as file:
+            return {row[key]: row for row in csv.DictReader(file)}
+
+    for method, stem in {"cola": "cola-off", "lowrank+dlr": "lowrank-on"}.items():
         records = [lines_of(root / f"{stem}-s{seed}")[-1] for seed in (41, 42)]
         for header, name in (("PPL", PERPLEXITY), ("PPL (convention)", CONVENTION)):
             values = [record[name] for record in records]
-            assert rows[method][header] == f"{statistics.fmean(values):,.2f} ± {statistics.stdev(values):.2f} (2)"
-    with (output / "tables/pairs.csv").open() as file:
-        gaps = {row["Backbone"]: row for row in csv.DictReader(file)}
+            shown = f"{statistics.fmean(values):,.2f} ± {statistics.stdev(values):.2f} (2)"
+            assert rows("groups", "Method")[method][header] == shown
     last = [[lines_of(root / f"lowrank-{dlr}-s{s}")[-1][PERPLEXITY] for s in (41, 42)] for dlr in ("off", "on")]
     each = [b - a for a, b in zip(*last, strict=True)]
-    assert gaps["lowrank"]["Δ PPL"] == f"{statistics.fmean(each):+.2f} ± {statistics.stdev(each):.2f} (2)"
-    with (output / "tables/numbers.csv").open() as file:
-        digits = {row["name"]: row["ppl"] for row in csv.DictReader(file)}
-    assert float(digits["cola-on-s42"]) == lines_of(root / "cola-on-s42")[-1][PERPLEXITY]
+    shown = f"{statistics.fmean(each):+.2f} ± {statistics.stdev(each):.2f} (2)"
+    assert rows("pairs", "Backbone")["lowrank"]["Δ PPL"] == shown
+    exact = lines_of(root / "cola-on-s42")[-1][PERPLEXITY]
+    assert float(rows("numbers", "name")["cola-on-s42"]["ppl"]) == exact
 
 
 def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
     _, output, _ = made
-    page = (output / "index.html").read_text()
+    page, report = ((output / name).read_text() for name in ("index.html", "report.md"))
     for name in ("groups", "pairs", "speed", "settings", "runs"):
         marked = (output / f"tables/{name}.md").read_text()
         rows = [line.strip("| ").split(" | ") for line in marked.splitlines() if line.startswith("| ")]
-        assert marked.strip() in (output / "report.md").read_text()
+        assert marked.strip() in report
         for row in [rows[0], *rows[2:]]:
             assert all(f">{html.escape(cell)}<" in page for cell in row)
         assert (output / f"tables/{name}.tex").read_text().count(r"\\") == len(rows) - 1
         assert len((output / f"tables/{name}.csv").read_text().splitlines()) == len(rows) - 1
     links = re.findall(r'(?:src|href)="(.*?)"', page)
-    assert links and all(link.startswith("data:image/png;base64,") for link in links)
-    assert "default-src 'none'" in page and "<script" not in page
+    assert links and all(link.startswith("data:image/png;base64,") for link in links) and "<script" not in page
     for name in ("loss_tokens_tiny", "loss_flops_tiny", "perplexity_tiny", "gradient_norm_tiny"):
-        assert (output / f"figures/{name}.png").read_bytes().startswith(b"\x89PNG") and f'id="{name}"' in page
-        assert (output / f"figures/{name}.pdf").read_bytes().startswith(b"%PDF")
-        assert "<svg" in (output / f"figures/{name}.svg").read_text()
+        for form, begins in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
+            assert (output / f"figures/{name}.{form}").read_bytes().startswith(begins)
+        assert f'id="{name}"' in page
     assert not list(output.glob("tables/table1*"))  # no table of the paper without a run beside it
     found = table("t", "50 % of {c}", [{"Name": "a|b_c", "Δ x": "1.50 ± 0.25 (2)", "none": None}])
     assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found.markdown() and "none" not in found.markdown()
@@ -126,10 +123,6 @@ def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
     assert row["PPL"].endswith("(2)") and "PPL (convention)" not in row
 
 
-# ----------------------------------------------------------------------------------------------------
-# Groups
-
-
 def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
     a_run(tmp_path / "a", *COLA)
     a_run(tmp_path / "b", *COLA, "scale.hidden_size=256", "scale.rank=64", fingerprints=FINGERPRINTS)
@@ -145,11 +138,11 @@ def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
 
 def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
     a_run(tmp_path / "plain", *COLA)
-    for alpha, seed in ((1, 41), (0.5, 41), (4, 42)):
-        a_run(tmp_path / f"alpha{alpha}", *COLA_DLR, f"dlr.alpha={alpha}", seed=seed, code="def")
+    for alpha, seed in ((0.5, 41), (4, 42)):
+        a_run(tmp_path / f"alpha{alpha}", *COLA_DLR, f"dlr.alpha={alpha}", seed=seed)
     (table,) = pairs_table(read_runs([tmp_path]))
-    assert table.frame.Backbone.tolist() == ["cola (dlr.alpha=0.5)", "cola (dlr.alpha=1.0)", "cola (dlr.alpha=4.0)"]
-    assert table.frame["Δ PPL"][0].endswith("(1)") and table.frame["Δ PPL"][2] == NONE
+    assert table.frame.Backbone.tolist() == ["cola (dlr.alpha=0.5)", "cola (dlr.alpha=4.0)"]
+    assert table.frame["Δ PPL"][0].endswith("(1)") and table.frame["Δ PPL"][1] == NONE
     assert "not in the difference: seed [41, 42]" in "\n".join(table.notes)
     assert not list(pairs_table(read_runs([tmp_path / "plain"])))
 
@@ -187,10 +180,6 @@ def test_machines_are_not_averaged_and_speed_is_of_the_last_start_that_trained(t
     assert rows["tokens/s"][1] == f"{statistics.median(rates):,.0f} (1)"
 
 
-# ----------------------------------------------------------------------------------------------------
-# The paper beside
-
-
 def test_the_papers_table_stands_beside_runs_that_it_shares_a_row_with(tmp_path):
     a_run(tmp_path / "a", *PAPER, "dlr=on", seed=41, level=3.4)
     a_run(tmp_path / "rank", *PAPER, "dlr=on", "backbone.rank=64", "train.lr=0.001", seed=41)
@@ -201,10 +190,6 @@ def test_the_papers_table_stands_beside_runs_that_it_shares_a_row_with(tmp_path)
     assert row["PPL paper"] == "32.96 ± 0.06"
     assert row["PPL (convention)"] == f"{lines_of(tmp_path / 'a')[-1][CONVENTION]:,.2f} (1)"
     assert rows.loc["lowrank"]["PPL"] == NONE
-
-
-# ----------------------------------------------------------------------------------------------------
-# Formats and figures
 
 
 def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
@@ -219,10 +204,6 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
     first = [lines_of(tmp_path / str(seed))[19][PERPLEXITY] for seed in (41, 42, 44)]
     assert mean.get_ydata() == pytest.approx([statistics.fmean(first)])
     assert thin.get_ydata() == pytest.approx([lines_of(tmp_path / "43")[19][PERPLEXITY]])
-
-
-# ----------------------------------------------------------------------------------------------------
-# A run's own report
 
 
 @pytest.mark.parametrize(
