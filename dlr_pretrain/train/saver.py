@@ -6,13 +6,11 @@ import shutil
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from dlr_pretrain.config import tree
 from dlr_pretrain.config.written import read_record
@@ -51,7 +49,7 @@ class Saver:
         self.saved = saved  # the last step that a checkpoint holds; the same on all ranks after ``wait``
         self.error: Exception | None = None  # why a save failed for good; set on all ranks, but not at the same instant
         self._group = ranks.new_group()
-        self._buffers: dict[torch.dtype, Tensor] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
 
     def rehearse(self, size: int) -> None:
@@ -105,21 +103,18 @@ class Saver:
     def _to_host(self, pieces: dict[str, Piece]) -> tuple[dict[str, Piece], torch.cuda.Event | None]:
         """Copies of ``pieces`` on the host, and the event of their completion: the GPU does not wait for the host.
 
-        There is one buffer a dtype, which is kept, because new memory is slow; torch rounds pinned memory up to a power
-        of two, so one buffer wastes less than one for each tensor.
+        They share one buffer, which is kept, because new memory is slow, and torch rounds each piece of pinned memory
+        up to a power of two. Wide dtypes come first: so every copy is aligned.
         """
-        on_gpu = self.ranks.device.type == "cuda"
-        sizes: Counter[torch.dtype] = Counter()
-        for piece in pieces.values():
-            sizes[piece.tensor.dtype] += piece.tensor.numel()
-        for dtype, values in sizes.items():
-            if dtype not in self._buffers or len(self._buffers[dtype]) < values:
-                self._buffers[dtype] = torch.empty(values, dtype=dtype, pin_memory=on_gpu)
-        free, copies = dict(self._buffers), {}
-        for name, piece in pieces.items():
-            dtype, values = piece.tensor.dtype, piece.tensor.numel()
-            copy, free[dtype] = free[dtype][:values], free[dtype][values:]
-            copies[name] = piece._replace(tensor=copy.view(piece.tensor.shape).copy_(piece.tensor, non_blocking=True))
+        on_gpu, size = self.ranks.device.type == "cuda", sum(piece.tensor.nbytes for piece in pieces.values())
+        if len(self._buffer) < size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        free, copies = self._buffer, {}
+        for name, piece in sorted(pieces.items(), key=lambda item: -item[1].tensor.itemsize):
+            tensor = piece.tensor
+            copy = free[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            free = free[tensor.nbytes :]
+            copies[name] = piece._replace(tensor=copy.copy_(tensor, non_blocking=True))
         if not on_gpu:
             return copies, None
         copied = torch.cuda.Event(blocking=True)  # the writing thread sleeps while it waits for it
