@@ -39,9 +39,10 @@ SMALL = [
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """A run that cannot save does not try for minutes, unless a test asks for it."""
+    """A run that cannot save does not try for minutes, nor waits for files, unless a test asks for it."""
     monkeypatch.setattr("dlr_pretrain.train.saver.TRIES", 2)
     monkeypatch.setattr("dlr_pretrain.train.saver.PAUSE", 0.1)
+    monkeypatch.setattr("dlr_pretrain.train.start.LATE", 0.0)
 
 
 @pytest.fixture(autouse=True)

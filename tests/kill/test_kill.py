@@ -1,4 +1,8 @@
-"""A trainer that is killed or asked to stop, as often as it takes, ends where an undisturbed one does."""
+"""A run that is killed or asked to stop, as often as it takes, ends where an undisturbed one does.
+
+Who is killed: one rank, the agent and all ranks, the agent alone (and the run started again at once), or all of them
+some time after they were asked to stop. When: after a random time, inside a save, an evaluation, or the fold.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +12,59 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.util.errors import EXIT_STOPPED
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
-from tests.kill import soak
+from tests.resume.test_resume import assert_same, final
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]
-STEPS = ("train.steps=60", "eval.every=20", "checkpoint.every=3", "dlr=on", "backbone=cola")
-
-
-def start(words, ranks: int = 1) -> subprocess.Popen:
-    launch = [sys.executable]
-    if ranks > 1:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    log = subprocess.PIPE
-    return subprocess.Popen([*launch, str(ROOT / "train.py"), *words], stdout=log, stderr=log, text=True)
+pytestmark = pytest.mark.slow
+STEPS = 120
+RUN = (f"train.steps={STEPS}", "eval.every=20", "checkpoint.every=3", "backbone=cola", "dlr=on")
+KILLS, SEED = int(os.environ.get("DLR_KILLS", "20")), int(os.environ.get("DLR_KILL_SEED", "4"))
+VICTIMS = ("one rank", "all", "agent alone", "asked to stop")
+MOMENTS, WEIGHTS = ("any", "save", "evaluation", "fold"), (3, 4, 2, 1)
 
 
-def wait_for_step(folder, step: int, process: subprocess.Popen) -> None:
-    """Until the run has logged ``step`` (or ended)."""
-    while process.poll() is None:
-        records = read_metrics(folder / "metrics.jsonl")
-        if records and records[-1]["step"] >= min(step, 60):
-            return
-        time.sleep(0.01)
+def start(words: list[str], ranks: int = 1, log=subprocess.PIPE) -> subprocess.Popen:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    return subprocess.Popen(
+        [sys.executable, *launch, str(ROOT / "train.py"), *words], stdout=log, stderr=log, text=True
+    )
 
 
-def gone(processes: list[int], seconds: float = 300.0) -> bool:
-    """Whether these processes, which run for longer if they are left alone, end within some minutes."""
-    deadline = time.monotonic() + seconds
-    while (left := any(os.path.exists(f"/proc/{pid}") for pid in processes)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not left
+def children(process: subprocess.Popen) -> list[int]:
+    return [int(pid) for pid in os.popen(f"pgrep -P {process.pid}").read().split()]
 
 
-def assert_undisturbed(folder, whole) -> None:
-    a, b = (load_file(f / "folded" / "model.safetensors") for f in (folder, whole))
-    assert all(torch.equal(a[name], b[name]) for name in b)
-    steps, losses = zip(*((r["step"], r["train/loss"]) for r in read_metrics(folder / "metrics.jsonl")), strict=True)
-    assert steps == tuple(range(1, 61))
-    assert losses == tuple(r["train/loss"] for r in read_metrics(whole / "metrics.jsonl"))
+def last_step(folder: Path) -> int:
+    """The last step that the run has logged; read from the end, so that watching costs nothing."""
+    with suppress(OSError, ValueError, IndexError), open(folder / "metrics.jsonl", "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+        return int(file.read().splitlines()[-1].split(b'"step": ')[1].split(b",")[0])
+    return 0
+
+
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen) -> None:
+    while process.poll() is None and not reached():
+        time.sleep(0.0005)
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
+    wait_until(lambda: last_step(folder) >= step, process)
 
 
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGUSR1))]
 )
-def test_a_signal_saves_and_leaves_with_its_exit_code(train, words, tmp_path, number):
-    given = words(f"run.dir={tmp_path}/run", *STEPS[:2], *STEPS[3:], "checkpoint.every=1000")
-    process = start(given)
+def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, number):
+    process = start(words(f"run.dir={tmp_path}/run", *RUN[:2], "checkpoint.every=1000"))
     wait_for_step(tmp_path / "run", 5, process)
     process.send_signal(number)
     _, err = process.communicate()
@@ -70,38 +74,52 @@ def test_a_signal_saves_and_leaves_with_its_exit_code(train, words, tmp_path, nu
     assert [d.name for d in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 
-def test_killed_at_random_instants(train, words, tmp_path):
-    whole = train(tmp_path / "whole", *STEPS)
-    rng, folder = random.Random(0), tmp_path / "run"
-    given = words(f"run.dir={folder}", *STEPS)
-    for kill in (2, 5):  # the last of them while the finished run is folded
-        process = start(given)
-        wait_for_step(folder, 12 * kill + rng.randint(1, 12), process)
-        time.sleep(rng.random() * 0.05)
-        process.kill()
-        _, err = process.communicate()
-        assert process.returncode == -signal.SIGKILL, err
-    process = start(given)
-    _, err = process.communicate()
-    assert process.returncode == 0, err
-    assert_undisturbed(folder, whole)
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 2), pytest.param(2, KILLS, marks=pytest.mark.full)])
+def test_a_soak_of_kills(train, words, tmp_path, ranks, kills):
+    """``make kill-soak`` has more of it."""
+    whole = final(train(tmp_path / "whole", *RUN, ranks=ranks))
+    rng, done, number, log = random.Random(SEED), 0, 0, tmp_path / "log"
+    with log.open("a") as out:
+        while done < kills:
+            number += 1
+            folder, killed = tmp_path / f"run_{number}", Counter()
+            given = words(*RUN, f"run.dir={folder}")
+            while done < kills and (how := start_and_kill(given, folder, ranks, rng, out)):
+                done += 1
+                killed[how] += 1
+            assert start(given, ranks, out).wait() == 0, f"{folder}: {log.read_text()[-3000:]}"
+            assert_same(final(folder), whole)
+            assert not [p for p in folder.rglob("*") if p.name.startswith((".writing", ".folded"))], folder
+            print(f"{folder.name}: {killed.total()} kills ({dict(killed)}): as the undisturbed run", flush=True)
 
 
-@pytest.mark.full
-def test_a_soak_of_kills(words, tmp_path):
-    """Two ranks, killed in every way at every moment; ``make kill-soak`` has more of it."""
-    given = words(*soak.LONG)
-    assert soak.start(given, tmp_path / "whole").wait() == 0, (tmp_path / "whole.log").read_text()[-3000:]
-    kills, seed = int(os.environ.get("DLR_KILLS", "20")), int(os.environ.get("DLR_KILL_SEED", "0"))
-    for line in soak.soak(given, tmp_path, tmp_path / "whole", kills, seed):
-        print(line, flush=True)
+def start_and_kill(words: list[str], folder: Path, ranks: int, rng: random.Random, log) -> str | None:
+    """Start the run, and kill it: who was killed, and where; None if it was complete before."""
+    victim, moment = rng.choice(VICTIMS), rng.choices(MOMENTS, WEIGHTS)[0]
+    process = start(words, ranks, log)
+    wait_for_step(folder, min(last_step(folder) + rng.randint(1, STEPS // 5), STEPS), process)
+    wait_until(lambda: is_at(moment, folder), process)
+    time.sleep(rng.random() * 0.02)
+    if process.poll() is not None:
+        assert process.returncode == 0, folder
+        return None
+    if victim == "asked to stop":
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(rng.uniform(0, 0.4))
+    workers = children(process)
+    killed = {"one rank": [rng.choice(workers or [process.pid])], "agent alone": [process.pid]}
+    for pid in killed.get(victim, [process.pid, *workers]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    return f"{victim}, {moment}"
 
 
-@pytest.mark.full
-def test_workers_die_with_their_agent(words, tmp_path):
-    process = start(words(f"run.dir={tmp_path}/run", *STEPS[1:], "train.steps=1000000"), ranks=2)
-    wait_for_step(tmp_path / "run", 2, process)
-    workers = [int(pid) for pid in os.popen(f"pgrep -P {process.pid}").read().split()]
-    process.kill()
-    process.communicate()
-    assert workers and gone(workers)
+def is_at(moment: str, folder: Path) -> bool:
+    """Whether the run is at ``moment`` now, as far as its directory shows."""
+    if moment == "save":
+        return any(folder.glob("checkpoints/.writing_*"))
+    if moment == "evaluation":
+        return last_step(folder) % 20 == 19
+    return moment == "any" or any(folder.glob(".folded.partial")) or last_step(folder) == STEPS

@@ -11,18 +11,17 @@ import time
 import pytest
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, EXIT_LOST, EXIT_STOPPED
-from dlr_pretrain.util.history import read_metrics
-from tests.conftest import ROOT
-from tests.kill.test_kill import wait_for_step
+from tests.conftest import ROOT, script
+from tests.kill.test_kill import children
 
 pytestmark = pytest.mark.slow
 WORKER = """
 import os, signal, sys, time
 def save(number, frame):
-    time.sleep(float(sys.argv[2]))
-    open(f"{sys.argv[1]}/saved{os.environ['RANK']}", "w").close()
     signal.signal(number, signal.SIG_IGN)
-    sys.exit(int(sys.argv[3]))
+    time.sleep(1)
+    open(f"{sys.argv[1]}/saved{os.environ['RANK']}", "w").close()
+    sys.exit(int(sys.argv[2]))
 for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, save)
 open(f"{sys.argv[1]}/ready{os.environ['RANK']}", "w").close()
@@ -37,45 +36,40 @@ def launch(*words: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
     )
 
 
-def launch_stub(folder, seconds: float = 0, code: int = 75) -> subprocess.Popen:
-    """Two workers that save for ``seconds``, once they are ready, and end with ``code``."""
+def launch_workers(folder, code: int = EXIT_STOPPED) -> subprocess.Popen:
+    """Two workers, which are ready, and end with ``code`` when they have saved."""
     (folder / "worker.py").write_text(WORKER)
-    process = launch(str(folder / "worker.py"), str(folder), str(seconds), str(code))
+    process = launch(str(folder / "worker.py"), str(folder), str(code))
     while len(list(folder.glob("ready*"))) < 2 and process.poll() is None:
         time.sleep(0.05)
     return process
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGTERM, signal.SIGHUP))]
-)
-def test_a_signal_goes_on_to_all_workers_and_their_code_comes_out(tmp_path, number):
-    process = launch_stub(tmp_path, seconds=1)
+@pytest.mark.parametrize(("number", "code", "repeated"), [
+    (signal.SIGUSR1, EXIT_STOPPED, False),
+    *(pytest.param(n, EXIT_STOPPED, False, marks=pytest.mark.full) for n in (signal.SIGTERM, signal.SIGHUP)),
+    pytest.param(signal.SIGUSR1, EXIT_FAILED, True, marks=pytest.mark.full),  # to the very end
+])  # fmt: skip
+def test_a_signal_goes_on_to_all_workers_and_their_code_comes_out(tmp_path, number, code, repeated):
+    process = launch_workers(tmp_path, code)
     process.send_signal(number)
-    _, err = process.communicate()
-    assert process.returncode == EXIT_STOPPED, err
-    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
-    assert "Traceback" not in err
-
-
-@pytest.mark.full
-def test_a_signal_that_is_repeated_to_the_very_end_changes_no_exit_code(tmp_path):
-    process = launch_stub(tmp_path, code=EXIT_FAILED)
-    while process.poll() is None:
-        process.send_signal(signal.SIGUSR1)
+    while repeated and process.poll() is None:
+        process.send_signal(number)
         time.sleep(0.001)
-    assert process.returncode == EXIT_FAILED, process.communicate()[1]
+    _, err = process.communicate()
+    assert process.returncode == code, err
+    assert {path.name for path in tmp_path.glob("saved*")} == {"saved0", "saved1"}
+    assert repeated or "Traceback" not in err
 
 
 @pytest.mark.full
 def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_path):
-    process = launch_stub(tmp_path)
-    workers = [int(pid) for pid in os.popen(f"pgrep -P {process.pid}").read().split()]
+    process = launch_workers(tmp_path)
+    workers = children(process)
     os.kill(workers[1], signal.SIGKILL)
     _, err = process.communicate()
     assert process.returncode == 128 + signal.SIGKILL
@@ -83,34 +77,12 @@ def test_a_killed_worker_gives_the_code_of_its_signal_and_the_others_end(tmp_pat
     assert not any(os.path.exists(f"/proc/{pid}") for pid in workers)
 
 
-@pytest.mark.full
-def test_restarts_by_torchrun_are_refused():
-    _, err = (process := launch("--max-restarts", "2", "train.py")).communicate()
-    assert process.returncode == EXIT_CONFIG and "--max-restarts: a run that has stopped would be started again" in err
-
-
-def test_codes_of_workers():
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from launch import exit_code
-
-    assert [exit_code(code, {15}) for code in (0, 3, 75, -15, -9)] == [0, 3, 75, EXIT_STOPPED, 137]
-
-
-@pytest.mark.full
-def test_a_run_is_refused_and_stopped_under_its_own_codes(words, tmp_path):
-    run = words(f"run.dir={tmp_path}/run", "train.steps=100000", "checkpoint.every=100000", "eval.every=100000")
-    refused = launch(str(ROOT / "train.py"), *run, "train.lrr=1")
-    _, err = refused.communicate()
-    assert refused.returncode == EXIT_CONFIG and "Did you mean train.lr?" in err and "Traceback" not in err
-
-    stopped = launch(str(ROOT / "train.py"), *run)
-    wait_for_step(tmp_path / "run", 5, stopped)
-    stopped.send_signal(signal.SIGUSR1)
-    _, err = stopped.communicate()
-    last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
-    assert stopped.returncode == EXIT_STOPPED, err
-    assert f"stopped after step {last} of 100000 (asked to stop); saved" in err and "Traceback" not in err
-    assert [d.name for d in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{last:08d}"]
+def test_codes_of_workers_and_restarts_by_torchrun(monkeypatch, capsys):
+    launcher = script("launch")
+    assert [launcher.exit_code(code, {15}) for code in (0, 3, 75, -15, -9)] == [0, 3, 75, EXIT_STOPPED, 137]
+    monkeypatch.setattr(sys, "argv", ["launch.py", "--max-restarts", "2", "train.py"])
+    assert launcher.launch(set()) == EXIT_CONFIG
+    assert "--max-restarts: a run that has stopped would be started again" in capsys.readouterr().err
 
 
 STUCK = f"""

@@ -10,9 +10,11 @@ import time
 
 import pytest
 
-from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
+from dlr_pretrain.cli import load
+from dlr_pretrain.train.gradients import Gradients
+from dlr_pretrain.train.run import run
+from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED, Stopped
 from tests.conftest import ROOT
-from tests.kill.test_kill import gone
 
 SLOW_IMPORT = f"""
 import runpy, sys, time
@@ -46,7 +48,10 @@ def test_a_worker_whose_agent_is_killed_before_torch_is_there_ends_with_it():
     worker = int(agent.stdout.readline())
     agent.kill()
     agent.communicate()
-    assert gone([worker])
+    deadline = time.monotonic() + 300  # a worker that is left alone lives on
+    while os.path.exists(f"/proc/{worker}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 EARLY = f"""
@@ -81,11 +86,7 @@ def test_ranks_that_cannot_meet_say_why(words, tmp_path):
 
 
 def test_a_signal_in_the_first_step_is_followed_at_once(words, tmp_path, monkeypatch):
-    """Even where a compiler would wrap what the handler raises, and whatever rank 0 would say of it."""
-    from dlr_pretrain.cli import load
-    from dlr_pretrain.train.gradients import Gradients
-    from dlr_pretrain.train.run import run
-    from dlr_pretrain.util.errors import Stopped
+    """Even where a compiler would wrap what the handler raises."""
 
     def compile_(*_given, **_named):
         try:

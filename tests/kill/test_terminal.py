@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from dlr_pretrain.util.errors import EXIT_STOPPED, say
+from dlr_pretrain.util.errors import EXIT_STOPPED
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 
@@ -42,12 +42,3 @@ def test_a_run_whose_terminal_closes_saves_and_says_so_by_its_code(words, tmp_pa
     assert process.wait() == EXIT_STOPPED, shown.decode()
     last = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["step"]
     assert [d.name for d in (tmp_path / "run" / "checkpoints").glob("step_*")] == [f"step_{last:08d}"]
-
-
-def test_a_stream_that_is_gone_leads_nowhere(tmp_path):
-    reads, writes = os.pipe()
-    os.close(reads)
-    with open(writes, "w", encoding="utf-8") as stream:
-        say("not heard", stream)
-        say("nor this", stream)
-        assert os.readlink(f"/proc/self/fd/{writes}") == os.devnull

@@ -10,45 +10,31 @@ from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.errors import Stopped
 from tests.resume.test_resume import assert_same, final
 
-pytestmark = pytest.mark.usefixtures("no_export")
 
-
-@pytest.mark.parametrize("step", [10, pytest.param(15, marks=pytest.mark.full)])
-def test_an_evaluation_that_is_due_when_the_run_is_stopped_waits_for_the_next_start(train, tmp_path, monkeypatch, step):
-    whole = final(train(tmp_path / "whole"))
-    update, evaluated, call = Update.__call__, [], Evaluator.__call__
-
-    def stopped(self, batch, index, lr, failed):
-        self.ranks.stop_requested = index + 1 == step
-        return update(self, batch, index, lr, failed)
-
-    monkeypatch.setattr(Evaluator, "__call__", lambda *given: evaluated.append(1) or call(*given))
-    with monkeypatch.context() as asked:
-        asked.setattr(Update, "__call__", stopped)
-        with pytest.raises(Stopped, match=f"after step {step} of 20"):
-            train(tmp_path / "parts")
-    assert len(evaluated) == step // 10 - (step == 10)
-    assert_same(final(train(tmp_path / "parts")), whole)
-
-
-def test_a_request_to_stop_ends_an_evaluation_and_the_next_start_makes_it(train, tmp_path, monkeypatch):
-    """Steps that are trained reach the disk before a long evaluation of them does."""
+@pytest.mark.usefixtures("no_export")
+def test_an_evaluation_that_a_stop_prevents_or_ends_is_made_by_the_next_start(train, tmp_path, monkeypatch):
+    """Asked to stop in update 10, then twice in the evaluation that follows it; steps reach the disk before that."""
     many = ("train.micro_batch=1", "checkpoint.every=100")
     whole, looks = final(train(tmp_path / "whole", *many)), []
+    update, stopping = Update.__call__, Evaluator._stopping
 
-    def asked(self):
+    def asked_in_update(self, batch, index, lr, failed):
+        self.ranks.stop_requested = index + 1 == 10
+        return update(self, batch, index, lr, failed)
+
+    def asked_in_evaluation(self):
         looks.append(1)
         self.ranks.stop_requested = self.ranks.stop_requested or len(looks) == 2
         return stopping(self)
 
     monkeypatch.setattr(evaluate, "STOP_CHECKED_EVERY", 2)
-    stopping = Evaluator._stopping
-    for _ in range(2):  # then, too, it is at the evaluation alone
+    for begun in (False, True, True):
         looks.clear()
         with monkeypatch.context() as patched:
-            patched.setattr(Evaluator, "_stopping", asked)
+            patched.setattr(Update, "__call__", update if begun else asked_in_update)
+            patched.setattr(Evaluator, "_stopping", asked_in_evaluation)
             with pytest.raises(Stopped, match=r"after step 10 of 20 \(asked to stop\); saved"):
                 train(tmp_path / "parts", *many)
-        assert len(looks) == 2
+        assert len(looks) == (2 if begun else 0)
         assert [d.name for d in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step_00000010"]
     assert_same(final(train(tmp_path / "parts", *many)), whole)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 
@@ -30,19 +29,26 @@ SKIP = ("train.on_nonfinite=skip", "checkpoint.keep_last=99", "eval.every=100")
 
 @pytest.fixture
 def poison(monkeypatch):
-    """``poison(6, 7)`` makes the loss and the gradient of these steps not finite."""
-    bad, at, update, add = set(), {}, Update.__call__, Gradients.add
+    """``poison(6, 7)`` makes the loss of these steps not finite; ``of="gradient"``: an entry of the gradient."""
+    bad, at, update, add, collect = {}, {}, Update.__call__, Gradients.add, Gradients.collect
 
     def counted(self, batch, index, lr, failed):
         at["step"] = index + 1
         return update(self, batch, index, lr, failed)
 
-    def poisoned(self, inputs, count, last):
-        return add(self, inputs, count * (0.0 if at["step"] in bad else 1.0), last)
+    def added(self, inputs, count, last):
+        return add(self, inputs, count * (0.0 if bad.get(at["step"]) == "loss" else 1.0), last)
+
+    def collected(self):
+        gradients = collect(self)
+        if bad.get(at["step"]) == "gradient":
+            gradients[0].view(-1)[5] = torch.inf
+        return gradients
 
     monkeypatch.setattr(Update, "__call__", counted)
-    monkeypatch.setattr(Gradients, "add", poisoned)
-    return lambda *steps: bad.update(steps)
+    monkeypatch.setattr(Gradients, "add", added)
+    monkeypatch.setattr(Gradients, "collect", collected)
+    return lambda *steps, of="loss": bad.update(dict.fromkeys(steps, of))
 
 
 def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch_kept(train, corpus, tmp_path, poison):
@@ -74,9 +80,11 @@ def test_nothing_is_folded_where_the_last_evaluation_is_not_finite(train, tmp_pa
     assert "run diverged after step 20" in (tmp_path / "run" / "report.md").read_text()
 
 
-@pytest.mark.parametrize("choice", [("backbone=cola", "dlr=on", "precision=bf16_mixed"), ("optimizer=adamw_foreach",)])
-def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys, poison, choice):
-    poison(6)
+@pytest.mark.parametrize(("of", "choice"), [
+    ("loss", ("backbone=cola", "dlr=on", "precision=bf16_mixed")), ("gradient", ("optimizer=adamw_foreach",)),
+])  # fmt: skip
+def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys, poison, of, choice):
+    poison(6, of=of)
     folder = train(tmp_path / "run", *SKIP, *choice, "checkpoint.every=1", "train.steps=8")
     before, left_out, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6, 7))
     assert all(torch.equal(before[name], left_out[name]) for name in before)
@@ -84,28 +92,10 @@ def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys
     records = read_metrics(folder / "metrics.jsonl")
     assert [r["step"] for r in records] == list(range(1, 9)) and records[-1]["train/tokens"] == 8 * 8 * 32
     assert [r["train/skipped"] for r in records] == [0] * 5 + [1] * 3
-    assert records[5]["train/loss"] is None and records[5]["train/grad_norm"] is None
-    assert all(math.isfinite(r["train/loss"]) for r in records if r["step"] != 6)
+    assert records[5]["train/grad_norm"] is None
+    finite = [r["step"] for r in records if r["train/loss"] is not None]
+    assert finite == [n for n in range(1, 9) if n != 6 or of == "gradient"]
     assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "was left out; its batch is in" in out
-
-
-def test_a_gradient_that_is_not_finite_is_enough(train, tmp_path, monkeypatch):
-    """The loss of step 3 is finite, and one entry of its gradient is not."""
-    collect, step = Gradients.collect, itertools.count(1)
-
-    def poisoned(self):
-        gradients = collect(self)
-        if next(step) == 3:
-            gradients[0].view(-1)[5] = torch.inf
-        return gradients
-
-    monkeypatch.setattr(Gradients, "collect", poisoned)
-    folder = train(tmp_path / "run", *SKIP, "backbone=cola", "dlr=on", "checkpoint.every=1", "train.steps=4")
-    before, left_out, after = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (2, 3, 4))
-    assert all(torch.equal(before[name], left_out[name]) for name in before)
-    assert any(not torch.equal(after[name], left_out[name]) for name in after)
-    record = read_metrics(folder / "metrics.jsonl")[2]
-    assert math.isfinite(record["train/loss"]) and record["train/grad_norm"] is None
 
 
 def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, poison):
@@ -116,14 +106,27 @@ def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, po
     assert fifth["lm_head.weight/exp_avg"].any() and not sixth["lm_head.weight/exp_avg"].any()
 
 
-def test_interrupted_among_them_equals_undisturbed(train, tmp_path, monkeypatch, poison):
+def test_interrupted_among_them_and_while_waiting_for_data_equals_undisturbed(train, tmp_path, monkeypatch, poison):
+    """The step that has no data is not taken; it is no update that was left out."""
     poison(6, 7, 9)
-    whole = final(train(tmp_path / "whole", *SKIP))
+    whole, take, taken = final(train(tmp_path / "whole", *SKIP)), TrainLoader.take, []
     monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
+
+    def waiting(self, stop, patience):
+        taken.append(1)
+        if len(taken) == 3:
+            raise Stopped("asked to stop while waiting for data")
+        return take(self, stop, patience)
+
     for stop in (6, 8):
         with pytest.raises(Stopped):
             train(tmp_path / "parts", *SKIP, f"train.stop_after={stop}")
+    with monkeypatch.context() as asked:
+        asked.setattr(TrainLoader, "take", waiting)
+        with pytest.raises(Stopped, match=r"after step 10 of 20 \(asked to stop while waiting for data\); saved"):
+            train(tmp_path / "parts", *SKIP)
     assert_same(final(train(tmp_path / "parts", *SKIP)), whole)
+    assert len(list((tmp_path / "parts" / "nonfinite").iterdir())) == 3
 
 
 @pytest.mark.parametrize(("pending", "last"), [(Pending, 11), (Late, 12)])
@@ -146,28 +149,6 @@ def test_too_many_at_the_end_fold_nothing_whenever_it_is_started(train, tmp_path
         assert not (tmp_path / "run" / "folded").exists()
         assert "the last 4 updates" in read_record(tmp_path / "run")["state"]["reason"]
     assert (train(tmp_path / "run", *SKIP, "train.max_skipped=4") / "folded").is_dir()
-
-
-def test_a_stop_while_waiting_for_data_skips_nothing(train, tmp_path, monkeypatch):
-    """The step that has no data is not taken; it is no update that was left out."""
-    whole = final(train(tmp_path / "whole", *SKIP))
-    monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
-    take, taken = TrainLoader.take, []
-
-    def waiting(self, stop, patience):
-        taken.append(1)
-        if len(taken) == 8:
-            raise Stopped("asked to stop while waiting for data")
-        return take(self, stop, patience)
-
-    with monkeypatch.context() as asked:
-        asked.setattr(TrainLoader, "take", waiting)
-        with pytest.raises(
-            Stopped, match=r"stopped after step 7 of 20 \(asked to stop while waiting for data\); saved"
-        ):
-            train(tmp_path / "parts", *SKIP)
-    assert not (tmp_path / "parts" / "nonfinite").exists()
-    assert_same(final(train(tmp_path / "parts", *SKIP)), whole)
 
 
 def test_weights_that_are_not_finite_are_not_saved(train, tmp_path):

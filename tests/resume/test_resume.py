@@ -66,15 +66,30 @@ def test_interrupted_twice_equals_undisturbed(train, stop, tmp_path, choice):
     assert_same(final(train(tmp_path / "parts", *choice, tokenizer)), whole)
 
 
-def test_a_complete_run_is_left_alone_and_its_folder_made_again_where_that_is_missing(train, tmp_path, capsys):
-    folder = train(tmp_path / "run", "train.steps=4", "dlr=on")
-    whole, before = final(folder), {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()}
-    capsys.readouterr()
-    train(folder, "train.steps=4", "dlr=on")
-    assert {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()} == before
-    assert "is complete" in capsys.readouterr().out
-    shutil.rmtree(tmp_path / "run" / "folded")
-    assert_same(final(train(folder, "train.steps=4", "dlr=on")), whole)
+def test_a_fold_that_was_stopped_or_is_gone_is_made_again_and_a_complete_run_is_left_alone(
+    train, tmp_path, monkeypatch, capsys
+):
+    given, folder = ("train.steps=4", "dlr=on"), tmp_path / "run"
+    whole = final(train(tmp_path / "whole", *given))
+
+    def long(*_) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dlr_pretrain.train.run.finish", long)
+        with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
+            train(folder, *given)
+    assert not (folder / "folded").exists()
+    for _ in range(2):
+        assert_same(final(train(folder, *given)), whole)
+        before = {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()}
+        capsys.readouterr()
+        train(folder, *given)
+        assert {p: p.stat().st_mtime_ns for p in (folder / "folded").iterdir()} == before
+        assert "is complete" in capsys.readouterr().out
+        shutil.rmtree(folder / "folded")
 
 
 def test_other_mathematics_and_other_text_are_refused_with_the_difference(train, stop, tmp_path, corpus):
@@ -95,17 +110,37 @@ def test_other_mathematics_and_other_text_are_refused_with_the_difference(train,
         changed.write_bytes(before)
 
 
-def test_a_damaged_checkpoint_is_set_aside_and_missed_by_name(train, stop, tmp_path, capsys):
+def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys, monkeypatch):
     """Which damages there are is told in tests/unit/test_checkpoint.py."""
-    whole = final(train(tmp_path / "whole"))
-    stop(tmp_path / "parts", 7)
-    root = tmp_path / "parts" / "checkpoints"
+    whole, folder, hidden = final(train(tmp_path / "whole")), tmp_path / "parts", tmp_path / "hidden"
+    stop(folder, 6)
+    root, lines = folder / "checkpoints", (folder / "metrics.jsonl").read_bytes()
+    root.rename(hidden)
+    with pytest.raises(UserError, match=r"checkpoints: none, and step 6 was saved. Restore it"):
+        train(folder)
+    assert (folder / "metrics.jsonl").read_bytes() == lines
+    hidden.rename(root)
+
+    last, sleep = root / "step_00000006", time.sleep
+    last.rename(hidden)
+
+    def shows(seconds):  # as on a network file system, where another machine has saved it
+        if hidden.exists():
+            hidden.rename(last)
+        sleep(seconds)
+
+    capsys.readouterr()
+    with monkeypatch.context() as late:
+        late.setattr("dlr_pretrain.train.start.LATE", 600.0)
+        late.setattr(time, "sleep", shows)
+        stop(folder, 7)
+    assert "after step 6" in (said := capsys.readouterr().out) and "warning" not in said
+
     (weights,) = (root / "step_00000007").glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-5])
-    capsys.readouterr()
-    assert_same(final(train(tmp_path / "parts")), whole)
+    assert_same(final(train(folder)), whole)
     said = capsys.readouterr().out
-    assert "step_00000007: part_00000_of_00001.safetensors has" in said and "after step 5" in said
+    assert "step_00000007: part_00000_of_00001.safetensors has" in said and "after step 6" in said
     assert "the checkpoint of step 7, the last that was saved, is missing or damaged" in said
     assert len(list(root.glob("damaged_step_00000007_*"))) == 1
 
@@ -125,32 +160,6 @@ def test_a_damaged_record_and_a_lost_line_are_named(train, stop, tmp_path, capsy
     assert [r["step"] for r in read_metrics(path)] == [1, 2, 3, *range(5, 21)]
 
 
-def test_checkpoints_that_are_gone_are_missed_and_the_last_one_is_waited_for(
-    train, stop, tmp_path, capsys, monkeypatch
-):
-    stop(tmp_path / "run", 7)
-    root, lines = tmp_path / "run" / "checkpoints", (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    root.rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"checkpoints: none, and step 7 was saved. Restore it"):
-        train(tmp_path / "run")
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == lines
-    (tmp_path / "elsewhere").rename(root)
-    last, hidden = root / "step_00000007", tmp_path / "hidden"
-    last.rename(hidden)
-    sleep = time.sleep
-
-    def shows(seconds):  # as on a network file system, where another machine has saved it
-        if hidden.exists():
-            hidden.rename(last)
-        sleep(seconds)
-
-    monkeypatch.setattr("dlr_pretrain.train.start.LATE", 600.0)
-    monkeypatch.setattr(time, "sleep", shows)
-    capsys.readouterr()
-    train(tmp_path / "run")
-    assert "after step 7" in (said := capsys.readouterr().out) and "warning" not in said
-
-
 def test_a_checkpoint_of_another_run_is_refused(train, stop, tmp_path):
     stop(tmp_path / "one", 3)
     stop(tmp_path / "other", 3, "scale.hidden_size=48")
@@ -164,22 +173,6 @@ def test_a_run_directory_that_cannot_be_written_is_named(train, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/run/\.beats: Not a directory\. Look at run\.dir"):
         train(tmp_path / "file" / "run")
-
-
-def test_a_stop_leaves_the_fold_to_the_next_start(train, tmp_path, monkeypatch):
-    whole = final(train(tmp_path / "whole", "train.steps=4", "dlr=on"))
-
-    def long(*_) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while True:
-            time.sleep(1)
-
-    with monkeypatch.context() as patched:
-        patched.setattr("dlr_pretrain.train.run.finish", long)
-        with pytest.raises(Stopped, match=r"stopped after the last step, before the folded checkpoint"):
-            train(tmp_path / "run", "train.steps=4", "dlr=on")
-    assert not (tmp_path / "run" / "folded").exists()
-    assert_same(final(train(tmp_path / "run", "train.steps=4", "dlr=on")), whole)
 
 
 def test_a_resume_on_three_ranks_adds_up_in_the_same_order_and_other_ranks_continue_it(train, words, tmp_path):
@@ -206,15 +199,10 @@ def test_the_optimizer_goes_when_training_is_over(train, tmp_path, monkeypatch):
     made, there, build, folded = [], [], optim.build, Weights.folded
 
     def remembered(*args, **kwargs):
-        optimizer = build(*args, **kwargs)
-        made.append(ref(optimizer))
+        made.append(ref(optimizer := build(*args, **kwargs)))
         return optimizer
 
-    def looked_at(self, keep):
-        there.extend(optimizer() for optimizer in made)
-        return folded(self, keep)
-
     monkeypatch.setattr(optim, "build", remembered)
-    monkeypatch.setattr(Weights, "folded", looked_at)
+    monkeypatch.setattr(Weights, "folded", lambda self, keep: there.extend(o() for o in made) or folded(self, keep))
     train(tmp_path / "run", *COLA, "train.steps=1")
     assert there and set(there) == {None}  # also one that was built only to be measured

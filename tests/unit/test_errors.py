@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.util.errors import Stopped, UserError, command
+from dlr_pretrain.util.errors import RankLost, Stopped, UserError, command
 from tests.conftest import ROOT
 
 
@@ -17,6 +17,7 @@ def test_its_own_answer_is_the_exit_code():
 
 @pytest.mark.parametrize(("error", "code", "said"), [
     (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
+    (RankLost("rank 1 was lost"), 4, "error: rank 1 was lost\n"),
     (Stopped("stopped; what had begun is saved"), 75, "stopped; what had begun is saved\n"),
     (FileNotFoundError(2, "No such file", "x.json"), 3, "error: [Errno 2] No such file: 'x.json'\n"),
     (KeyboardInterrupt(), 130, "\ninterrupted\n"),

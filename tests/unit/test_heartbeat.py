@@ -124,23 +124,16 @@ def test_a_holder_that_was_suspended_stops_and_writes_nothing(tmp_path, monkeypa
 
     monkeypatch.setattr(module, "leave", leave)
     with take(tmp_path) as own:
-        write_beat(tmp_path, time.time())
-        with pytest.raises(UserError, match=f"{tmp_path} was taken over by process 7 on elsewhere"):
-            own.require_held()
+        for when in (time.time(), 0.0):  # another start holds it, or has come and gone
+            write_beat(tmp_path, when)
+            with pytest.raises(
+                UserError, match=f"{tmp_path} was taken over by (process 7 on elsewhere|another process)"
+            ):
+                own.require_held()
         own.require_held(at_most=600)  # just renewed: not read
         lost.wait()
         assert "It writes nothing more" in str(told[0])
     assert beat(tmp_path)["token"] == "theirs"  # nor does it release what is another's
-
-
-@pytest.mark.usefixtures("no_flock")
-def test_a_holder_that_was_suspended_while_another_came_and_went_stops_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "INTERVAL", 600)
-    with take(tmp_path) as away:
-        with take(tmp_path):
-            pass
-        with pytest.raises(UserError, match="was taken over"):
-            away.require_held()
 
 
 def test_a_damaged_beat_is_nobody_s(tmp_path):
