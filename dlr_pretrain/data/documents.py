@@ -8,8 +8,9 @@ each text, so they have the same blocks. A row is a document, unless it is left 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,18 +29,13 @@ class Tokens(NamedTuple):
     starts: np.ndarray  # [documents], offset of each in tokens; strictly increasing
 
 
-class Block(ABC):
+@dataclass(frozen=True)
+class Block:
     """Documents that are shuffled together."""
 
-    rows: int  # of the shard that the block spans: its documents, and rows that are left out
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """The number of its documents."""
-
-    @abstractmethod
-    def take(self, numbers: np.ndarray) -> Tokens:
-        """The tokens of the documents with these numbers [n]."""
+    rows: int  # of the shard that it spans: its documents, and rows that are left out
+    documents: int
+    take: Callable[[np.ndarray], Tokens]  # gives the documents with these numbers [n]
 
     def in_order(self, order: np.ndarray, done: int = 0) -> Iterator[tuple[int, Tokens]]:
         """Yield the documents in ``order`` from position ``done`` on, some at a time, as (position, tokens)."""
@@ -47,37 +43,29 @@ class Block(ABC):
             yield at, self.take(order[at : at + CHUNK_DOCUMENTS])
 
 
-class TextBlock(Block):
-    """A block of texts, which are tokenised when they are taken."""
-
-    def __init__(self, texts: list[str | None], tokenizer: Tokenizer):
-        self.texts = texts  # of the rows; None for a row that is left out
-        self.rows, self._tokenizer = len(texts), tokenizer
-        self._documents = [text for text in texts if text is not None]
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def take(self, numbers: np.ndarray) -> Tokens:
-        ids = self._tokenizer.encode([self._documents[i] for i in numbers])
-        end = np.array([self._tokenizer.eos_id])
-        parts = [part for document in ids for part in (document, end)]
-        tokens = np.concatenate(parts, dtype=token_dtype(self._tokenizer.vocab_size), casting="unsafe")
-        return Tokens(tokens, np.cumsum([0, *(len(document) + 1 for document in ids[:-1])]))
-
-
-def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[TextBlock]:
-    """The blocks of the texts of consecutive rows (None: left out)."""
-    taken: list[str | None] = []
-    size = 0
+def text_blocks(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[Block]:
+    """The blocks of the texts of consecutive rows (None: left out), which are tokenised when they are taken."""
+    documents: list[str] = []
+    rows = size = 0
     for text in texts:
-        taken.append(text)
-        size += len(text or "")
-        if len(taken) == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
-            yield TextBlock(taken, tokenizer)
-            taken, size = [], 0
-    if taken:
-        yield TextBlock(taken, tokenizer)
+        rows += 1
+        if text is not None:
+            documents.append(text)
+            size += len(text)
+        if rows == BLOCK_DOCUMENTS or size >= BLOCK_CHARACTERS:
+            yield Block(rows, len(documents), partial(tokenised, documents, tokenizer))
+            documents, rows, size = [], 0, 0
+    if rows:
+        yield Block(rows, len(documents), partial(tokenised, documents, tokenizer))
+
+
+def tokenised(documents: Sequence[str], tokenizer: Tokenizer, numbers: Iterable[int]) -> Tokens:
+    """The documents with these numbers."""
+    ids = tokenizer.encode([documents[i] for i in numbers])
+    end = np.array([tokenizer.eos_id])
+    parts = [part for document in ids for part in (document, end)]
+    tokens = np.concatenate(parts, dtype=token_dtype(tokenizer.vocab_size), casting="unsafe")
+    return Tokens(tokens, np.cumsum([0, *(len(document) + 1 for document in ids[:-1])]))
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger] | type[np.signedinteger]:

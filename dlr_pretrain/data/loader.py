@@ -220,7 +220,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
 def _documents(source: Source, tokenizer: Tokenizer) -> Iterator[Tokens]:
     for shard in source.validation_shards:
         for block in source.blocks(tokenizer, shard):
-            for _, some in block.in_order(np.arange(len(block))):
+            for _, some in block.in_order(np.arange(block.documents)):
                 yield some
 
 

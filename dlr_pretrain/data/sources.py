@@ -20,7 +20,7 @@ from pathlib import Path
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
-from dlr_pretrain.data.documents import TextBlock, text_blocks
+from dlr_pretrain.data.documents import Block, text_blocks
 from dlr_pretrain.data.files import File, find, open_file, pinned
 from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -174,7 +174,7 @@ class TextSource:
                     log.warning("left out (data.bad_rows=skip): %s%s", error, more)
                 yield None
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TextBlock]:
+    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
         """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
         return text_blocks(self.read(shard, first, step), tokenizer)
 

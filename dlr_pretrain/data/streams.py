@@ -84,14 +84,14 @@ class DocumentStream:
         epoch, at, start, document, _ = position
         name, first = self._source.train_shards[shard], self._residue + start * self._step
         for block in self._source.blocks(self._tokenizer, name, first, self._step):
-            order = permutation(len(block), *self._key, epoch, shard, start)
+            order = permutation(block.documents, *self._key, epoch, shard, start)
             for done, some in block.in_order(order, document):
                 yield Position(epoch, at, start, done), some
             start, document = start + block.rows, 0
 
     def _no_text(self) -> str:
         names = self._source.train_shards
-        there = sum(len(block) for name in names for block in self._source.blocks(self._tokenizer, name))
+        there = sum(block.documents for name in names for block in self._source.blocks(self._tokenizer, name))
         counts = f"{plural(there, 'document')} for {plural(self._count, 'data stream')}"
         rule = f"{', '.join(names[:3])}: {counts}: stream {self._key[1]} has no text"
         if there == 0:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,25 +68,16 @@ def _mapped(path: Path, dtype: type) -> np.ndarray:
         return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
 
 
-class TokenBlock(Block):
-    """A block of a pre-tokenised shard, whose rows begin and end there; an empty one is left out."""
-
-    def __init__(self, path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray):
-        self.rows, there = len(begins), ends > begins
-        self._path, self._dtype, self._begins, self._ends = path, dtype, begins[there], ends[there]
-
-    def __len__(self) -> int:
-        return len(self._begins)
-
-    def take(self, numbers: np.ndarray) -> Tokens:
-        begins = self._begins[numbers]
-        lengths = self._ends[numbers] - begins
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        index = np.repeat(begins - starts, lengths)
-        index += np.arange(len(index))
-        tokens = _mapped(self._path, self._dtype)  # anew each time: pages that stay mapped count as memory
-        return Tokens(tokens[index], starts)
+def _taken(path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> Tokens:
+    """The documents with these numbers, of those that begin and end there in a shard."""
+    begins = begins[numbers]
+    lengths = ends[numbers] - begins
+    after = np.cumsum(lengths)
+    starts = after - lengths
+    index = np.repeat(begins - starts, lengths)
+    index += np.arange(len(index))
+    tokens = _mapped(path, dtype)  # anew each time: pages that stay mapped count as memory
+    return Tokens(tokens[index], starts)
 
 
 class TokenSource:
@@ -121,14 +113,17 @@ class TokenSource:
             rule = error.strerror if isinstance(error, OSError) else f"damaged or foreign: {error}"
             raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
 
-    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[TokenBlock]:
+    def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
         self._check(tokenizer)
         rows = self.shard(shard)[1]
         while first < len(rows) - 1:
             characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
             closed = np.searchsorted(np.cumsum(characters), documents.BLOCK_CHARACTERS)
             numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
-            yield TokenBlock(self.root / shard, token_dtype(self.vocab_size), rows[numbers, 0], rows[numbers + 1, 0])
+            begins, ends = rows[numbers, 0], rows[numbers + 1, 0]
+            begins, ends = begins[ends > begins], ends[ends > begins]  # without rows that are left out
+            take = partial(_taken, self.root / shard, token_dtype(self.vocab_size), begins, ends)
+            yield Block(len(numbers), len(begins), take)
             first += len(numbers) * step
 
     def unknown_share(self, tokenizer: Tokenizer) -> float:
@@ -171,8 +166,12 @@ def prepare(
     try:
         _claim(output, manifest)
         tokenizer.save(output / TOKENIZER)
-        for was_there in _completed(partial(_complete, source, output / TOKENIZER), jobs, workers):
-            report(was_there)
+        # The fork server has none of this process's threads. It imports once for all workers.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([__name__])
+        with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
+            for was_there in (pool.map if workers > 1 else map)(partial(_complete, source, output / TOKENIZER), jobs):
+                report(was_there)
         for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
             draft.unlink(missing_ok=True)
     except (OSError, BrokenProcessPool) as error:
@@ -201,18 +200,6 @@ def _claim(output: Path, manifest: dict) -> None:
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 
-def _completed(complete: Callable[[Job], bool], jobs: list[Job], workers: int) -> Iterator[bool]:
-    """Do each job; whether the shard was there, in order."""
-    if workers == 1:
-        yield from map(complete, jobs)
-        return
-    # The fork server has none of this process's threads. It imports once for all workers.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(min(workers, len(jobs)), context) as pool:
-        yield from pool.map(complete, jobs)
-
-
 def _complete(source: TextSource, tokenizer_folder: Path, job: Job) -> bool:
     """Make a shard, unless it is there."""
     (shard, path), tokenizer = job, _tokenizer(tokenizer_folder)
@@ -228,12 +215,13 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
     """Write a token shard, each of its files to a temporary one that is renamed once it is on the disk."""
     rows = [np.zeros((1, 2), np.int64)]  # (tokens, characters) of each
     drafts = [path.with_name(f".{path.name}.{os.getpid()}{suffix}") for suffix in (TOKENS, ROWS)]
+    texts = source.read(shard)
     with drafts[0].open("wb") as file:
-        for block in source.blocks(tokenizer, shard):
-            counted = np.array([(0, len(text or "")) for text in block.texts], np.int64)
-            there = [text is not None for text in block.texts]
-            if len(block):
-                tokens, starts = block.take(np.arange(len(block)))
+        while some := list(islice(texts, documents.CHUNK_DOCUMENTS)):
+            counted = np.array([(0, len(text or "")) for text in some], np.int64)
+            there = np.array([text is not None for text in some])
+            if there.any():
+                tokens, starts = documents.tokenised(some, tokenizer, np.flatnonzero(there))
                 counted[there, 0] = np.diff(starts, append=len(tokens))
                 tokens.tofile(file)
             rows.append(counted)
