@@ -221,7 +221,7 @@ def _write(source: TextSource, shard: str, tokenizer: Tokenizer, path: Path) -> 
             counted = np.array([(0, len(text or "")) for text in some], np.int64)
             there = np.array([text is not None for text in some])
             if there.any():
-                tokens, starts = documents.tokenised(some, tokenizer, np.flatnonzero(there))
+                tokens, starts = documents.tokenised([text or "" for text in some], tokenizer, np.flatnonzero(there))
                 counted[there, 0] = np.diff(starts, append=len(tokens))
                 tokens.tofile(file)
             rows.append(counted)

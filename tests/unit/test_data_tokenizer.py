@@ -1,5 +1,6 @@
-"""Every kind of tokenizer: the ids of its own library, one end for each document, and an export with the same ids."""
+"""Every kind of tokenizer: the ids of its own library, in training and as exported; one end for each document."""
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -18,6 +19,7 @@ import tokenizers.trainers
 from data_corpus import NASTY, REAL, make_config, needs_real_data
 
 from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
+from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.util.errors import UserError
 
 T5 = REAL / "tokenizer" / "spiece.model"
@@ -53,6 +55,12 @@ KINDS = {
     "byte-level bpe": byte_level,
     "word level": word_level,
 }
+NORMALISED = {
+    "no prefix": lambda folder: small_tokenizer.train(folder, add_dummy_prefix=False),
+    "as it is": lambda folder: small_tokenizer.train(
+        folder, normalization_rule_name="identity", remove_extra_whitespaces=False
+    ),
+}
 
 
 def hostile(count: int, most: int = 40) -> list[str]:
@@ -63,10 +71,10 @@ def hostile(count: int, most: int = 40) -> list[str]:
     return ["".join(rng.choice(words) + rng.choice(gaps) for _ in range(rng.randint(0, most))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *NORMALISED])
 def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path):
-    path = KINDS[kind](tmp_path)
-    tokenizer, texts = load_tokenizer(path), [*NASTY, *hostile(1000)]
+    path = (KINDS | NORMALISED)[kind](tmp_path)
+    tokenizer, texts = load_tokenizer(path), [*NASTY, *small_tokenizer.SENTENCES, *hostile(1000)]
     clean = [text.encode("utf-8", "replace").decode() for text in texts]
     if path.suffix == ".json":
         own = tokenizers.Tokenizer.from_file(str(path))
@@ -76,6 +84,10 @@ def test_every_kind_gives_the_ids_of_its_own_library_and_one_end(kind, tmp_path)
         expected = [[id for id in ids if id != tokenizer.eos_id] for ids in expected]
     else:
         expected = sentencepiece.SentencePieceProcessor(model_file=str(path)).encode(clean)
+        exported = fast_tokenizer(tokenizer)
+        exported.encode_special_tokens = True  # what transformers sets for split_special_tokens
+        differ = [text for text, ids in zip(clean, expected, strict=True) if exported.encode(text).ids != ids]
+        assert len(differ) <= 0.01 * len(texts) and not {*differ} & {*small_tokenizer.SENTENCES}, differ[:3]
     found = tokenizer.encode(texts)
     assert [ids.tolist() for ids in found] == expected and tokenizer.encode([]) == []
     assert all(ids.dtype == np.int32 and max(ids, default=0) < tokenizer.vocab_size for ids in found)
@@ -133,13 +145,16 @@ def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_p
 
 
 @needs_real_data
-def test_t5_and_c4_have_the_ids_of_sentencepiece():
+def test_t5_and_c4_have_the_ids_of_sentencepiece_also_as_exported():
     tokenizer, own = load_tokenizer(T5), sentencepiece.SentencePieceProcessor(model_file=str(T5))
     assert tokenizer.vocab_size == 32_000 and tokenizer.encode(["Hello world"])[0].tolist() == [8774, 296]
     assert tokenizer.fingerprint == hashlib.sha256(T5.read_bytes()).hexdigest()
-    with gzip.open(min((REAL / "c4" / "en").glob("*train*")), "rt") as lines:
-        texts = [json.loads(line)["text"] for line, _ in zip(lines, range(500), strict=False)]
-    assert [ids.tolist() for ids in tokenizer.encode(texts)] == own.encode(texts)
+    texts = []
+    for shard in (*REAL.glob("c4/en/c4-validation*.json.gz"), *REAL.glob("webmix/webmix-validation*.json.gz")):
+        texts += [json.loads(line)["text"] for line in gzip.decompress(shard.read_bytes()).splitlines()]
+    expected, exported = own.encode(texts), fast_tokenizer(tokenizer)
+    assert len(texts) > 500 and [ids.tolist() for ids in tokenizer.encode(texts)] == expected
+    assert [text[:80] for text, ids in zip(texts, expected, strict=True) if exported.encode(text).ids != ids] == []
     (ids,) = tokenizer.encode(["word " * 200_000])
     assert len(ids) == 200_000 and (ids == ids[0]).all()
 
@@ -168,16 +183,25 @@ def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
         load_tokenizer(usual(tmp_path, eos_id=-1))
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"holds none of spiece\.model, tokenizer\.json"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "broken.json").write_text("{}")
-    with pytest.raises(UserError, match=r"broken\.json: not a readable tokenizer\.json"):
-        load_tokenizer(tmp_path / "broken.json")
-    for content in (b"", b"not a model", bytes(1000)):
-        (tmp_path / "broken.model").write_bytes(content)
-        with pytest.raises(UserError, match=r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"):
-            load_tokenizer(tmp_path / "broken.model")
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("", None, r"holds none of spiece\.model, tokenizer\.json"),
+        ("broken.json", b"{}", r"broken\.json: not a readable tokenizer\.json"),
+        ("broken.model", b"", r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+        ("broken.model", bytes(1000), r"broken\.model: not a readable sentencepiece model .*tokenizer\.path"),
+        ("small.model", {"model_type": "char"}, r"small\.model: .*neither a unigram nor a BPE model"),
+        ("small.model", {"user_defined_symbols": ["<x>"]}, r"small\.model: .*user-defined"),
+        ("small.model", {"treat_whitespace_as_suffix": True}, r"small\.model: .*suffixes"),
+    ],
+)
+def test_what_is_no_tokenizer_or_cannot_be_exported_is_named(tmp_path, name, content, rule):
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content:
+        small_tokenizer.train(tmp_path, **content)
+    with pytest.raises(UserError, match=rule):
+        fast_tokenizer(load_tokenizer(tmp_path / name))
 
 
 def test_text_without_tokens_is_measured_and_refused(tmp_path, train):
@@ -205,9 +229,6 @@ def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():
 
 
 def test_the_configured_model_goes_before_the_sources_own(model, tmp_path):
-    class Source:
-        tokenizer_path = model
-
-    assert open_tokenizer(make_config(), Source).path == model
-    other = small_tokenizer.train(tmp_path)
-    assert open_tokenizer(make_config(tokenizer__path=other), Source).path == other
+    source, other = argparse.Namespace(tokenizer_path=model), small_tokenizer.train(tmp_path)
+    assert open_tokenizer(make_config(), source).path == model
+    assert open_tokenizer(make_config(tokenizer__path=other), source).path == other
