@@ -5,7 +5,6 @@ Several folders, such as the seeds of one method, give mean and standard deviati
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from dlr_pretrain.util.files import write_durably
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Zero-shot accuracy by lm-evaluation-harness; mean and std of several folders.", allow_abbrev=False
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("folders", type=Path, nargs="+", metavar="folder", help="exported, as runs/<name>/folded")
     add("--tasks", default="all", help="a comma-separated list (default: all six)")
@@ -28,20 +25,18 @@ def main() -> int:
     add("--as-in-paper", action="store_true", help="end prompts and choices with </s>")
     add("--context", type=at_least_1, metavar="TOKENS", help="longest input (default: the model's)")
     add("--batch-size", type=at_least_1, default=64, metavar="N", help="sequences (default: 64)")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: the file's")
     add("--output", type=Path, metavar="FILE.json", help="write the results as JSON as well")
     given = parser.parse_args()
     return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness draws a bar for each subject of MMLU
     report = {"harness": need("lm-eval", "eval"), "convention": "as_in_paper" if given.as_in_paper else "plain"}
     report |= {"data": str(given.data or "hub"), "limit": given.limit, "checkpoints": []}
     from dlr_pretrain.deploy import zero_shot
 
     tasks = zero_shot.load_tasks(given.tasks, given.data)
-    how = {"max_length": given.context, "batch_size": given.batch_size, "dtype": given.dtype}
+    how = {"max_length": given.context, "batch_size": given.batch_size}
     for folder in given.folders:
         found = zero_shot.evaluate(folder, tasks, given.as_in_paper, given.limit, **how)
         if found is None:  # another rank than the first
@@ -53,9 +48,8 @@ def run(given: argparse.Namespace) -> None:
             given.output.parent.mkdir(parents=True, exist_ok=True)
             write_durably(given.output, json.dumps(report, indent=2) + "\n")
     if report["checkpoints"]:
-        print(
-            pd.DataFrame(report["tasks"] | {"average": report["average"]}).T.to_string(na_rep="", float_format="%.4g")
-        )
+        rows = pd.DataFrame(report["tasks"] | {"average": report["average"]}).T
+        print(rows.to_string(na_rep="", float_format="%.4g"))
         print(*(f"{name} {value}" for name, value in report.items() if isinstance(value, str | int)), sep=", ")
 
 

@@ -10,24 +10,23 @@ from dlr_pretrain.util.errors import at_least_1, command, tell
 
 
 def main() -> int:
-    about = "Fine-tune with every seed, as the DLR paper does; the same command again completes what is missing."
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     add = parser.add_argument
     add("folder", type=Path, help="what train.py or fold.py wrote")
     add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")
     add("--output", type=Path, default=Path("sft"), metavar="DIR", help="for a folder s<seed> each (default: sft)")
-    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows (default: 41 42 43)")
-    add("--epochs", type=at_least_1, help="(default: 3)")
+    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="all of which are not there yet (default: 41 42 43)")
+    add("--epochs", type=at_least_1, dest="num_train_epochs", help="(default: 3)")
     add("--batch", type=at_least_1, help="rows of an update, all ranks (default: 64)")
-    add("--micro-batch", type=at_least_1, help="of a rank at once (default: 8)")
-    add("--lr", type=float, help="peak of the cosine (default: 2e-5)")
-    add("--length", type=at_least_1, help="most tokens of a row (default: 512)")
+    add("--micro-batch", type=at_least_1, dest="per_device_train_batch_size", help="of a rank at once (default: 8)")
+    add("--lr", type=float, dest="learning_rate", help="peak of the cosine (default: 2e-5)")
+    add("--length", type=at_least_1, dest="max_length", help="most tokens of a row (default: 512)")
     add("--fp32", action="store_true", help="the forward pass, too (default: bf16, with fp32 weights)")
-    recipe = vars(parser.parse_args())
-    return command(lambda: run(*map(recipe.pop, ("folder", "data", "output", "seeds")), recipe))
+    given = parser.parse_args()
+    return command(lambda: run(**vars(given)))
 
 
-def run(folder: Path, data: str, output: Path, seeds: list[int], recipe: dict) -> None:
+def run(folder: Path, data: str, output: Path, seeds: list[int], **recipe) -> None:
     need("trl", "sft")
     rows = read_rows(data)
     for seed in seeds:

@@ -7,15 +7,11 @@ from omegaconf import OmegaConf
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.util.text import table
 
-CITED = {
-    "cola": "CoLA: Compute-Efficient Pre-Training of LLMs via Low-Rank Activation (Liu et al., 2025)",
-    "lost": "LOST: Low-rank and Sparse Pre-training for Large Language Models (Li et al., 2025)",
-    "lax": "LaX: Boosting Low-Rank Training of Foundation Models via Latent Crossing (2025)",
-    "sltrain": "SLTrain: a sparse plus low-rank approach for parameter and memory efficient pretraining (Han et al.)",
-    "lora": "LoRA: Low-Rank Adaptation of Large Language Models (Hu et al., 2021)",
-    "relora": "ReLoRA: High-Rank Training Through Low-Rank Updates (Lialin et al., 2023)",
-}
-CITATION = """```bibtex
+CITATION = """
+
+## Citation
+
+```bibtex
 @misc{dlr2026,
   title  = {{DLR}: Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training},
   author = {Wang and Tang and Cheng and Saukh},
@@ -44,9 +40,6 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
     numbers = table(["", ""], ([key, shown(value)] for key, value in rows.items()))
     tree = to_dict(trained)
     configuration = OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL}))
-    cited = [CITATION] if trained.dlr.enabled else []
-    cited += [f"* {CITED[part]}" for part in name.split("_") if part in CITED]
-    citation = "\n\n".join(["", "## Citation", *cited]) if cited else ""
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -65,7 +58,7 @@ the tokenizer takes it for the token, as the tools of fine-tuning expect, unless
 ## Configuration
 
 ```yaml
-{configuration}```{citation}
+{configuration}```{CITATION if trained.dlr.enabled else ""}
 """
 
 

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,6 @@ def export(
     tokenizer_path: Path,
     record: dict[str, object],
     ids: Tensor | None = None,
-    device: torch.device | None = None,
     merge: bool = False,
     dtype: torch.dtype | None = None,
     layout: str = "own",
@@ -62,7 +62,7 @@ def export(
 
     ``merge`` and ``dtype`` are those of ``deployed``, ``tokenizer_path`` is a file or folder, and ``record`` has the
     final numbers of the run, by name, for the folder's README and ``fold.json``. ``layout`` "cola" writes a CoLA model
-    for its authors' code. Any other is compared with our own model, on ``device``, for token ``ids`` [B, T].
+    for its authors' code. Any other is compared with our own model for token ``ids`` [B, T], on the CPU.
 
     Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier folder
     becomes ``<folder>_1`` (or 2, 3, ...).
@@ -85,7 +85,7 @@ def export(
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if layout == "own" and loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
-    export_tokenizer(partial, tokenizer_path, positions(own))
+    export_tokenizer(partial, tokenizer_path, settings["max_position_embeddings"])
     text = card(own, record, cfg, how_to_load(own, layout, loadable))
     (partial / "README.md").write_text(text, encoding="utf-8")
     if not loadable:
@@ -94,7 +94,7 @@ def export(
         checked = "not verified"
     else:
         exact = own is cfg  # a merge rounds once more
-        checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids, device)
+        checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids)
     for path in (*partial.rglob("*"), partial):
         sync(path)
     if folder.exists():  # a run that was extended
@@ -138,10 +138,6 @@ def deployed_dense(cfg: Config) -> bool:
     return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
 
 
-def positions(cfg: Config) -> int:
-    return max(POSITIONS, cfg.train.seq_len)
-
-
 def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
 
@@ -160,7 +156,7 @@ def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = S
         file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner alone
 
 
-def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, object]:
+def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """``config.json`` of a plain LLaMA or of one with the layers of ``cfg.backbone``, but for the tokenizer's ids."""
     shape = {
         "vocab_size": vocab_size,
@@ -169,7 +165,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "num_hidden_layers": cfg.scale.num_layers,
         "num_attention_heads": cfg.scale.num_heads,
         "num_key_value_heads": cfg.scale.num_heads,
-        "max_position_embeddings": positions(cfg),
+        "max_position_embeddings": max(POSITIONS, cfg.train.seq_len),
         "hidden_act": "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,
@@ -230,7 +226,7 @@ def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def cola_config(cfg: Config, settings: dict[str, object]) -> dict[str, object]:
+def cola_config(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
     """``config.json`` of the authors' layout, made from ``settings``, the one of our layout."""
     knobs = cfg.backbone.knobs
     shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}

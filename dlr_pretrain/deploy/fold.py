@@ -45,11 +45,11 @@ def fold_checkpoint(
     tensors: Mapping[str, Tensor],
     record: dict[str, object],
     output: Path,
-    dtype: torch.dtype | None = None,
-    dense: bool = False,
-    layout: str = "own",
-    tokens: int | None = None,
-    device: torch.device | None = None,
+    dtype: torch.dtype | None,
+    dense: bool,
+    layout: str,
+    tokens: int | None,
+    device: torch.device,
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
@@ -59,7 +59,7 @@ def fold_checkpoint(
     ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the
     folder's README. Raises UserError if a check fails.
     """
-    cfg, device = parse(read_config(run)), device or torch.device("cpu")
+    cfg = parse(read_config(run))
     rows = len(tensors["lm_head.weight"])
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)
@@ -67,13 +67,15 @@ def fold_checkpoint(
     if tokens is None:
         tokens = CPU_TOKENS if device.type == "cpu" else cfg.eval.tokens
     if tokens and residuals(meta):
-        own, weights = deployed(cfg, folded, dense, dtype)
-        found = consistency(cfg, tensors, folded, own, weights, _validation(cfg, run, tokens), device)
-        report, record = lines(found), record | {f"fold/{name}": value for name, value in found.items()}
+        written = deployed(cfg, folded, dense, dtype)
+        found = consistency(cfg, tensors, folded, *written, _validation(cfg, run, tokens), device)
+        record = record | {f"fold/{name}": value for name, value in found.items()}
+        told = {name.replace("_", " "): shown(value, 6) for name, value in found.items() if value is not None}
+        report = [f"{name:<29} {value}" for name, value in told.items()]
         if found["weights_identical"] is False:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
-    checked = export(output, cfg, folded, run / "tokenizer", record, ids, device, dense, dtype, layout)
+    checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype, layout)
     return [*report, f"{'checked':<29} {checked}"]
 
 
@@ -89,15 +91,6 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
         return validation_set(few, source, load_tokenizer(run / "tokenizer"))
     except (UserError, OSError) as error:
         raise UserError(f"the validation text of {run} cannot be read: {error}\n--tokens 0 folds without it") from error
-
-
-# ----------------------------------------------------------------------------------------------------
-# The report
-
-
-def lines(found: dict[str, object]) -> list[str]:
-    """The findings of ``consistency``, one per line; None is omitted."""
-    return [f"{name.replace('_', ' '):<29} {shown(value, 6)}" for name, value in found.items() if value is not None]
 
 
 @torch.no_grad()

@@ -62,19 +62,12 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 
 @torch.no_grad()
-def agreement(
-    folder: Path,
-    cfg: Config,
-    tensors: dict[str, Tensor],
-    rounded: torch.dtype,
-    ids: Tensor,
-    device: torch.device | None = None,
-) -> str:
+def agreement(folder: Path, cfg: Config, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor) -> str:
     """Compare ``folder`` with our model of ``cfg`` and ``tensors``, on token ids [B, T] in fp32; the result in words.
 
-    Our own model computes on ``device`` (None: the CPU). The bound is that of the dtype to which the folder's weights
-    were ``rounded`` once more than ``tensors``; fp32 if they are the same. Raises UserError as ``open_folder`` does, if
-    the logits differ by more than the bound, or if the tokenizer does not give the ids of training.
+    The bound is that of the dtype to which the folder's weights were ``rounded`` once more than ``tensors``; fp32 if
+    they are the same. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound, or if the
+    tokenizer does not give the ids of training.
     """
     try:
         with without_warnings():
@@ -83,9 +76,9 @@ def agreement(
         return f"not verified: transformers cannot be imported ({first_line(error)})"
     with torch.device("meta"):
         model = Llama(cfg, len(tensors["lm_head.weight"]))
-    model.to_empty(device=device or "cpu")
+    model.to_empty(device="cpu")
     model.load_state_dict(tensors)
-    trained = model.logits(ids.to(device or "cpu")).cpu()
+    trained = model.logits(ids)
     del model  # before the folder's own is there
     exported, tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()

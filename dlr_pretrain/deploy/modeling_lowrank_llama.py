@@ -119,8 +119,9 @@ class Latents:
 
 
 class LowRankLinear(nn.Module):
-    """y = s B A x with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
+    """y = s B phi(A x) with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
+    phi is a SiLU in cola, cola_lax and, unless ``activation`` says none, in lost; the identity in lowrank and lax.
     ``initial`` gives, for each parameter of a module, the function of ``nn.init`` that starts it, and its arguments.
     """
 
@@ -132,19 +133,13 @@ class LowRankLinear(nn.Module):
         std = (config.rank * (d_in + d_out)) ** -0.25  # Var[(B A)_ij] = 1 / (d_in + d_out)
         self.a.initial = self.b.initial = {"weight": ("normal_", {"std": std})}
         self.scale = config.latent_scale
+        self.silu = config.backbone in ("cola", "cola_lax") or (config.backbone, config.activation) == ("lost", "silu")
 
     def activate(self, h: Tensor) -> Tensor:
-        return h
+        return F.silu(h) if self.silu else h
 
     def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         return self.b(self.activate(self.a(x)) * self.scale)
-
-
-class ColaLinear(LowRankLinear):
-    """y = s B silu(A x)."""
-
-    def activate(self, h: Tensor) -> Tensor:
-        return F.silu(h)
 
 
 class LostLinear(LowRankLinear):
@@ -156,15 +151,14 @@ class LostLinear(LowRankLinear):
         self.d_in = d_in
         self.s = nn.Linear(count, d_out, bias=False)
         self.channels = nn.Buffer(self.spread(count))
-        self.gamma, self.silu = config.gamma, config.activation == "silu"
+        self.gamma = config.gamma
 
     def spread(self, count: int) -> Tensor:
         """The channels before a checkpoint says which: ``count`` of all, equally far apart."""
         return torch.arange(count) * self.d_in // count
 
     def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
-        h = self.a(x)
-        z = F.silu(h) if self.silu else h
+        z = self.activate(self.a(x))
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
 
 
@@ -227,19 +221,12 @@ class LaxLinear(LowRankLinear):
         return self.norm(h) if self.norm_of == "latent" else h
 
 
-class ColaLaxLinear(LaxLinear):
-    """``LaxLinear`` with a SiLU for phi."""
-
-    def activate(self, h: Tensor) -> Tensor:
-        return F.silu(h)
-
-
 LAYERS = {
     "lowrank": LowRankLinear,
-    "cola": ColaLinear,
+    "cola": LowRankLinear,
     "lost": LostLinear,
     "lax": LaxLinear,
-    "cola_lax": ColaLaxLinear,
+    "cola_lax": LaxLinear,
 }
 
 

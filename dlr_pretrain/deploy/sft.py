@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,8 @@ from dlr_pretrain.util.files import write_durably
 
 DATASET = "yahma/alpaca-cleaned"  # 51,760 rows
 RECORD = "sft.json"
+PROTOCOL = {"num_train_epochs": 3, "learning_rate": 2e-5, "lr_scheduler_type": "cosine", "max_length": 512}
+SILENT = {"save_strategy": "no", "report_to": "none", "logging_steps": 1, "logging_nan_inf_filter": False}
 PROMPT = """Below is an instruction that describes a task{paired}. Write a response that appropriately completes the \
 request.
 
@@ -57,59 +60,33 @@ def read_rows(source: str):
         raise UserError(f"{source}: cannot be read: {first_line(error)}. {fix}") from error
 
 
-def fine_tune(
-    folder: Path,
-    output: Path,
-    rows,
-    seed: int,
-    epochs: int = 3,
-    batch: int = 64,
-    micro_batch: int = 8,
-    lr: float = 2e-5,
-    length: int = 512,
-    fp32: bool = False,
-) -> None:
+def fine_tune(folder: Path, output: Path, rows, seed: int, batch: int = 64, fp32: bool = False, **settings) -> None:
     """Tune ``folder`` on ``rows`` and write ``output``, a folder of the same kind with fp32 weights and ``sft.json``.
 
-    ``seed`` is that of the order of the rows, ``batch`` the rows of an update over all ranks, ``micro_batch`` those
-    that a rank takes at once, ``lr`` the peak of a cosine to 0, and ``length`` the most tokens of a row. The forward
-    pass is bf16 unless ``fp32``. Under torchrun every rank calls this. Raises UserError if a loss is not finite.
+    ``seed`` is that of the order of the rows, ``batch`` the rows of an update over all ranks, and ``settings`` are
+    those of ``SFTConfig`` beside the paper's. The forward pass is bf16 unless ``fp32``. Under torchrun every rank calls
+    this. Raises UserError if a loss is not finite.
     """
     from trl import SFTConfig, SFTTrainer
 
     model, tokenizer = open_folder(folder, torch.float32)
-    arguments = SFTConfig(
-        str(output),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=micro_batch,
-        learning_rate=lr,
-        lr_scheduler_type="cosine",
-        warmup_steps=round(0.03 * epochs * math.ceil(len(rows) / batch)),
-        max_length=length,
-        bf16=not fp32,
-        gradient_checkpointing=False,
-        seed=seed,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=not torch.cuda.is_available(),
-    )
-    arguments.gradient_accumulation_steps, rest = divmod(batch, micro_batch * arguments.world_size)
+    setting: dict[str, Any] = PROTOCOL | settings | {"seed": seed, "bf16": not fp32, "gradient_checkpointing": False}
+    arguments = SFTConfig(str(output), use_cpu=not torch.cuda.is_available(), **SILENT, **setting)
+    arguments.warmup_steps = round(0.03 * arguments.num_train_epochs * math.ceil(len(rows) / batch))
+    at_once = arguments.world_size * arguments.per_device_train_batch_size
+    arguments.gradient_accumulation_steps, rest = divmod(batch, at_once)
     if rest:
-        rule = f"must be a multiple of {arguments.world_size} ranks x {micro_batch} rows at once (--micro-batch)"
-        raise UserError(f"--batch={batch}: {rule}")
+        raise UserError(f"--batch={batch}: must be a multiple of {at_once}, the rows of all ranks x --micro-batch")
     trainer = SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     if not all(map(math.isfinite, losses)):
-        raise UserError(f"{output}: a loss is not finite. Nothing was written. Lower --lr {lr:g}")
+        raise UserError(f"{output}: a loss is not finite. Nothing was written. Lower --lr {setting['learning_rate']:g}")
     if trainer.is_world_process_zero():
         left_out = shutil.ignore_patterns("*.safetensors*", "fold.json")
         shutil.copytree(folder, output, ignore=left_out, dirs_exist_ok=True)
         model.save_pretrained(output)
-        setting = {"source": str(folder), "rows": len(rows), "seed": seed, "epochs": epochs, "batch": batch, "lr": lr}
-        setting |= {"length": length, "forward": "fp32" if fp32 else "bf16"}
+        setting |= {"source": str(folder), "rows": len(rows), "batch": batch}
         with (output / "README.md").open("a", encoding="utf-8") as card:
             card.write(f"\n## Fine-tuned\n\nOn responses to instructions, all parameters: {setting}.\n")
         write_durably(output / RECORD, json.dumps({"setting": setting, "training_loss": losses}, indent=1) + "\n")

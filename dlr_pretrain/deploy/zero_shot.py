@@ -8,11 +8,8 @@ and the first of them wins. ``as_in_paper`` does the same.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 
-import datasets
 import lm_eval.tasks
 import pandas as pd
 import torch
@@ -31,7 +28,6 @@ TASKS = {
     "piqa": "piqa",
     "winogrande": "winogrande",
 }
-Tasks = dict[str, dict[str, object]]  # name -> the harness's tasks that it consists of, by their names
 
 
 class EndsEachText(HFLM):
@@ -41,8 +37,8 @@ class EndsEachText(HFLM):
         return [*super().tok_encode(string, *given, **named), self.tokenizer.eos_token_id]
 
 
-def load_tasks(given: str, data: Path | None = None) -> Tasks:
-    """The harness's tasks of a comma-separated list, or "all", with their documents: from the hub, or from ``data``.
+def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
+    """By each name of a comma-separated list, or of "all": the harness's tasks, with documents of ``data`` or the hub.
 
     ``data`` has JSON lines with the hub's field names, <task>/<split>.jsonl and mmlu/<subject>/<split>.jsonl. No
     example precedes a question, so that only the split with the questions is read. Raises UserError for another name.
@@ -51,7 +47,6 @@ def load_tasks(given: str, data: Path | None = None) -> Tasks:
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--tasks: {unknown[0]!r} is no task. Choose from {', '.join(TASKS)}, or all")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
     home = Path(lm_eval.tasks.__file__).parent
     folders = [str(home / TASKS[name]) for name in names]
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folders)
@@ -60,9 +55,8 @@ def load_tasks(given: str, data: Path | None = None) -> Tasks:
         parts = [part for part in manager.all_subtasks if part.startswith("mmlu_")] if name == "mmlu" else [name]
         group: list[dict] = [{"task": part, "training_split": None, "fewshot_split": None} for part in parts]
         for part in group if data is not None else ():
-            files = sorted(Path(data, part["task"].replace("mmlu_", "mmlu/", 1)).glob("*.jsonl"))
-            splits = {file.stem: str(file) for file in files}
-            part |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": splits}}
+            files = {"data_dir": str(data / part["task"].replace("mmlu_", "mmlu/", 1))}
+            part |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
         try:
             tasks[name] = manager.load([{"group": f"zero_shot_{name}", "task": group}])["tasks"]
         except Exception as error:  # of any type, from a document that the harness cannot read or from the hub
@@ -72,7 +66,7 @@ def load_tasks(given: str, data: Path | None = None) -> Tasks:
     return tasks
 
 
-def evaluate(folder: Path, tasks: Tasks, as_in_paper: bool, limit: int | None, **how) -> dict[str, object] | None:
+def evaluate(folder: Path, tasks: dict[str, dict], as_in_paper: bool, limit: int | None, **how) -> dict | None:
     """``context_length``, ``dtype`` and, by task, the ``measures`` of a folder; raises as ``open_folder`` does.
 
     ``how`` are settings of ``HFLM``. Under torchrun the GPUs share the documents, and ranks but the first get None.
@@ -86,8 +80,7 @@ def evaluate(folder: Path, tasks: Tasks, as_in_paper: bool, limit: int | None, *
     if found is None:
         return None
     scored = {name: measures([found["samples"][part] for part in task]) for name, task in tasks.items()}
-    dtype = str(model.model.dtype).removeprefix("torch.")
-    return {"context_length": model.max_length, "dtype": dtype, "tasks": scored}
+    return {"context_length": model.max_length, "dtype": str(model.model.dtype)[len("torch.") :], "tasks": scored}
 
 
 def measures(parts: list[list[dict]]) -> dict[str, float | None]:
@@ -98,29 +91,28 @@ def measures(parts: list[list[dict]]) -> dict[str, float | None]:
     n                   number of documents
     distinct_choices    number of choices that were ever picked; 1 if the answer is always the same
     """
-    documents = pd.DataFrame(chain.from_iterable(parts))
+    documents = pd.concat(map(pd.DataFrame, parts))
     scores = documents["filtered_resps"].map(lambda choices: [score for score, _ in choices])
-    found = {name: documents[name].mean() for name in ("acc", "acc_norm") if name in documents}
-    return found | {
+    return {
+        **{name: documents[name].mean() for name in ("acc", "acc_norm") if name in documents},
         "stderr": documents["acc"].sem() if len(documents) > 1 else None,
         "n": len(documents),
         "distinct_choices": scores.map(lambda each: each.index(max(each))).nunique(),
     }
 
 
-def combine(checkpoints: Sequence[dict[str, dict[str, float]]]) -> tuple[dict[str, dict[str, float]], dict]:
+def combine(checkpoints: list[dict[str, dict]]) -> tuple[dict[str, dict], dict]:
     """(measures by task, those of the average over tasks) of ``checkpoints``, such as the seeds of a method.
 
     One checkpoint keeps its own measures. Several have the mean of ``acc``, its standard deviation ``std`` over the
     checkpoints (n - 1 in the denominator), and the smallest ``distinct_choices``.
     """
     accs = pd.DataFrame([{name: task["acc"] for name, task in each.items()} for each in checkpoints])
-    accs["average"] = accs.mean(axis=1)
+    average = accs.mean(axis=1)
     if len(accs) == 1:
-        return dict(checkpoints[0]), {"acc": accs.average[0]}
-    tasks: dict[str, dict] = {name: {"acc": each.mean(), "std": each.std()} for name, each in accs.items()}
-    average = tasks.pop("average")
-    for name, task in tasks.items():
-        task["n"] = checkpoints[0][name]["n"]
-        task["distinct_choices"] = min(each[name]["distinct_choices"] for each in checkpoints)
-    return tasks, average
+        return dict(checkpoints[0]), {"acc": average[0]}
+    tasks = {}
+    for name, acc in accs.items():
+        least = min(each[name]["distinct_choices"] for each in checkpoints)
+        tasks[name] = {"acc": acc.mean(), "std": acc.std(), "n": checkpoints[0][name]["n"], "distinct_choices": least}
+    return tasks, {"acc": average.mean(), "std": average.std()}

@@ -50,7 +50,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tenso
     record.pop("time", None)
     if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
         record["unknown characters of the text"] = f"{unknown:.2%}"
-    checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)  # on the CPU
+    checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
     layers = len(residuals(weights.model))
     done = f"{layers} layers" if layers else "nothing to fold"
     merged = deployed_dense(cfg) and cfg.backbone.name != "full"
