@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 
 import pytest
 
-from dlr_pretrain.cli import load
-from dlr_pretrain.train.gradients import Gradients
-from dlr_pretrain.train.run import run
-from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED, Stopped
+from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
 from tests.conftest import ROOT
 
-SLOW_IMPORT = f"""
-import runpy, sys, time
+WORKER = f"""
+import sys, time
 sys.path.insert(0, {str(ROOT)!r})
-import dlr_pretrain.util.process as process
-real = process.prepare
-def prepare():
-    real()
-    print("prepared", flush=True)
-    time.sleep(6000)
-process.prepare = prepare
-runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+from dlr_pretrain.util import process
+process.prepare()
+print("prepared", flush=True)
+time.sleep(6000)
 """
 AGENT = """
 import subprocess, sys, time
@@ -40,7 +32,7 @@ time.sleep(6000)
 @pytest.mark.full
 def test_a_worker_whose_agent_is_killed_before_torch_is_there_ends_with_it():
     agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, SLOW_IMPORT],
+        [sys.executable, "-c", AGENT, WORKER],
         env=os.environ | {"TORCHELASTIC_RUN_ID": "1"},
         stdout=subprocess.PIPE,
         text=True,
@@ -83,18 +75,3 @@ def test_ranks_that_cannot_meet_say_why(words, tmp_path):
     assert done.returncode == EXIT_FAILED, done.stderr
     assert "error: rank 0 of 2 cannot reach the other ranks: " in done.stderr and "MASTER_ADDR" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_a_signal_in_the_first_step_is_followed_at_once(words, tmp_path, monkeypatch):
-    """Even where a compiler would wrap what the handler raises."""
-
-    def compile_(*_given, **_named):
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-        except Exception as error:
-            raise RuntimeError("backend='inductor' raised") from error
-
-    monkeypatch.setattr(Gradients, "add", compile_)
-    with pytest.raises(Stopped, match="stopped before the first step"):
-        run(load(words(f"run.dir={tmp_path}/run")))
