@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.linear import GroupHolder
-from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models import Llama, build
 
 VOCAB = 50
+CPU = torch.device("cpu")
 
+State = dict[str, Tensor]
 Project = Callable[[str, Tensor], Tensor]  # (full name of a projection, its input) -> its output
 
 
@@ -22,20 +25,27 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def r_transposed(d_out: int, rank: int) -> Tensor:
-    """R^T [d_out, rank] entry by entry."""
+def layer_norm(state: State, name: str, x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-6)
+    return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def r_transposed(d_out: int, rank: int, grouping: str = "contiguous", name: str = "", seed: int = 0) -> Tensor:
+    """R^T [d_out, rank] entry by entry: output i receives latent g(i)."""
     copies = math.ceil(d_out / rank)
-    return torch.tensor([[1.0 if i // copies == j else 0.0 for j in range(rank)] for i in range(d_out)])
+    g = [i // copies for i in range(d_out)]
+    if grouping == "balanced":
+        g = [math.floor(i * rank / d_out) for i in range(d_out)]
+    elif grouping == "random":
+        hashed = int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
+        generator = torch.Generator("cpu").manual_seed((seed ^ hashed) % (2**63 - 1))
+        g = torch.randint(0, rank, (d_out,), generator=generator).tolist()
+    return torch.tensor([[1.0 if g[i] == j else 0.0 for j in range(rank)] for i in range(d_out)])
 
 
 def reference_loss(
-    state: dict[str, Tensor],
-    ids: Tensor,
-    targets: Tensor,
-    heads: int,
-    layers: int,
-    project: Project,
-    swiglu_silu: bool = True,
+    state: State, ids: Tensor, targets: Tensor, heads: int, layers: int, project: Project, swiglu_silu: bool = True
 ) -> Tensor:
     """Summed next-token cross-entropy; ``project`` is the backbone, called in the order in which a block computes."""
 
@@ -71,6 +81,121 @@ def reference_loss(
     return -(log_p[scored].gather(1, targets[scored][:, None])).sum()
 
 
+# ----------------------------------------------------------------------------------------------------
+# The projection of each backbone
+
+
+def full(cfg: Config, state: State) -> Project:
+    """y = W x."""
+    return lambda name, x: x @ state[f"{name}.weight"].T
+
+
+def up(cfg: Config, state: State, name: str) -> Tensor:
+    """B; where the projection carries DLR, B + alpha / sqrt(K) R^T with K = ceil(d_out / r)."""
+    b, dlr = state[f"{name}.b.weight"], cfg.dlr
+    part = {"all": ".", "attention": ".self_attn.", "mlp": ".mlp."}[dlr.scope]
+    if not dlr.enabled or part not in name:
+        return b
+    alpha = state.get(f"{name}.b.dlr_alpha", dlr.alpha)
+    root = math.sqrt(math.ceil(b.shape[0] / b.shape[1])) if dlr.variance_correction else 1
+    return b + alpha / root * r_transposed(*b.shape, dlr.grouping, name, dlr.grouping_seed).to(b)
+
+
+def lowrank(cfg: Config, state: State) -> Project:
+    """y = B z, z = s phi(A x); phi is CoLA's SiLU or the identity."""
+
+    def project(name, x):
+        h = x @ state[f"{name}.a.weight"].T
+        z = silu(h) if cfg.backbone.name == "cola" else h
+        return cfg.backbone.latent_scale * z @ up(cfg, state, name).T
+
+    return project
+
+
+def lost(cfg: Config, state: State) -> Project:
+    """y = gamma B phi(A x) + (1 - gamma) W_s x_I."""
+    gamma, plain = cfg.backbone.gamma, cfg.backbone.activation == "none"
+
+    def project(name, x):
+        h = x @ state[f"{name}.a.weight"].T
+        sparse = x[..., state[f"{name}.channels"]] @ state[f"{name}.s.weight"].T
+        return gamma * (h if plain else silu(h)) @ up(cfg, state, name).T + (1 - gamma) * sparse
+
+    return project
+
+
+def lax(cfg: Config, state: State) -> Project:
+    """y = B z, z = phi(norm(A x + G(c))); c is what the same projection of the block before hands on, z or phi(A x).
+
+    The norm may come after B, and the sum after phi. G(c) is W c + b, or E2^T C E1 with c as a matrix C [n1, n2].
+    """
+    knobs, crossing = cfg.backbone.knobs, {}
+    phi = silu if cfg.backbone.name == "cola_lax" else (lambda h: h)
+
+    def gate(name, c):
+        if knobs["gate"] == "dense":
+            return c @ state[f"{name}.gate.weight"].T + state[f"{name}.gate.bias"]
+        e1, e2 = state[f"{name}.gate.e1"], state[f"{name}.gate.e2"]
+        return (e2.T @ c.reshape(*c.shape[:-1], len(e2), len(e1)) @ e1).reshape(c.shape)
+
+    def project(name, x):
+        block, rest = name.removeprefix("model.layers.").split(".", 1)
+        b, h = up(cfg, state, name), x @ state[f"{name}.a.weight"].T
+        if block == "0":
+            crossing[rest] = phi(h)
+            return phi(h) @ b.T
+
+        def norm(h):
+            return layer_norm(state, f"{name}.norm", h) if knobs["norm"] == "latent" else h
+
+        crossed = gate(name, crossing[rest])
+        z = phi(norm(h + crossed)) if knobs["crossing"] == "pre_act" else norm(phi(h) + crossed)
+        crossing[rest] = z if knobs["recursive"] else phi(h)
+        return layer_norm(state, f"{name}.norm", z @ b.T) if knobs["norm"] == "output" else z @ b.T
+
+    return project
+
+
+def lora(cfg: Config, state: State) -> Project:
+    """y = W0 x + alpha / r B A x."""
+
+    def project(name, x):
+        w, a, b = (state[f"{name}.{leaf}"] for leaf in ("weight", "a.weight", "b.weight"))
+        return x @ w.T + cfg.backbone.alpha / cfg.backbone.rank * (x @ a.T @ b.T)
+
+    return project
+
+
+def sltrain(cfg: Config, state: State) -> Project:
+    """y = (alpha / r B A + S) x, S from its values and their flat positions."""
+
+    def project(name, x):
+        a, b, values, index = (state[f"{name}.{leaf}"] for leaf in ("a.weight", "b.weight", "values", "index"))
+        product = b @ a
+        s = torch.zeros(product.numel(), dtype=x.dtype).scatter(0, index, values).view(product.shape)
+        return x @ (cfg.backbone.alpha / cfg.backbone.rank * product + s).T
+
+    return project
+
+
+FORMULAS = {"full": full, "lowrank": lowrank, "cola": lowrank, "lost": lost, "lax": lax, "cola_lax": lax}
+FORMULAS |= {"lora": lora, "relora": lora, "sltrain": sltrain}
+
+
+def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """The summed loss of ``rows`` (ids, targets), each by itself."""
+    scale, silu_of_swiglu = cfg.scale, cfg.backbone.knobs.get("swiglu_silu", True)
+    project = FORMULAS[cfg.backbone.name]
+    return sum(
+        reference_loss(state, *row, scale.num_heads, scale.num_layers, project(cfg, state), silu_of_swiglu)
+        for row in rows
+    )
+
+
+# ----------------------------------------------------------------------------------------------------
+# Models
+
+
 def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> Config:
     """The smallest shape that has every part: two heads, and by default a feed-forward width that is padded."""
     shape = f"scale=tiny scale.hidden_size=32 scale.intermediate_size={width} scale.num_heads=2"
@@ -80,48 +205,18 @@ def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> C
     return load([*words, *overrides])
 
 
-def tied(model: Llama) -> bool:
-    holders = [m for m in model.modules() if isinstance(m, GroupHolder)]
-    return all(stack.is_tied() for m in holders for group in m.groups() for stack in group.stacks())
+def with_checkpointing(cfg: Config, mode: str) -> Config:
+    return replace(cfg, train=replace(cfg.train, activation_checkpointing=mode))
 
 
-def assert_follows_formula(
-    cfg: Config,
-    formula: Callable[[dict[str, Tensor]], Project],
-    grouped: bool,
-    prepare: Callable[[Llama], object] = lambda model: None,
-) -> None:
-    """The loss and every gradient of the model are those of ``reference_loss``, in float64.
-
-    ``formula(state)`` is the backbone's projection for the parameters and buffers of ``state``. ``prepare`` may change
-    the initial weights, for instance where the start hides a term.
+def disturbed(cfg: Config, dtype: torch.dtype = torch.float64) -> Llama:
+    """The model of ``cfg``, with noise on what starts constant (norms, biases, a B of zeros, learned scalars): the
+    start would hide a term. The embedding has unit scale: at 0.02 the first norm multiplies rounding errors by 50.
     """
-    model = Llama(cfg, VOCAB, grouped=grouped)
-    model.init_(3)
-    model.double()
+    model, generator = build(cfg, VOCAB, CPU, dtype), torch.Generator().manual_seed(9)
     with torch.no_grad():
-        prepare(model)
-    ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
-    targets[0, :4] = -100
-    loss = model(ids, targets)
-    loss.backward()
-
-    state = {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in model.state_dict().items()}
-    silu_of_swiglu = cfg.backbone.knobs.get("swiglu_silu", True)
-    scale, project = cfg.scale, formula(state)
-    expected = reference_loss(state, ids, targets, scale.num_heads, scale.num_layers, project, silu_of_swiglu)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    for name, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        assert state[name].grad is not None and state[name].grad.any(), f"{name}: no gradient to compare"
-        torch.testing.assert_close(p.grad, state[name].grad, rtol=1e-9, atol=1e-11, msg=name)
-
-
-def nonzero_b(model: Llama) -> None:
-    """Initially B = 0, which hides A."""
-    generator = torch.Generator().manual_seed(1)
-    for name, p in model.named_parameters():
-        if name.endswith(".b.weight"):
-            p.copy_(torch.randn(p.shape, generator=generator) / 6)
+        model.model.embed_tokens.weight.mul_(50)
+        for p in model.parameters():
+            if p.requires_grad and (p == p.flatten()[0]).all():
+                p.add_(torch.randn(p.shape, generator=generator), alpha=0.3)
+    return model

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dlr_pretrain.models import active, attach_dlr, factorize_, fold_, multiply_
-from tests.parity.reference import r_transposed
+from dlr_pretrain.models import active, attach_dlr, build, factorize_, fold_, multiply_
+from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
 RANK = 6
 
@@ -180,62 +180,133 @@ def test_a_llama_that_was_factorised_and_folded_is_a_lowrank_llama_of_this_packa
 
 
 # ----------------------------------------------------------------------------------------------------
-# Refused
-
-
-def pair(**names: nn.Module) -> nn.ModuleDict:
-    return nn.ModuleDict(names)
+# One layer of somebody else's, with a bias
 
 
 def layer(d_in: int = 8, rank: int = 4, d_out: int = 10) -> nn.ModuleDict:
     torch.manual_seed(0)
-    return pair(a=nn.Linear(d_in, rank), b=nn.Linear(rank, d_out))
+    return nn.ModuleDict({"a": nn.Linear(d_in, rank), "b": nn.Linear(rank, d_out)})
 
 
-def test_a_weight_with_another_user_is_refused_by_both_names():
-    model = pair(one=layer(), two=layer())
+def run(model: nn.ModuleDict) -> torch.Tensor:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    return model["b"](torch.tanh(model["a"](x.to(model["a"].weight))))
+
+
+@pytest.mark.parametrize("impl", ["weight", "branch"])
+def test_a_layer_computes_the_formula_and_its_gradients(impl):
+    model, plain = layer().double(), layer().double()
+    assert attach_dlr(model, alpha=0.7, impl=impl, learn_alpha=True) == ["b"]
+    alpha = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    r = r_transposed(10, 4).double()
+    z = torch.tanh(plain["a"](torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).double()))
+    expected = z @ (plain["b"].weight + alpha / math.sqrt(3) * r).T + plain["b"].bias
+    expected.square().sum().backward()
+    with active(model):
+        y = run(model)
+        y.square().sum().backward()
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(model["b"].dlr_alpha.grad, alpha.grad, rtol=1e-12, atol=0)
+    for p, q in zip((p for n, p in model.named_parameters() if n != "b.dlr_alpha"), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-13)
+    twin = copy.deepcopy(model)
+    fold_(twin)
+    torch.testing.assert_close(run(twin), expected, rtol=1e-13, atol=1e-14)
+    assert torch.equal(model["b"].weight, plain["b"].weight)  # a copy is independent, and B is what it was
+
+
+def test_up_projections_are_found_named_or_chosen():
+    model = nn.ModuleDict({"one": layer(), "two": nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 10))})
+    assert attach_dlr(copy.deepcopy(model)) == ["one.b"]
+    assert attach_dlr(copy.deepcopy(model), match="two.1") == ["two.1"]
+    assert attach_dlr(copy.deepcopy(model), match=lambda name, m: m.in_features == 4) == ["one.b", "two.1"]
+    assert attach_dlr(nn.Linear(4, 10)) == [""]
+    model["same"] = model["one"]  # one layer under two names is one layer
+    assert attach_dlr(model) == ["one.b"] and fold_(model) == 1
+
+
+def tied() -> nn.ModuleDict:
+    model = nn.ModuleDict({"one": layer(), "two": layer()})
     model["two"]["b"].weight = model["one"]["b"].weight
-    with pytest.raises(ValueError, match=r"one\.b\.weight and two\.b\.weight are one parameter"):
-        attach_dlr(model)
-    assert not hasattr(model["one"]["b"], "residual")
-    with pytest.raises(ValueError, match="its weight is used under two names"):
-        factorize_(model, 2, "*.b")
+    return model
 
 
-def test_one_layer_under_two_names_is_one_layer():
-    shared = layer()
-    model = pair(one=shared, two=shared)
-    assert attach_dlr(model) == ["one.b"]
-    assert fold_(model) == 1
-
-
-def test_weights_that_cannot_carry_a_residual_are_refused():
-    """Beside -beta, bf16 would round the entries' own values away, and most of their updates."""
-    computed = layer()
-    nn.utils.parametrizations.weight_norm(computed["b"])
-    for model, arguments, message in (
-        (computed, {}, "b: its weight is computed from others"),
-        (layer().to(torch.bfloat16), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
-        (layer().requires_grad_(False), {"learn_alpha": True}, "which is frozen"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            attach_dlr(model, **arguments)
-
-
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"alpha": math.nan}, "alpha=nan: must be a finite number"),
-    ({"alpha": math.inf}, "alpha=inf"),
-    ({"learn_alpha": True, "train_b": False}, "train_b=False: B stays zero"),
-    ({"keep_output": True, "train_b": False}, "train_b=False: B stays zero"),
-    ({"impl": "fused"}, "impl='fused'"),
-    ({"grouping": "even"}, "grouping='even'"),
-])  # fmt: skip
-def test_contradictory_arguments_are_refused_and_nothing_is_attached(arguments, message):
+def computed() -> nn.ModuleDict:
     model = layer()
+    nn.utils.parametrizations.weight_norm(model["b"])
+    return model
+
+
+@pytest.mark.parametrize(("make", "arguments", "message"), [
+    (tied, {}, r"one\.b\.weight and two\.b\.weight are one parameter"),
+    (computed, {}, "b: its weight is computed from others"),
+    (nn.ReLU, {}, "no up-projection"),
+    (layer, {"match": "*.nothing"}, "no up-projection"),
+    (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
+    (lambda: layer().requires_grad_(False), {"learn_alpha": True}, "which is frozen"),
+    (layer, {"alpha": math.nan}, "alpha=nan: must be a finite number"),
+    (layer, {"learn_alpha": True, "train_b": False}, "train_b=False: B stays zero"),
+    (layer, {"impl": "fused"}, "impl='fused'"),
+    (layer, {"grouping": "even"}, "grouping='even'"),
+])  # fmt: skip
+def test_what_cannot_carry_a_residual_is_refused_and_nothing_is_attached(make, arguments, message):
+    model = make()
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=message):
         attach_dlr(model, **arguments)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(hasattr(m, "residual") for m in model.modules())
+
+
+def test_the_steps_of_the_interface_are_refused_out_of_order():
+    model = layer()
+    for act in (fold_, lambda m: active(m).__enter__()):
+        with pytest.raises(ValueError, match="no residual: call attach_dlr"):
+            act(model)
+    attach_dlr(model)
+    with pytest.raises(ValueError, match="has a residual already"):
+        attach_dlr(model)
+    with active(model):
+        for act in (nn.Module.state_dict, fold_, lambda m: active(m).__enter__()):
+            with pytest.raises(RuntimeError, match="merged"):
+                act(model)
+    fold_(model)
+    with pytest.raises(ValueError, match="folded already"):
+        fold_(model)
+    with pytest.raises(ValueError, match="was folded"):
+        attach_dlr(model)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Inside and outside of ``active``
+
+
+@pytest.mark.parametrize("learn_alpha", [False, True])
+def test_a_forward_pass_that_leaves_the_residual_out_is_refused(learn_alpha):
+    """Eager, compiled, through a part of the model, and through the grouped products that call no layer."""
+    model, x = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 10)), torch.randn(2, 6)
+    attach_dlr(model, match="1", learn_alpha=learn_alpha)
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    llama, ids = build(small("cola", "dlr=on"), VOCAB, CPU), torch.zeros(1, 4, dtype=torch.long)
+    ours = (lambda: llama(ids, ids), lambda: llama.logits(ids))
+    for forward in (lambda: model(x), lambda: model[1](x[:, :4]), lambda: compiled(x), *ours):
+        with pytest.raises(RuntimeError, match=r"is that of another model. Run it inside .*active\(model\)"):
+            forward()
+    with active(model), active(compiled), active(llama):
+        assert torch.equal(model(x), compiled(x)) and llama(ids, ids).requires_grad
+    for m in (model, compiled, llama):
+        fold_(m)
+    assert torch.equal(model(x), compiled(x)) and llama.logits(ids).requires_grad
+
+
+def test_a_backward_pass_after_the_residual_was_taken_out_is_refused():
+    """It would multiply by B where the forward pass multiplied by B + beta R^T."""
+    model = layer()
+    attach_dlr(model)
+    with active(model):
+        loss = run(model).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("optimizer", [
@@ -246,14 +317,10 @@ def test_an_update_inside_active_is_an_error(optimizer):
     model = layer()
     attach_dlr(model)
     updates = optimizer(model.parameters())
-
-    def step():
-        model["b"](model["a"](torch.ones(2, 8))).sum().backward()
-        updates.step()
-
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RuntimeError, match=r"b: .* call optimizer.step\(\) outside `active`"), active(model):
-        step()
+        run(model).sum().backward()
+        updates.step()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     other = layer()
     with active(model):  # somebody else's weights may be updated
@@ -262,43 +329,40 @@ def test_an_update_inside_active_is_an_error(optimizer):
     assert not torch.equal(before["b.weight"], model["b"].weight)
 
 
-def test_other_changes_inside_active_are_found_at_its_end():
+def test_other_changes_inside_active_are_found_at_its_end_and_what_the_body_raises_comes_first():
     model = layer()
     attach_dlr(model)
     with pytest.raises(RuntimeError, match=r"b: the weight was changed inside"), active(model), torch.no_grad():
         model["b"].weight *= 0.9
-    with active(model):  # the next one is judged by itself
-        model["b"](model["a"](torch.ones(2, 8)))
-    with pytest.raises(ZeroDivisionError), active(model):  # what the body says comes first
-        model["b"].weight.requires_grad_(False).mul_(0.9)
-        1 / 0  # noqa: B018
-
-
-def test_loading_inside_active_is_an_error_and_changes_nothing():
-    model = layer()
-    state = copy.deepcopy(model.state_dict())
-    attach_dlr(model)
     before = model["b"].weight.clone()
-    with active(model), pytest.raises(RuntimeError, match="load outside `active`"):
-        model["b"].load_state_dict({"weight": torch.zeros(10, 4), "bias": torch.zeros(10)})
-    assert torch.equal(model["b"].weight, before)
-    with pytest.raises(RuntimeError, match=r"b\.weight: the state has no b\.dlr_mark.*before attach_dlr"):
-        model.load_state_dict(state)  # of before the residual
+    with pytest.raises(ZeroDivisionError), active(model):
+        assert not torch.equal(model["b"].weight, before)
+        1 / 0  # noqa: B018
     assert torch.equal(model["b"].weight, before)
 
 
-def test_a_state_without_its_residual_is_known_as_such():
-    model, plain = layer(), layer()
+# ----------------------------------------------------------------------------------------------------
+# States
+
+
+def test_a_state_is_loaded_by_the_model_that_it_is_of():
+    plain, before = layer(), copy.deepcopy(layer().state_dict())
+    model, other = layer(), layer()
     attach_dlr(model, alpha=0.5)
+    attach_dlr(other, alpha=1.0)
     state = model.state_dict()
     assert state["b.dlr_mark"][0].item() == 0.5 / math.sqrt(3)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*b\.dlr_mark"):
-        plain.load_state_dict(state)
+    for into, given, message in (
+        (plain, state, r"Unexpected key.*b\.dlr_mark"),
+        (other, state, r"trained with beta=0\.288675, here it is 0\.57735"),
+        (model, before, r"b\.weight: the state has no b\.dlr_mark.*before attach_dlr"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            into.load_state_dict(given)
     model.load_state_dict(state)
-    other = layer()
-    attach_dlr(other, alpha=1.0)
-    with pytest.raises(RuntimeError, match=r"trained with beta=0\.288675, here it is 0\.57735"):
-        other.load_state_dict(state)
+    with active(model), pytest.raises(RuntimeError, match="load outside `active`"):
+        model["b"].load_state_dict({"weight": torch.zeros(10, 4), "bias": torch.zeros(10)})
+    assert torch.equal(model["b"].weight, before["b.weight"])
     fold_(model)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain["b"].weight, model["b"].weight)
@@ -326,36 +390,33 @@ def test_a_learned_alpha_is_not_part_of_the_mark_and_its_divisor_is():
         other.load_state_dict(one.state_dict())
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"rank": 9, "match": "*.b"}, r"rank=9: one\.b has a weight of shape \[10, 4\]"),
-    ({"rank": 0, "match": "*.b"}, "rank=0"),
-    ({"rank": 2, "match": "*.nothing"}, "no linear layer"),
-    ({"rank": 2, "match": "*.b", "activation": F.silu}, "set from_weights=False"),
+# ----------------------------------------------------------------------------------------------------
+# What cannot be factorised or multiplied out
+
+
+@pytest.mark.parametrize(("make", "given", "message"), [
+    (layer, {"rank": 9, "match": "b"}, r"rank=9: b has a weight of shape \[10, 4\]"),
+    (layer, {"rank": 0, "match": "b"}, "rank=0"),
+    (layer, {"rank": 2, "match": "*.nothing"}, "no linear layer"),
+    (layer, {"rank": 2, "match": "b", "activation": F.silu}, "set from_weights=False"),
+    (tied, {"rank": 2, "match": "*.b"}, "its weight is used under two names"),
 ])  # fmt: skip
-def test_what_cannot_be_factorised_is_refused(given, message):
+def test_what_cannot_be_factorised_is_refused(make, given, message):
     with pytest.raises(ValueError, match=message):
-        factorize_(pair(one=layer()), given.pop("rank"), given.pop("match"), **given)
+        factorize_(make(), **given)
 
 
 def test_what_is_no_matrix_or_not_folded_is_not_multiplied_out():
-    model = pair(one=layer())
+    model = layer()
     with pytest.raises(ValueError, match="no layers of factorize_"):
         multiply_(model)
-    factorize_(model, 3, "one.b")
-    attach_dlr(model)
-    with pytest.raises(ValueError, match=r"one\.b: call fold_ first"):
+    model["b"].weight.requires_grad_(False)
+    factorize_(model, 3, "b")
+    assert not model["b"].a.weight.requires_grad and not model["b"].b.weight.requires_grad  # frozen ones stay frozen
+    attach_dlr(model, match="b.b")
+    with pytest.raises(ValueError, match=r"b: call fold_ first"):
         multiply_(model)
-    model = pair(one=layer())
-    factorize_(model, 3, "one.b", from_weights=False, activation=F.silu)
+    model = layer()
+    factorize_(model, 3, "b", from_weights=False, activation=F.silu)
     with pytest.raises(ValueError, match="is no matrix"):
         multiply_(model)
-
-
-def test_a_weight_with_another_user_is_not_factorized_and_frozen_ones_stay_frozen():
-    model = nn.ModuleDict({"embedding": nn.Embedding(12, 8), "head": nn.Linear(8, 12), "up": nn.Linear(8, 12)})
-    model["head"].weight = model["embedding"].weight
-    model["up"].weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="head: its weight is used under two names"):
-        factorize_(model, 2, "*")
-    factorize_(model, 2, "up")
-    assert not model["up"].a.weight.requires_grad and not model["up"].b.weight.requires_grad

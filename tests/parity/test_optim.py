@@ -1,8 +1,10 @@
-"""What all optimizers share, and AdamW: formula, masked updates, state as tensors, its size, and ReLoRA's pruning."""
+"""Every optimizer: fifty steps against its paper's algorithm in float64, and what all of them share."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.galore import projector
 from dlr_pretrain.util.errors import UserError
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
@@ -25,6 +28,8 @@ CHOICES = {
 }
 GO, SKIP = torch.tensor(0.0), torch.tensor(1.0)
 LAYER = "model.layers.0."
+UNDECAYED = {f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.a.weight", "lm_head.weight"}
+UNDECAYED |= {f"{LAYER}self_attn.o_proj.b.weight"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,19 +40,23 @@ def eager():
     torch.compiler.set_stance("default")
 
 
+def chosen(name: str, **knobs) -> Choice:
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+    return Choice(name, CHOICES[name] | knobs)
+
+
 @pytest.fixture(params=CHOICES)
 def choice(request) -> Choice:
-    if request.param == "adamw_8bit":
-        pytest.importorskip("torchao")
-    return Choice(request.param, CHOICES[request.param])
+    return chosen(request.param)
 
 
-def draw(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
     """Parameters as models have them: views of one storage, column-major ones, pairs of factors, vectors."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     qk = normal(2, 64, 64)
     drawn = {
@@ -65,16 +74,21 @@ def draw(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]
     return {name: p.detach().requires_grad_() for name, p in drawn.items()}
 
 
-def give_gradients(parameters: dict[str, Tensor], seed: int) -> None:
+def give_gradients(parameters: dict[str, Tensor], seed: int, scale: float = 1.0) -> None:
     """In each parameter's own memory layout, as autograd makes them."""
-    for p, g in zip(parameters.values(), draw(seed=1000 + seed).values(), strict=True):
-        p.grad = torch.empty_like(p, requires_grad=False).copy_(g.detach())
+    given = draw(next(iter(parameters.values())).dtype, seed=1000 + seed)
+    for p, g in zip(parameters.values(), given.values(), strict=True):
+        p.grad = torch.empty_like(p, requires_grad=False).copy_(scale * g.detach())
 
 
 def updated(optimizer: optim.Optimizer, seeds: range) -> None:
     for seed in seeds:
         give_gradients(optimizer.parameters, seed)
-        optimizer.update(0.01, skip=GO, index=seed)
+        optimizer.update(0.01, skip=torch.zeros_like(GO, device=device_of(optimizer)), index=seed)
+
+
+def device_of(optimizer: optim.Optimizer) -> torch.device:
+    return optimizer.parameters["lm_head.weight"].device
 
 
 def everything(optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -88,52 +102,242 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def assert_same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        assert (a[name].dtype, a[name].stride()) == (b[name].dtype, b[name].stride()), name
+        assert (a[name].dtype, a[name].stride(), a[name].device) == (b[name].dtype, b[name].stride(), b[name].device)
         assert torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_foreach"])
-def test_adamw_follows_its_formula(name):
-    generator = torch.Generator().manual_seed(0)
-    names = ("decayed", "undecayed")
-    start = {name: torch.randn(4, 3, dtype=torch.float64, generator=generator) for name in names}
-    parameters = {name: w.clone().requires_grad_() for name, w in start.items()}
-    optimizer = optim.build(Choice(name, ADAM), parameters, undecayed={"undecayed"})
-    moments = {name: (torch.zeros_like(w), torch.zeros_like(w)) for name, w in start.items()}
-    for t in range(1, 51):
-        lr = 0.01 / t
-        for name, p in parameters.items():
-            g = torch.randn(4, 3, dtype=torch.float64, generator=generator)
-            m, v = moments[name]
-            moments[name] = m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
-            change = lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
-            start[name] = (1 - lr * (0.0 if name == "undecayed" else 0.1)) * start[name] - change
-            p.grad = g
-        optimizer.update(lr, skip=GO)
-    for name, p in parameters.items():
-        torch.testing.assert_close(p.detach(), start[name], rtol=1e-12, atol=1e-14)
+# ----------------------------------------------------------------------------------------------------
+# The algorithms, of one parameter: (start, gradients, rates, decay) -> where it is after all updates
+
+
+def adamw(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
+    """Loshchilov and Hutter, 2019."""
+    m = v = 0.0
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), 1):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = (1 - lr * decay) * w - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
+    return w
+
+
+def adamw_8bit(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
+    """AdamW whose moments are quantised after each update, if they have 4096 values or more (Dettmers et al., 2022)."""
+    if w.numel() < 4096:
+        return adamw(w, gradients, rates, decay)
+    m, v = torch.zeros_like(w), torch.zeros_like(w)
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True), 1):
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = (1 - lr * decay) * w - lr * (m / (1 - 0.9**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-6)
+        m, v = quantized(m, signed=True), quantized(v, signed=False)
+    return w
+
+
+def quantized(x: Tensor, signed: bool, block: int = 256) -> Tensor:
+    """Each block, in row-major order, divided by its largest absolute value and rounded to the map."""
+    codes, blocks = dynamic_map(signed), x.reshape(-1, block)
+    scale = blocks.abs().amax(1, keepdim=True)
+    upper = torch.searchsorted(codes, blocks / scale).clamp(1, 255)
+    low, high = codes[upper - 1], codes[upper]
+    return (torch.where(blocks / scale - low < high - blocks / scale, low, high) * scale).view(x.shape)
+
+
+def dynamic_map(signed: bool) -> Tensor:
+    """The 256 values of dynamic tree quantisation: seven decades, each with a bit more than the one below; the sign,
+    where there is one, takes a bit from all.
+    """
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        middle = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        values += [middle, -middle] if signed else [middle]
+    return torch.cat(values).sort().values
+
+
+def muon(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
+    """Jordan et al., 2024, at the root mean square of Liu et al., 2025: 0.2 sqrt(max(m, n)) times an orthogonal matrix,
+    from Newton and Schulz's iteration of fifth order, which acts on the singular values alone.
+    """
+    momentum = torch.zeros_like(w)
+    for g, lr in zip(gradients, rates, strict=True):
+        momentum = 0.95 * momentum + 0.05 * g
+        direction = 0.05 * g + 0.95 * momentum  # Nesterov's
+        u, s, vh = torch.linalg.svd(direction / direction.norm(), full_matrices=False)
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        w = (1 - lr * decay) * w - lr * 0.2 * math.sqrt(max(w.shape)) * u @ torch.diag(s) @ vh
+    return w
+
+
+def adam(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float, restart: int = 50) -> Tensor:
+    """As in GaLore's code: epsilon before the bias correction, decay after the update. LORO restarts its moments."""
+    m = v = 0.0
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True)):
+        k = t % restart + 1
+        if k == 1:
+            m = v = 0.0
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w = w - lr * math.sqrt(1 - 0.99**k) / (1 - 0.9**k) * m / (v.sqrt() + 1e-6)
+        w = (1 - lr * decay) * w
+    return w
+
+
+def fira(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float, rest: bool = True) -> Tensor:
+    """GaLore (Zhao et al., 2024): Adam on R = G P^T or P^T G. Fira (Chen et al., 2024) adds the rest (G - a back(R)),
+    scaled as Adam scales R, whose norm may grow by 1% an update.
+    """
+    m = v = previous = 0.0
+    right = w.shape[0] >= w.shape[1]
+    for k, (g, lr) in enumerate(zip(gradients, rates, strict=True)):
+        if k % 3 == 0:
+            u, _, vh = torch.linalg.svd(g, full_matrices=False)
+            p = vh[:4] if right else u[:, :4]
+
+        def back(x: Tensor, p: Tensor = p) -> Tensor:
+            return 0.25 * (x @ p if right else p @ x)
+
+        r = g @ p.T if right else p.T @ g
+        m, v = 0.9 * m + 0.1 * r, 0.99 * v + 0.01 * r * r
+        n = m / (v.sqrt() + 1e-6)
+        change = back(n)
+        if rest:
+            along = 1 if right else 0
+            phi = n.norm(dim=along, keepdim=True) / (r.norm(dim=along, keepdim=True) + 1e-8)
+            s = (g - back(r)) * phi
+            limit = max(s.norm() / (previous + 1e-8), 1.01) / 1.01 if k else 1.0
+            s, previous = s / limit, s.norm() / limit
+            change = change + s
+        w = w - lr * math.sqrt(1 - 0.99 ** (k + 1)) / (1 - 0.9 ** (k + 1)) * change
+        w = w - lr * decay * w
+    return w
+
+
+def galore(w: Tensor, gradients: list[Tensor], rates: list[float], decay: float) -> Tensor:
+    return fira(w, gradients, rates, decay, rest=False)
+
+
+def loro(b: Tensor, a: Tensor, gradients: list[Tensor], rates: list[float], decay: float, hidden: int = 64) -> Tensor:
+    """The product B A^T (Mo et al., 2025), A [d_in, r], from the gradients of the product. Every fourth step is exact:
+    to the nearest matrix of rank r, along the tangent direction that Adam's directions of A and B stand for.
+    """
+    r, ma, va, mb, vb = a.shape[1], 0.0, 0.0, 0.0, 0.0
+    for t, (g, lr) in enumerate(zip(gradients, rates, strict=True)):
+        k = t % 4 + 1
+        if k == 1:
+            ma = va = mb = vb = 0.0
+        ga, gb = g.T @ b, g @ a
+        ma, va, mb, vb = 0.9 * ma + 0.1 * ga, 0.99 * va + 0.01 * ga**2, 0.9 * mb + 0.1 * gb, 0.99 * vb + 0.01 * gb**2
+        da, db = ma / (va.sqrt() + 1e-6), mb / (vb.sqrt() + 1e-6)
+        eta = lr * math.sqrt(1 - 0.99**k) / (1 - 0.9**k)
+        if k == 4:
+            a_inverse, b_inverse = torch.linalg.pinv(a), torch.linalg.pinv(b)
+            tangent = b_inverse.T @ da.T + (torch.eye(len(b), dtype=b.dtype) - b @ b_inverse) @ db @ a_inverse
+            p, d, qh = torch.linalg.svd(b @ a.T - eta * tangent)
+            a, b = qh[:r].T * d[:r].sqrt(), p[:, :r] * d[:r].sqrt()
+        else:
+            a, b = ((1 - decay * eta) * (x - eta * r / hidden * dx) for x, dx in ((a, da), (b, db)))
+    return b @ a.T
+
+
+# ----------------------------------------------------------------------------------------------------
+# Fifty steps
+
+
+MATRICES: dict[str, Callable] = {"adamw": adamw, "adamw_foreach": adamw, "adamw_8bit": adamw_8bit}
+MATRICES |= {"galore": galore, "fira": fira, "muon": muon}
+STEPS = 50
+RATES = [0.02 / (1 + t % 8) for t in range(STEPS)]
+
+
+def fifty(optimizer: optim.Optimizer) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """Takes fifty steps, of sizes that vary over orders of magnitude. Returns the gradients of each parameter, and of
+    the products of the pairs of factors, by the name of B: theirs are taken at the factors of the time.
+    """
+    given = {name: [] for name in optimizer.parameters}
+    products = {name: [] for name in given if name.endswith(".b.weight")}
+    for t in range(STEPS):
+        give_gradients(optimizer.parameters, t, 10 ** math.sin(t))
+        for name, found in products.items():
+            b, a = (optimizer.parameters[name.replace(".b.", f".{leaf}.")] for leaf in "ba")
+            g = torch.randn(len(b), a.shape[1], dtype=b.dtype, generator=torch.Generator().manual_seed(t))
+            a.grad.copy_(b.detach().T @ g), b.grad.copy_(g @ a.detach().T)
+            found.append(g)
+        for name, p in optimizer.parameters.items():
+            given[name].append(p.grad.clone())
+        optimizer.update(RATES[t], skip=GO, index=t)
+    return given, products
+
+
+@pytest.mark.parametrize(("name", "rounding"), [*((name, None) for name in CHOICES), ("adamw", 0), ("adamw_8bit", 0)])
+def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
+    """With ``rounding`` by the update that rounds bf16 parameters at random, which these are not."""
+    optimizer = optim.build(chosen(name), draw(torch.float64), UNDECAYED, rounding_seed=rounding)
+    given, products = fifty(optimizer)
+    start = {full: p.detach() for full, p in draw(torch.float64).items()}
+    plain = adamw if name.startswith(("adamw", "muon")) else partial(adam, restart=4 if name == "loro" else STEPS)
+    for full, p in optimizer.parameters.items():
+        decay, found = 0.0 if full in UNDECAYED else 0.1, p.detach()
+        if name == "loro" and full in products:  # the signs of singular vectors are anybody's choice
+            a = full.replace(".b.", ".a.")
+            expected = loro(start[full], start[a].T, products[full], RATES, decay)
+            torch.testing.assert_close(found @ optimizer.parameters[a].detach(), expected, rtol=0, atol=1e-12)
+        if name == "loro" and full.replace(".a.", ".b.") in products:
+            continue
+        matrix = full.startswith("model.layers") and p.dim() == 2
+        expected = (MATRICES.get(name, plain) if matrix else plain)(start[full], given[full], RATES, decay)
+        moved = (expected - start[full]).norm()
+        assert moved > 1e-3 * start[full].norm()
+        if name == "muon" and matrix:
+            assert (found - expected).norm() < 0.01 * moved, full  # torch iterates in bf16 (eps 2^-8)
+        elif name == "adamw_8bit" and p.numel() >= 4096:
+            # torchao computes in fp32: a value at the middle of two codes may be rounded to the one or the other
+            error = (found - expected).abs()
+            assert (error < 1e-5).double().mean() > 0.99 and error.max() < 0.01, full
+            assert ((expected - adamw(start[full], given[full], RATES, decay)).abs() > 1e-4).double().mean() > 0.9
+        elif name == "adamw_8bit" or rounding is not None:
+            assert (found - expected).norm() < 1e-6 * moved, full  # bias corrections are those of an fp32 counter
+        else:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13, msg=full)
+
+
+# ----------------------------------------------------------------------------------------------------
+# What all optimizers share
+
+
+def updates_masks_and_states(choice: Choice, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Parameters stay where they are, and all of them move. A masked update, even a first one, changes nothing. Between
+    any two updates the state goes through tensors, bit for bit, into a new optimizer, and takes the bytes planned.
+    """
+    one, two = optim.build(choice, draw(dtype, device=device)), optim.build(choice, draw(dtype, device=device))
+    places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.parameters.items()}
+    for seed in range(6):
+        for skipped in (False, True) if seed else (True, False):
+            before = copied(everything(two))
+            if skipped:
+                for p in two.parameters.values():
+                    p.grad = torch.full_like(p, math.nan)
+                two.update(0.1, skip=SKIP.to(device), index=seed)
+                if seed:
+                    assert_same_bits(everything(two), before)
+            else:
+                updated(two, range(seed, seed + 1))
+        updated(one, range(seed, seed + 1))
+        tensors = {name: value.clone().contiguous() for name, value in two.state_tensors().items()}
+        two = optim.build(choice, two.parameters)
+        two.load_state_tensors(tensors)
+        for value in tensors.values():  # nothing is shared with what was loaded
+            value.zero_()
+        assert_same_bits(everything(one), everything(two))
+        for name, p in two.parameters.items():
+            value, *place = places[name]
+            assert [p.data_ptr(), p.stride(), p.dtype] == place and p.isfinite().all(), name
+            # LORO's fourth is an exact step: other factors of the same product
+            assert seed != 2 or 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
+    measured = sum(value.numel() * value.element_size() for value in two.state_tensors().values())
+    assert measured == optim.state_bytes(choice, two.parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_parameters_stay_where_they_are_and_all_of_them_move(choice, dtype):
-    parameters = draw(dtype)
-    before = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in parameters.items()}
-    updated(optim.build(choice, parameters), range(3))
-    for name, p in parameters.items():
-        value, *place = before[name]
-        assert [p.data_ptr(), p.stride(), p.dtype] == place, name
-        assert p.isfinite().all() and 1e-4 < (p.detach() - value).double().square().mean().sqrt() < 0.2, name
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_masked_update_changes_nothing(choice, dtype):
-    optimizer = optim.build(choice, draw(dtype))
-    updated(optimizer, range(3))
-    before = copied(everything(optimizer))
-    for p in optimizer.parameters.values():
-        p.grad = torch.full_like(p, math.nan)
-    optimizer.update(0.1, skip=SKIP, index=3)
-    assert_same_bits(everything(optimizer), before)
+def test_updates_masks_and_states(choice, dtype):
+    updates_masks_and_states(choice, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -143,9 +347,7 @@ def test_an_update_by_a_factor_is_that_of_gradients_times_it(choice, dtype):
     for factor in (torch.tensor(0.125), None):
         optimizer = optim.build(choice, draw(dtype))
         for seed in range(2):
-            give_gradients(optimizer.parameters, seed)
-            if factor is None:
-                torch._foreach_mul_([p.grad for p in optimizer.parameters.values()], 0.125)
+            give_gradients(optimizer.parameters, seed, 1.0 if factor is not None else 0.125)
             optimizer.update(0.01, GO, factor, index=seed)
         ways.append(copied(everything(optimizer)))
     assert_same_bits(*ways)
@@ -162,32 +364,6 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     assert (optimizer.state_tensors()["w/exp_avg"] != expected).float().mean() < 0.01
 
 
-def test_after_a_masked_first_update_the_run_is_as_if_it_had_not_been(choice):
-    masked, other = optim.build(choice, draw()), optim.build(choice, draw())
-    give_gradients(masked.parameters, seed=99)
-    masked.update(0.1, skip=SKIP, index=0)
-    fresh = optim.build(choice, masked.parameters)
-    fresh.load_state_tensors(copied(masked.state_tensors()))
-    for optimizer in (fresh, other):
-        updated(optimizer, range(2))
-    assert_same_bits(everything(fresh), everything(other))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_state_goes_through_tensors_bit_for_bit(choice, dtype):
-    """Saved and loaded between any two updates, into a new optimizer, without a trace in what follows."""
-    one, two = optim.build(choice, draw(dtype)), optim.build(choice, draw(dtype))
-    for seed in range(6):
-        updated(one, range(seed, seed + 1))
-        updated(two, range(seed, seed + 1))
-        tensors = {name: value.clone().contiguous() for name, value in two.state_tensors().items()}
-        two = optim.build(choice, two.parameters)
-        two.load_state_tensors(tensors)
-        for value in tensors.values():  # nothing is shared with what was loaded
-            value.zero_()
-        assert_same_bits(everything(one), everything(two))
-
-
 def test_moments_of_4096_values_or_more_are_quantised(choice):
     optimizer = optim.build(choice, draw())
     updated(optimizer, range(1))
@@ -196,16 +372,6 @@ def test_moments_of_4096_values_or_more_are_quantised(choice):
     expected = {f"{LAYER}{name}/{m}.codes" for name in matrices for m in ("exp_avg", "exp_avg_sq")}
     assert {name for name in state if ".codes" in name} == (expected if choice.name == "adamw_8bit" else set())
     assert all(value.dtype == torch.uint8 for name, value in state.items() if ".codes" in name)
-    assert all(value.shape == torch.Size([]) for name, value in state.items() if "/step" in name)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_state_takes_the_bytes_that_shapes_say(choice, dtype):
-    optimizer = optim.build(choice, draw(dtype))
-    updated(optimizer, range(2))
-    measured = sum(value.numel() * value.element_size() for value in optimizer.state_tensors().values())
-    shapes = {name: torch.empty_like(p, device="meta") for name, p in optimizer.parameters.items()}
-    assert optim.state_bytes(choice, shapes) == measured
 
 
 def test_state_of_another_model_is_refused(choice):
@@ -228,51 +394,9 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
     other = optim.build(choice, optimizer.parameters)
     other.load_state_tensors(copied(optimizer.state_tensors()))
     updated(other, range(4, 6))  # their first updates, beside the fifth and sixth of the others
+    counted = {name: value for name, value in other.state_tensors().items() if name.endswith("/step")}
     assert all(p.isfinite().all() for p in other.parameters.values())
-    assert {
-        other.state_tensors()[f"{name}/step"].item() for name in idle if f"{name}/step" in other.state_tensors()
-    } <= {2}
-
-
-def test_undecayed_parameters_have_no_decay(choice):
-    zero_gradients = {name: torch.zeros_like(p, requires_grad=False) for name, p in draw().items()}
-    undecayed = {f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.a.weight", "lm_head.weight"}
-    undecayed |= {f"{LAYER}self_attn.o_proj.b.weight"}
-    optimizer = optim.build(choice, draw(), undecayed)
-    for name, p in optimizer.parameters.items():
-        p.grad = zero_gradients[name]
-    optimizer.update(0.5, skip=GO, index=0)
-    for name, start in draw().items():
-        value = optimizer.parameters[name].detach()
-        assert torch.equal(value, start.detach()) == (name in undecayed), name
-        torch.testing.assert_close(value, start.detach() * (1 if name in undecayed else 0.95))
-
-
-def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choice):
-    def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        optimizer = optim.build(choice, draw())
-        updated(optimizer, range(3))
-        before = values(optimizer)
-        optimizer.prune(names, keep=0.25, seed=seed)
-        return before, values(optimizer)
-
-    names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
-    before, after = pruned(seed=1)
-    again, other = pruned(seed=1)[1], pruned(seed=2)[1]
-    moments = [full for full in before if full.rsplit("/", 1)[0] in names and full.rsplit("/", 1)[1] in optim.MOMENTS]
-    assert len(moments) == (2 if choice.name == "muon" else 4)
-    kept = {full: (after[full] == before[full]) & (before[full] != 0) for full in moments}
-    for full in before:
-        assert torch.equal(again[full], after[full]), full
-        if full in moments:
-            zero = before[full] == 0  # of 8 bits, some are
-            assert torch.equal(after[full] == 0, ~kept[full])
-            share = kept[full].float().mean() / (~zero).float().mean()
-            assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
-            assert not torch.equal(after[full], other[full])
-        else:
-            assert torch.equal(after[full], before[full]), full
-    assert not torch.equal(kept[moments[0]], kept[moments[1]]) or before[moments[0]].shape != before[moments[1]].shape
+    assert {counted[f"{name}/step"].item() for name in idle if f"{name}/step" in counted} <= {2}
 
 
 def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
@@ -288,36 +412,128 @@ def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
     return out
 
 
+def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choice):
+    names = [f"{LAYER}self_attn.q_proj.weight", f"{LAYER}mlp.up_proj.b.weight"]
+
+    def pruned(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        optimizer = optim.build(choice, draw())
+        updated(optimizer, range(3))
+        before = values(optimizer)
+        optimizer.prune(names, keep=0.25, seed=seed)
+        return before, values(optimizer)
+
+    before, after = pruned(seed=1)
+    again, other = pruned(seed=1)[1], pruned(seed=2)[1]
+    moments = [full for full in before if full.rsplit("/", 1)[0] in names and full.rsplit("/", 1)[1] in optim.MOMENTS]
+    assert len(moments) == (2 if choice.name == "muon" else 4)
+    assert all(torch.equal(again[full], value) for full, value in after.items())
+    assert all(torch.equal(after[full], value) for full, value in before.items() if full not in moments)
+    for full in moments:
+        kept, zero = (after[full] == before[full]) & (before[full] != 0), before[full] == 0  # of 8 bits, some are
+        assert torch.equal(after[full] == 0, ~kept) and not torch.equal(after[full], other[full])
+        share = kept.float().mean() / (~zero).float().mean()
+        assert share == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / zero.numel()))
+
+
+@pytest.mark.parametrize("name", ["galore", "fira"])
+def test_the_trainer_hears_of_each_matrix(name):
+    """A refresh of all projections may take longer than a run is left to stand still."""
+    heard = []
+
+    def heartbeat(items):
+        for item in items:
+            heard.append(item)
+            yield item
+
+    optimizer = optim.build(chosen(name), draw(), heartbeat=heartbeat)
+    updated(optimizer, range(1))
+    assert len(heard) == len(optimizer.parameters)
+
+
 # ----------------------------------------------------------------------------------------------------
-# What pure bf16 does to AdamW (the papers of this family run it on kernels that round after each operation)
+# Parts of single optimizers
 
 
-def run_in(
-    dtype: torch.dtype, name: str, knobs: dict, lr: float, gradients: list[Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where 4,096 weights of N(0, 0.02^2) start and end, and their second moments, in fp32."""
-    start = (0.02 * torch.randn(4096, generator=torch.Generator().manual_seed(1))).to(dtype)
-    p = start.clone().requires_grad_()
-    optimizer = optim.build(Choice(name, knobs), {"p": p})
-    for gradient in gradients:
-        p.grad = gradient.to(dtype)
-        optimizer.update(lr, skip=GO)
-    return start.float(), p.detach().float(), optimizer.state_tensors()["p/exp_avg_sq"].float()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9), (6, 6)])
+def test_galores_projector_is_orthonormal_and_spans_the_leading_directions(shape, dtype):
+    m, n = shape
+    g = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    p = projector(g, rank=3)
+    assert p.dtype == dtype and p.is_contiguous()
+    assert p.shape == ((3, n) if m >= n else (m, 3))
+    rows = (p if m >= n else p.T).double()
+    accuracy = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(rows @ rows.T, torch.eye(3, dtype=torch.float64), rtol=0, atol=accuracy)
+    tail = torch.linalg.svdvals(g.double())[3:].norm()
+    rest = g.double() - (g.double() @ rows.T @ rows if m >= n else rows.T @ rows @ g.double())
+    assert rest.norm() == pytest.approx(float(tail), rel=accuracy, abs=accuracy)
 
 
-def noise(count: int, scale: float = 1.0, seed: int = 2) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [scale * torch.randn(4096, generator=generator) for _ in range(count)]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_loros_exact_step_at_rate_0_leaves_the_product_and_balances_the_factors(dtype):
+    shapes = {"up.a.weight": (3, 8), "up.b.weight": (11, 3), "model.embed_tokens.weight": (5, 6)}
+    generator = torch.Generator().manual_seed(1)
+    start = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    optimizer = optim.build(
+        chosen("loro", exact_every=1), {name: p.clone().requires_grad_() for name, p in start.items()}
+    )
+    for p in optimizer.parameters.values():
+        p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+    optimizer.update(0.0, skip=GO, index=0)
+    (b, a), (b_0, a_0) = (
+        [found[f"up.{leaf}.weight"].detach().double() for leaf in "ba"] for found in (optimizer.parameters, start)
+    )
+    accuracy = {"rtol": 0, "atol": 200 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(b @ a, b_0 @ a_0, **accuracy)
+    torch.testing.assert_close(b.T @ b, a @ a.T, **accuracy)
+    assert (a - a_0).norm() > 0.1  # they are others than before
+
+
+@pytest.mark.parametrize(("first", "left_out"), [(0, 3), (5, None), (9, 10)])
+def test_loros_exact_steps_come_by_the_runs_count_and_start_all_state_anew(first, left_out):
+    """Also where an update was left out, or the state is new in the middle of a run: the rate restarts there."""
+    optimizer, anew = optim.build(chosen("loro", exact_every=8), draw()), []
+    for t in range(first, 25):
+        give_gradients(optimizer.parameters, t)
+        optimizer.update(0.01, skip=torch.tensor(float(t == left_out)), index=t)
+        anew += [t] if not any(value.any() for value in optimizer.state_tensors().values()) else []
+    assert anew == [t for t in (7, 15, 23) if t >= first]
+
+
+@pytest.mark.full
+def test_the_compiled_8_bit_step_is_the_eager_one():
+    results = []
+    for stance in ("default", "force_eager"):
+        with torch.compiler.set_stance(stance):
+            optimizer = optim.build(chosen("adamw_8bit"), draw(torch.bfloat16), compiled=stance == "default")
+            places = [(p.data_ptr(), p.stride()) for p in optimizer.parameters.values()]
+            updated(optimizer, range(5))
+            assert [(p.data_ptr(), p.stride()) for p in optimizer.parameters.values()] == places
+            results.append(torch.cat([p.detach().float().flatten() for p in optimizer.parameters.values()]))
+    assert (results[0] != results[1]).float().mean() < 0.01
+    torch.testing.assert_close(*results, rtol=0.01, atol=1e-4)
 
 
 def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_rounds_once():
-    """Share of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic."""
-    gradients = noise(200)
+    """What pure bf16 does to AdamW: the papers of this family run it on kernels that round after each operation. Share
+    of the start that decay leaves: (1 - lr decay)^200 = 0.82 in exact arithmetic.
+    """
+    start, generator = 0.02 * torch.randn(4096, generator=torch.Generator().manual_seed(1)), torch.Generator()
+    generator.manual_seed(2)
+    gradients = [torch.randn(4096, generator=generator) for _ in range(200)]
+
+    def end(dtype: torch.dtype, name: str, decay: float) -> Tensor:
+        p = start.to(dtype).clone().requires_grad_()
+        optimizer = optim.build(Choice(name, ADAM | {"weight_decay": decay}), {"p": p})
+        for gradient in gradients:
+            p.grad = gradient.to(dtype)
+            optimizer.update(0.01, skip=GO)
+        return p.detach().float()
 
     def left(dtype: torch.dtype, name: str) -> float:
-        start, decayed, _ = run_in(dtype, name, ADAM, 0.01, gradients)
-        _, plain, _ = run_in(dtype, name, ADAM | {"weight_decay": 0.0}, 0.01, gradients)
-        return 1 + ((decayed - plain) @ start / (start @ start)).item()
+        first = start.to(dtype).float()
+        return 1 + ((end(dtype, name, 0.1) - end(dtype, name, 0.0)) @ first / (first @ first)).item()
 
     assert left(torch.bfloat16, "adamw_foreach") == 1.0
     assert left(torch.bfloat16, "adamw") == pytest.approx(0.82, abs=0.06)

@@ -1,0 +1,225 @@
+"""How every backbone starts: initial values, channels and supports; its parameters to the unit; ReLoRA's merges."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.linear import SeededInit, named_groups
+from dlr_pretrain.models.lowrank import leading
+from tests.parity.reference import CPU, FORMULAS, VOCAB, disturbed, small
+
+LOST = ("lost", "backbone.rank=8", "backbone.sparsity=0.2")
+
+
+def projections(model: Llama) -> dict[str, nn.Module]:
+    return {name: p for prefix, group in named_groups(model) for name, p in group.named(prefix)}
+
+
+def at_60m(*words: str) -> Llama:
+    return build(load(["scale=60m", "data=sample", "scale.num_layers=2", *words]), 1000, CPU)
+
+
+def assert_normal(weight: torch.Tensor, std: float) -> None:
+    assert weight.std().item() == pytest.approx(std, rel=0.02) and abs(weight.mean().item()) < 0.02 * std
+    assert weight.abs().max() > 3.5 * std
+
+
+def assert_uniform(weight: torch.Tensor, bound: float, rel: float = 0.02) -> None:
+    assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=rel)
+    assert (1 - rel) * bound < weight.abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("backbone", FORMULAS)
+def test_initial_values_do_not_depend_on_grouping(backbone):
+    a, b = (Llama(small(backbone), VOCAB, grouped=grouped) for grouped in (True, False))
+    a.init_(5), b.init_(5)
+    for (name, x), (same, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        assert name == same and torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("backbone", ["lowrank", "cola", "lax", "cola_lax"])
+@pytest.mark.parametrize("init", ["cola", "xavier", "kaiming"])
+def test_factors_start_as_their_papers_have_them(backbone, init):
+    """CoLA: Var[(B A)_ij] = 1 / (d_in + d_out). LORO: variance 2 / (fan_in + fan_out). Glentis et al.: uniform."""
+    model = at_60m(f"backbone={backbone}", f"backbone.init={init}")
+    for name, d_out in (("self_attn.q_proj", 512), ("mlp.gate_proj", 1376)):
+        p = model.get_submodule(f"model.layers.0.{name}")
+        for weight in (p.a.weight, p.b.weight):
+            if init == "cola":
+                assert_normal(weight, 128**-0.25 * (512 + d_out) ** -0.25)
+            elif init == "xavier":
+                assert_normal(weight, math.sqrt(2 / sum(weight.shape)))
+            else:
+                assert_uniform(weight, 1 / math.sqrt(weight.shape[1]))
+    assert_normal(model.lm_head.weight, 0.02)
+
+
+def test_a_gain_multiplies_the_initial_b_alone():
+    plain, gained = (
+        build(small("cola", "dlr=off", *more), VOCAB, CPU, torch.float64).state_dict()
+        for more in ((), ("backbone.b_gain=1.3",))
+    )
+    for name, value in plain.items():
+        torch.testing.assert_close(gained[name], (1.3 if name.endswith(".b.weight") else 1.0) * value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# LOST: everything from one dense weight W
+
+
+@pytest.mark.parametrize("looks_at", [256, 5])
+@pytest.mark.parametrize("init", ["svd", "cola"])
+def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at, init):
+    """B A is its best approximation, with B^T B = A A^T; the channels are the largest columns of what is left."""
+    words = (f"backbone.residual_rank={looks_at}", f"backbone.init={init}", "seed=0")
+    for name, p in projections(build(small(*LOST, *words), VOCAB, CPU, torch.float64)).items():
+        a, b = p.a.weight, p.b.weight
+        dense = SeededInit(0).normal(f"{name}.weight", (b.shape[0], a.shape[1]), 0.02).double()
+        u, s, vh = torch.linalg.svd(dense, full_matrices=False)
+        of = slice(8, min(8 + looks_at, 32))
+        left = (u[:, of] * s[of]) @ vh[of]
+        count = max(1, int(0.2 * dense.shape[1]))
+        expected = sorted(sorted(range(dense.shape[1]), key=lambda i: -left[:, i].norm().item())[:count])
+        assert p.channels.tolist() == expected and torch.equal(p.s.weight, dense[:, expected])
+        if init == "cola":
+            assert b.std().item() == pytest.approx((8 * sum(dense.shape)) ** -0.25, rel=0.25)
+        else:
+            torch.testing.assert_close(b @ a, u[:, :8] * s[:8] @ vh[:8], rtol=0, atol=1e-12)
+            torch.testing.assert_close(b.T @ b, torch.diag(s[:8]), rtol=0, atol=1e-12)
+            torch.testing.assert_close(a @ a.T, torch.diag(s[:8]), rtol=0, atol=1e-12)
+
+
+def test_the_signs_of_singular_vectors_do_not_depend_on_the_library():
+    w = torch.randn(9, 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for matrix in (w, w.T):
+        u, s, vh = leading(matrix, 9)
+        torch.testing.assert_close(u * s @ vh, matrix, rtol=0, atol=1e-12)
+        shorter = u if len(u) == 9 else vh.T
+        assert (shorter.gather(0, shorter.abs().argmax(0, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize(("words", "leaf", "share"), [
+    ((*LOST, "backbone.channels=random"), "channels", 0.2),
+    (("sltrain", "backbone.sparsity=0.05"), "index", 0.05),
+])  # fmt: skip
+def test_random_supports_follow_from_the_seed_and_the_name(words, leaf, share):
+    """Sorted and without repetition, among all input channels (LOST) or all entries (SLTrain)."""
+    found, middles = [], []
+    for seed in (0, 1):
+        for prefix, group in named_groups(build(small(*words, f"seed={seed}"), VOCAB, CPU)):
+            places = group.spec.d_in * (1 if leaf == "channels" else group.spec.d_out)
+            for _, p in group.named(prefix):
+                chosen = p.get_buffer(leaf)
+                assert len(chosen) == int(share * places) and (chosen.diff() > 0).all()
+                assert chosen[0] >= 0 and chosen[-1] < places
+                found.append(tuple(chosen.tolist()))
+                middles.append(chosen.double().mean().item() / places)
+    assert len(set(found)) == 2 * 14
+    assert sum(middles) / len(middles) == pytest.approx(0.5, rel=0.1)
+
+
+# ----------------------------------------------------------------------------------------------------
+# LaX, SLTrain, LoRA and ReLoRA
+
+
+def test_gates_start_as_the_authors_do():
+    tensor, dense = (projections(at_60m("backbone=lax", f"backbone.gate={gate}")) for gate in ("tensor", "dense"))
+    gates = [p.gate for name, p in tensor.items() if ".1." in name]
+    for leaf, n in (("e1", 16), ("e2", 8)):  # 128 = 8 x 16; twice the variance: n times 2 / n
+        values = [getattr(gate, leaf) for gate in gates]
+        assert {value.shape for value in values} == {(n, n)}
+        assert_uniform(torch.stack(values), (6 / n) ** 0.5, rel=0.05)
+    norm = tensor["model.layers.1.mlp.up_proj"].norm
+    assert (norm.weight == 1).all() and (norm.bias == 0).all()
+    gate = dense["model.layers.1.self_attn.q_proj"].gate
+    assert_uniform(gate.weight, 128**-0.5)
+    assert_uniform(gate.bias, 128**-0.5, rel=0.15)
+
+
+@pytest.mark.parametrize("backbone", ["lora", "relora", "sltrain"])
+def test_b_starts_at_zero_beside_a_uniform_a(backbone):
+    p = projections(at_60m(f"backbone={backbone}"))["model.layers.0.mlp.down_proj"]
+    assert p.b.weight.count_nonzero() == 0
+    assert_uniform(p.a.weight, 1376**-0.5)
+    if backbone == "sltrain":
+        assert_uniform(p.values, 1376**-0.5)
+    else:
+        assert_normal(p.weight, 0.02)
+
+
+def test_frozen_weights_have_no_gradient_and_cost_no_product_for_one():
+    model = build(small("lora"), VOCAB, CPU)
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert len(frozen) == 14 and all(name.endswith("_proj.weight") for name in frozen)
+    x = torch.randn(5, 32, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = sum(y.sum() for y in model.model.layers[0].mlp.gate_up.expand(x))
+        forward = counter.get_total_flops()
+        y.backward()
+    dense, factors = 2 * 5 * 2 * 128 * 32, 2 * 5 * 2 * 8 * (32 + 128)  # 2 FLOPs x 5 rows x 2 projections
+    assert forward == dense + factors
+    assert counter.get_total_flops() - forward == dense + 2 * factors  # two products each, but one for W0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_relora_merges_the_product_rounded_once_and_draws_a_anew(dtype):
+    """W0 + alpha / r B A in place of W0; the new A depends on the seed, the name and the merge's number alone."""
+    model = disturbed(small("relora", "backbone.alpha=12"), dtype).requires_grad_(False)
+    state = dict(model.named_parameters())
+    drawn = [p.clone() for name, p in state.items() if name.endswith(".a.weight")]
+    eps, exact = torch.finfo(dtype).eps, {}
+    for number in (1, 2, 1):
+        for name in (n for n in state if n.endswith("_proj.weight")):
+            w, b, a = (state[name.replace("weight", leaf)].double() for leaf in ("weight", "b.weight", "a.weight"))
+            exact[name] = w + 12 / 8 * (b @ a)
+        for prefix, group in named_groups(model):
+            group.merge_(state, SeededInit(7), prefix, number)
+        for name, wanted in exact.items():
+            # half a spacing, and where products are not exact the order of a sum of eight
+            slack = 0 if dtype == torch.bfloat16 else 4 * eps * wanted.abs().max()
+            assert ((state[name].double() - wanted).abs() <= 0.502 * eps * wanted.abs() + slack).all(), name
+            assert state[name.replace("weight", "b.weight")].count_nonzero() == 0
+        drawn += [p.clone() for name, p in state.items() if name.endswith(".a.weight")]
+        assert_uniform(state["model.layers.1.mlp.down_proj.a.weight"], 91**-0.5, rel=0.1)
+    start, first, second, again = (drawn[i : i + 14] for i in range(0, 56, 14))
+    assert all(map(torch.equal, first, again))
+    assert len({tuple(p.flatten()[:8].tolist()) for p in start + first + second}) == 3 * 14
+
+
+# ----------------------------------------------------------------------------------------------------
+# Closed forms: 2 V d + 2 L d + d, and per block 4 d^2 + 3 d f (full) or r (8 d + 3 (d + f)) (low-rank) with entries of
+# S (sltrain), k (4 d + 2 f) + int(0.01 f) d (lost, at the rank that keeps the budget), or from the second block on
+# 7 (gate + 2 r) (lax; a dense gate has r^2 + r, at 60m and for cola_lax up to 350m, and a tensor gate n1^2 + n2^2).
+# In millions they print as the paper's Table 1: 58 / 134 / 368 / 1339, 43 / 94 / 185 / 609, 44 / 94 / 185 / 610.
+
+SCALES = ("60m", "130m", "350m", "1b", "7b")
+LOWRANK = (42_770_944, 93_997_824, 185_222_144, 609_310_720, 2_820_935_680)
+COUNTS = {
+    "full": (58_073_600, 134_105_856, 367_969_280, 1_339_082_752, 6_738_415_616),
+    "lowrank": LOWRANK,
+    "cola": LOWRANK,
+    "lora": LOWRANK,  # that are trained
+    "lost": (42_703_872, 93_908_736, 184_910_720, 608_999_416, 2_819_543_040),
+    "sltrain": (43_529_832, 96_545_796, 194_293_544, 645_547_960, 3_144_735_808),
+    "lax": (43_592_576, 94_076_672, 185_387_008, 609_681_664, 2_821_824_512),
+    "cola_lax": (43_592_576, 99_103_232, 195_897_088, 609_681_664, 2_821_824_512),
+}
+OTHERS = {"sltrain backbone.sparsity=0.1": 730_101_664, "lost backbone.rank=512": 621_139_648}  # at 1b
+
+
+@pytest.mark.parametrize("backbone", COUNTS)
+def test_parameter_counts_to_the_unit(backbone):
+    def parameters(scale: str, words: str) -> int:
+        cfg = load([f"scale={scale}", *f"backbone={words}".split(), "data=sample"])
+        model = build(cfg, cfg.scale.vocab_size, torch.device("meta"))
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    assert tuple(parameters(scale, backbone) for scale in SCALES) == COUNTS[backbone]
+    assert all(parameters("1b", words) == count for words, count in OTHERS.items() if words.split()[0] == backbone)
