@@ -88,19 +88,11 @@ class TokenSource:
     def __init__(self, root: Path):
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
-        try:
-            manifest = json.loads((root / MANIFEST).read_bytes())
-            if (version := manifest["format"]) != FORMAT:
-                rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
-                raise UserError(f"{root / MANIFEST}: {rule}. {PREPARE} again, into another folder")
-            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
-            about, shards = manifest["tokenizer"], manifest["shards"]
-            self._sha256, self.vocab_size, self._unknown = (about[n] for n in ("sha256", "vocab_size", "unknown_share"))
-            self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
-        except FileNotFoundError:
-            raise UserError(f"data.root={root}: no {MANIFEST}, so no folder of tokens. {PREPARE}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again") from error
+        manifest = _manifest(root)
+        self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
+        about, shards = manifest["tokenizer"], manifest["shards"]
+        self._sha256, self.vocab_size, self._unknown = (about[n] for n in ("sha256", "vocab_size", "unknown_share"))
+        self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
         for name in self.validation_shards:
             self.shard(name)
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
@@ -139,6 +131,21 @@ class TokenSource:
     def describe(self) -> str:
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
         return f"{self.root}: {shards} of tokens ({self._total:,} to train on), made from {self._made_from}"
+
+
+def _manifest(root: Path) -> dict:
+    """What a folder of tokens holds. Raises UserError if it is none, or one of another format."""
+    path = root / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        if (version := manifest["format"]) == FORMAT:
+            return manifest
+        rule = f"shards of format {version!r}, and this version reads format {FORMAT}"
+    except FileNotFoundError:
+        raise UserError(f"data.root={root}: no {MANIFEST}, so no folder of tokens. {PREPARE}") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        rule = f"damaged ({error!r})"
+    raise UserError(f"{path}: {rule}. {PREPARE} again, into another folder")
 
 
 def prepare(
@@ -190,11 +197,8 @@ def _claim(output: Path, manifest: dict) -> None:
             rule = f"is not empty (it has {strangers[0]}) and no folder of tokens"
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
-    try:
-        there = json.loads(path.read_bytes())
-        made_from = there.pop("made_from")  # names the folder, which may have moved
-    except (ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path}: damaged ({error!r}). Delete the folder, or name another") from error
+    there = _manifest(output)
+    made_from = there.pop("made_from")  # names the folder, which may have moved
     if there != {name: value for name, value in manifest.items() if name != "made_from"}:
         rule = f"holds the tokens of another source, tokenizer or format ({made_from})"
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from data_corpus import REAL, LetterTokenizer, make_config, needs_real_data, write_shards
+from data_corpus import LetterTokenizer, make_config, write_shards
 
-from dlr_pretrain.data import inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import inputs_and_targets, open_source, validation_set
 from dlr_pretrain.util.errors import UserError
 
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
@@ -60,11 +60,3 @@ def test_no_text_is_an_error(tmp_path):
     write_shards(tmp_path, [["", ""]], split="validation")
     with pytest.raises(UserError, match="No text in the validation shards"):
         build(tmp_path, "pad", 100)
-
-
-@needs_real_data
-def test_real_c4_has_the_tokens_of_its_readme():
-    keys = {"eval__tokens": 10_000_000, "eval__packing": "packed", "train__seq_len": 256}
-    cfg = make_config(data__root=REAL / "c4" / "en", tokenizer__path=REAL / "tokenizer" / "spiece.model", **keys)
-    source = open_source(cfg)
-    assert validation_set(cfg, source, open_tokenizer(cfg, source)).real_tokens == 85_866
