@@ -160,15 +160,10 @@ def test_help_is_one_screen_and_cfg_prints_the_composed_configuration(tmp_path):
 
 def test_a_mistake_is_answered_before_torch_is_imported_and_by_rank_0_alone(tmp_path):
     (tmp_path / "torch.py").write_text("raise SystemExit('torch takes seconds to import')")
-    for rank in "01":
+    for rank, said in (("0", "error: train.lrr=1: no such key. Did you mean train.lr?\n"), ("1", "")):
         ranks = {"RANK": rank, "WORLD_SIZE": "2", "PYTHONPATH": str(tmp_path)}
-        done = python(str(ROOT / "train.py"), "+scal=1b", "train.lrr=1", cwd=tmp_path, **ranks)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.splitlines() == (rank == "0") * [
-            "error: 2 problems",
-            "  train.lrr=1: no such key. Did you mean train.lr?",
-            "  scal=1b: no such key. Did you mean scale?",
-        ]
+        done = python(str(ROOT / "train.py"), "train.lrr=1", cwd=tmp_path, **ranks)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
@@ -201,17 +196,14 @@ def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_pat
     assert done.returncode == 2 and done.stderr.startswith("error: -m: a sweep under torchrun would run all its jobs")
 
 
-@pytest.mark.parametrize(("error", "code", "said"), [
-    ('errors.UserError("the shard is cut off")', 3, "error: the shard is cut off\n"),
-    ('errors.Stopped("stopped after step 7")', 75, "stopped after step 7\n"),
-    ("KeyboardInterrupt", 130, "interrupted\n"),
-])  # fmt: skip
-def test_errors_for_the_user_have_one_line_and_their_own_code(stub, error, code, said):
-    done = stub(f"raise {error}")
-    assert (done.returncode, done.stderr) == (code, said)
-
-
-def test_a_bug_keeps_its_traceback_and_torchrun_is_told_the_reason_of_an_error(stub, tmp_path):
+def test_errors_have_one_line_and_their_own_code_and_a_bug_has_its_traceback(stub, tmp_path):
+    for error, code, said in (
+        ('errors.UserError("the shard is cut off")', 3, "error: the shard is cut off\n"),
+        ('errors.Stopped("stopped after step 7")', 75, "stopped after step 7\n"),
+        ("KeyboardInterrupt", 130, "interrupted\n"),
+    ):
+        done = stub(f"raise {error}")
+        assert (done.returncode, done.stderr) == (code, said)
     done = stub('raise RuntimeError("a bug")')
     assert done.returncode == 1 and "RuntimeError: a bug" in done.stderr
     record = tmp_path / "error.json"

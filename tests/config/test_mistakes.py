@@ -26,15 +26,11 @@ def refusal(*words: str, ranks: int = 1) -> list[str]:
 
 MISTAKES = {  # a command line, and what the one line about it names
     # keys that do not exist
-    "+scal=1b": ["scal=1b: no such key", "Did you mean scale?"],
     "+train.lrr=1": ["train.lrr=1: no such key", "Did you mean train.lr?"],
     "train=5": ["train=5: a section", "train.steps"],
     "dlr={alhpa: 2}": ["dlr.alhpa=2", "Did you mean dlr.alpha?"],
-    "train={max_skipped: 9}": ["train.max_skipped=9: would be ignored: train.on_nonfinite=stop. Leave it out"],
     "optimizer.bta2=1": ["optimizer.bta2=1: no such key of optimizer=adamw", "Did you mean optimizer.beta2?"],
-    "model=cola": ["model=cola", "Did you mean backbone?"],
     "dlr={enabled: true}": ["dlr.enabled=true", "Choose another option: dlr=<option>"],
-    "--train.steps=5": ["--train.steps=5: not a flag", "Write train.steps=5"],
     "--resume": ["--resume: not a flag", "The same command again resumes a run"],
     "logger.mode=offline": ["logger.mode=offline: no such key", "Set WANDB_MODE=offline", "logger=jsonl"],
     "train.epochs=3": ["train.epochs=3: no such key", "Set train.steps", "train.global_batch x train.seq_len"],
@@ -54,18 +50,13 @@ MISTAKES = {  # a command line, and what the one line about it names
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
     "train.steps=1.5": ["train.steps=1.5: must be a whole number of at least 1"],
-    "train.lr=nan": ["train.lr=nan: must be a number above 0"],
     "train.clip=[1]": ["train.clip=[1]: must be a number above 0 or null"],
     "train.micro_batch=many": ["train.micro_batch=many: must be a whole number of at least 1 or auto or null"],
-    "tokenizer=t5": ["tokenizer=t5: a section", "tokenizer.path"],
-    "train.clip=0": ["train.clip=0: must be a number above 0 or null"],
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
-    "optimizer.eps=0": ["optimizer.eps=0: must be a number above 0"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     # rules of the backbone, the optimizer and DLR
     "optimizer=galore": ["optimizer=galore", "backbone=lowrank", "Use backbone=full"],
     "optimizer=loro backbone=cola dlr=on": ["optimizer=loro", "backbone=cola", "Use backbone=lowrank"],
-    "optimizer=loro dlr=on": ["optimizer=loro", "not the (B + beta R^T) A^T", "Use dlr=off"],
     "optimizer=loro optimizer.shift=30": ["optimizer.shift=30", "a multiple of optimizer.exact_every=50", "270"],
     "optimizer=loro scale=350m optimizer.shift=0.5": [
         "optimizer.shift=0.5: must be a whole number of at least 0 or null"
@@ -73,8 +64,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer=loro train.lr_decay=linear": ["train.lr_decay=linear: would be ignored: optimizer.schedule=loro"],
     "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
     "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
-    "optimizer=muon precision=bf16_sr": ["precision=bf16_sr: optimizer=muon", "Use optimizer=adamw"],
-    "optimizer=muon parallel=fsdp": ["optimizer=muon", "Use parallel=ddp"],
     "backbone=cola dlr=init_offset_decay": ["dlr.mode=decayed_offset", "Use precision=bf16_mixed"],
     "backbone=cola dlr=init_offset_decay precision=fp32 optimizer.weight_decay=0": ["dlr.mode=decayed_offset", "decay"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
@@ -82,24 +71,17 @@ MISTAKES = {  # a command line, and what the one line about it names
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
     "probe=on": ["probe=on", "dlr=off lacks", "Use dlr=on"],
-    "dlr=no_b probe=on": ["probe=on", "dlr=no_b lacks"],
     "dlr=on probe=on parallel=fsdp": ["probe=on", "Use parallel=ddp"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
     "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],
-    "train.lr_decay_steps=1": ["train.lr_decay_steps=1", "must be 0, or from 2"],
     "train.warmup_steps=300": ["train.warmup_steps=300", "below train.steps=300"],
-    "train.micro_batch=3": ["train.micro_batch=3", "share of train.global_batch, 8 sequences. Try 2"],
     "checkpoint.keep_every=250": ["checkpoint.keep_every=250", "checkpoint.every=100. Try 200"],
     "data.held_out=0.1": ["data.held_out=0.1: would be ignored: data=sample. Leave it out"],
-    "data.packing=pad data.mask_documents=true": ["data.mask_documents=true: would be ignored: data.packing=pad"],
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
-    "backbone=full dlr=on": ["dlr=on: backbone=full has no up-projection", "Use dlr=off"],
-    "backbone=full train.activation_checkpointing=latent": ["train.activation_checkpointing=latent", "Use block"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
     "backbone.rank=129": ["backbone.rank=129", "narrowest layer's width, 128"],
     "precision=bf16 parallel=fsdp train.accumulate=fp32": ["train.accumulate=fp32", "Use precision=bf16_mixed"],
-    "scale.num_heads=5": ["scale.num_heads=5: must divide scale.hidden_size=128"],
     # text and files
     "run.dir=README.md": ["run.dir=README.md: is a file"],
     "data=local data.root=README.md": ["data.root=README.md: is a file", "Set data.train_files=README.md"],
@@ -161,8 +143,7 @@ def test_files_must_exist(tmp_path):
 
 
 def test_packages_are_asked_for(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else real(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (found,) = refusal("optimizer=adamw_8bit")
     assert "needs the package torchao" in found and "use optimizer=adamw" in found
 
@@ -171,8 +152,7 @@ def test_what_can_be_is_accepted():
     for words in (
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
-        "backbone=cola dlr=init_offset_decay precision=bf16_mixed optimizer.weight_decay=0.001",
-        "optimizer=muon backbone=cola dlr=on optimizer.nesterov=false precision=bf16_mixed",
+        "backbone=cola dlr=init_offset_decay precision=bf16_mixed",
         "optimizer=adamw_8bit backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
     ):
         load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])

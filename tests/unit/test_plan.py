@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
-from dlr_pretrain.analysis.paper import facts, printed, recipe
+from dlr_pretrain.analysis.paper import printed
 from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -27,9 +27,6 @@ TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_b
 
 def config(*words: str, ranks: int = 1) -> Config:
     return load([*words, *(["data=sample"] if "data=sample" not in words else [])], ranks, machine=False)
-
-
-# ---------------------------------------------------------------------------------------------------- parameters
 
 
 def closed_form(scale: str, backbone: str) -> int:
@@ -73,16 +70,6 @@ def test_the_papers_table_beside_our_recipes():
     assert {*other.method} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
     alike = found[found.method.isin(["full", "lowrank", "cola", "cola+dlr", "lost+dlr"]) & (found.scale != "60m")]
     assert (alike["memory"] - alike["memory in the paper"]).abs().max() < 0.0101
-
-
-def test_recipes_have_the_papers_parameters():
-    for row in facts("table1").query("scale == '130m'").itertuples():
-        if row.method in ("full", "galore", "lora", "cola+dlr", "lax+dlr"):
-            cfg = config("scale=130m", *recipe(row.method))
-            assert round(parameters(cfg, V)["trainable"] / 1e6) == row.params_m, row.method
-
-
-# ---------------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("words", ["backbone=cola dlr=on", "backbone=lost train.activation_checkpointing=block"])
@@ -148,9 +135,6 @@ def test_what_precision_ranks_and_accumulation_add():
     assert parts("train.accumulate=fp32", "precision=bf16_mixed") == (2, 4, 4, 8)
 
 
-# ---------------------------------------------------------------------------------------------------- the whole plan
-
-
 KEYS = {
     *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "host_memory", "disk", "batch"),
     *("steps", "warmup_steps", "tokens", "schedule", "speed", "paper"),
@@ -170,14 +154,12 @@ def command(*words: str) -> int:
 def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
     assert command("scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json") == 0
     done = capsys.readouterr()
-    assert done.err == ""
     found = json.loads(done.out)
-    assert set(found) == KEYS
+    assert set(found) == KEYS and done.err == ""
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
     assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "micro_batches": 1, "seq_len": 256,
                               "positions": 131_072}  # fmt: skip
-    assert found["tokens"] == 22_000 * 131_072
-    assert (found["steps"], found["warmup_steps"]) == (22_000, 2_200)
+    assert (found["steps"], found["warmup_steps"], found["tokens"]) == (22_000, 2_200, 22_000 * 131_072)
     assert found["schedule"][2] == {"update": 2_200, "lr": 0.005} and found["schedule"][-1]["update"] == 21_999
     assert (found["paper"]["table1"]["mem_gb"], found["paper"]["measured"]) == (0.57, None)
     assert found["host_memory"] == found["disk"]["checkpoint"] == pytest.approx(6 * 93_997_824, rel=1e-5)
@@ -189,8 +171,7 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     slow, fast = found["speed"]["estimates"]
     assert (slow["mfu"], fast["mfu"]) == (0.11, 0.35)
     measured = found["paper"]["measured"]
-    assert (measured["memory_gb"], measured["micro_batch"]) == (13.09, 16)
-    assert measured["tokens_per_s_32xh100"] == 1_044_264
+    assert (measured["memory_gb"], measured["tokens_per_s_32xh100"]) == (13.09, 1_044_264)
     assert slow["tokens_per_second"] == pytest.approx(1_044_264, rel=0.01)
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
