@@ -14,10 +14,12 @@ import os
 import random
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -195,8 +197,13 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
 
 
 def user_cache() -> Path:
-    """The folder of this project in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
+    """The folder of this project in the user's cache, or in that of temporary files if there is no home to write to."""
+    with suppress(OSError, RuntimeError):
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dlr_pretrain")
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    return Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
 
 
 def kept_beside(file: File, cache: str | None) -> Path:

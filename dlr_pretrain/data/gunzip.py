@@ -21,6 +21,7 @@ from dlr_pretrain.util.files import write_durably
 CHUNK_BYTES = 1 << 16  # compressed bytes that are decompressed at once
 SPACING = 32 << 20  # bytes of text between two places
 WINDOW = 1 << 15  # bytes of text that a block may refer to
+CERTAIN = 1024  # bytes of text that no false beginning of a block gives by chance
 PLACE = np.dtype([("line", "<i8"), ("offset", "<i8"), ("window", f"V{WINDOW}")])  # line ends and bytes before; text
 WHOLE, BLOCKS = 31, -15  # zlib's wbits: a gzip file, or blocks without its header and checksum
 
@@ -81,7 +82,7 @@ def _block(chunk: bytes, known: bytes) -> tuple[int, int] | None:
         with suppress(zlib.error):
             length = len(zlib.decompressobj(BLOCKS, bytes(WINDOW)).decompress(chunk[at:]))
             window = known[: len(known) - length][-WINDOW:]
-            if length and zlib.decompressobj(BLOCKS, window).decompress(chunk[at:]) == known[-length:]:
+            if length >= CERTAIN and zlib.decompressobj(BLOCKS, window).decompress(chunk[at:]) == known[-length:]:
                 return at, length
     return None
 

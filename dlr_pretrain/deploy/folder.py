@@ -34,7 +34,8 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
+    with without_warnings():
+        from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
 
     AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig, exist_ok=True)
     AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM, exist_ok=True)

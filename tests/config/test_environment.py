@@ -22,10 +22,11 @@ RUN = "scale=tiny data=sample compile=false precision=fp32 train.steps=2 train.w
         ("2>&-", {}),
         ("<&- >&- 2>&-", {}),
         ("| head -1", {}),
-        ("", {"HOME": "/nonexistent"}),
+        ("", {"HOME": "/dev/null"}),
         ("", {"TERM": "dumb", "COLUMNS": "1"}),
         ("logger=wandb", {"WANDB_DISABLED": "true"}),
         ("logger=wandb", {"WANDB_MODE": "disabled"}),
+        ("logger=wandb", {"WANDB_MODE": "dryrun", "HOME": "/dev/null", "WANDB_TAGS": "a,b", "WANDB_RUN_GROUP": "g"}),
     ],
 )
 def test_a_run_ends_well(redirect, variables, tmp_path):
