@@ -149,6 +149,10 @@ class Saver:
     def _attempt(self, step: int, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
         rank, size = self.ranks.rank, self.ranks.world_size
 
+        def begin() -> Path:
+            self.ranks.heartbeat.require_held()  # what begins here deletes the unfinished saves of others
+            return checkpoint.begin(self.root, checkpoint.name_of(step))
+
         def commit() -> None:
             self.ranks.heartbeat.require_held()
             if self.metrics is not None:
@@ -158,7 +162,7 @@ class Saver:
             checkpoint.commit(folder, step, files, state | {"identity": identity}, self.keep)
             update_record(self.run_dir, {"saved": step})
 
-        folder = self._on_main(lambda: checkpoint.begin(self.root, checkpoint.name_of(step)))
+        folder = self._on_main(begin)
         parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
         self._on_main(commit)
         self.saved = step
