@@ -1,4 +1,4 @@
-"""Batches: the same on any number of ranks and after any resume; what they hold, packed and padded; the thread."""
+"""Batches: the same on any ranks and after any resume; what they hold; the thread; the validation set; runs."""
 
 import gc
 import math
@@ -7,12 +7,17 @@ import threading
 import numpy as np
 import pytest
 import torch
-from data_corpus import NASTY, LetterTokenizer, MemorySource, corpus, global_batches, make_config, same
+from data_corpus import NASTY, LetterTokenizer, MemorySource, corpus, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets
+from dlr_pretrain.cli import load
+from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Position
+from dlr_pretrain.data.tokenizer import EOS
+from dlr_pretrain.models import build
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
+from dlr_pretrain.util.history import read_metrics
+from tests.conftest import forked
 
 TOKENIZER = LetterTokenizer()
 PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
@@ -188,3 +193,99 @@ def test_the_thread_ends_with_the_loader_closed_or_forgotten():
         else:
             loader.close()
         assert "data" not in [thread.name for thread in threading.enumerate()]
+
+
+# ----------------------------------------------------------------------------------------------------
+# The validation set
+
+TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_shards(tmp_path, [["train"]])
+    write_shards(tmp_path, [TEXTS[:70], TEXTS[70:]], split="validation")
+    return tmp_path
+
+
+def validated(root, packing, tokens, seq_len=8, **keys):
+    cfg = make_config(data__root=root, eval__packing=packing, eval__tokens=tokens, train__seq_len=seq_len, **keys)
+    return validation_set(cfg, open_source(cfg), TOKENIZER)
+
+
+def unpacked(found):
+    return inputs_and_targets(torch.from_numpy(found.tokens), torch.from_numpy(found.lengths))
+
+
+def test_padded_documents_in_file_order_and_packed_windows_without_a_gap(root):
+    ids = [[*i, 1] for i in TOKENIZER.encode(TEXTS)]
+    found = validated(root, "pad", 10**6)
+    kept = [i if len(i) <= 8 else [*i[:7], 1] for i in ids]
+    inputs, targets = unpacked(found)
+    assert inputs.tolist() == [i + [0] * (8 - len(i)) for i in kept]
+    assert targets.tolist() == [i[1:] + [-100] * (9 - len(i)) for i in kept]
+    assert found.real_tokens == sum(map(len, kept)) == (inputs != 0).sum()
+    found, tokens = validated(root, "packed", 10**6), [id for own in ids for id in own]
+    more = 8 * len(found.tokens) - len(tokens)
+    inputs, targets = (each.reshape(-1).tolist() for each in unpacked(found))
+    assert inputs == [*tokens, *[0] * more] and targets == [*tokens[1:], *[-100] * (more + 1)]
+    assert found.real_tokens == len(tokens) and more
+
+
+@pytest.mark.parametrize("packing", ["pad", "packed"])
+def test_ends_with_the_document_that_fills_the_budget(root, packing):
+    whole = validated(root, packing, 10**6)
+    for budget in (1, 9, 333):
+        found = validated(root, packing, budget)
+        assert budget <= found.real_tokens < budget + 14
+        full = found.real_tokens // 8 if packing == "packed" else len(found.tokens)
+        assert np.array_equal(found.tokens[:full, :8], whole.tokens[:full, :8])
+        assert found.tokens.dtype == np.uint16 and found.lengths.dtype == np.int32
+    other = validated(root, packing, 333, seed=1, data__seed=1, train__global_batch=64, train__micro_batch=2)
+    assert np.array_equal(found.tokens, other.tokens) and np.array_equal(found.lengths, other.lengths)
+
+
+def test_no_text_is_an_error(tmp_path):
+    write_shards(tmp_path, [["train"]])
+    write_shards(tmp_path, [["", ""]], split="validation")
+    with pytest.raises(UserError, match="No text in the validation shards"):
+        validated(tmp_path, "pad", 100)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.mark.usefixtures("no_export")
+def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tmp_path):
+    """Sequences so long that a micro-batch's documents are few and whole: cut, they would lose their beginnings."""
+    given = ("data.mask_documents=true", "train.steps=1", "train.seq_len=256", "train.global_batch=4")
+    train(tmp_path, *given)
+    (first,) = read_metrics(tmp_path / "metrics.jsonl")
+    cfg = load(words(*given))
+    source = open_source(cfg)
+    tokenizer = open_tokenizer(cfg, source)
+    loader = TrainLoader(cfg, source, tokenizer, 0, 1, None)
+    tokens = next(loader).tokens.long()
+    loader.close()
+
+    model, summed, count = build(cfg, tokenizer.vocab_size, torch.device("cpu")), 0.0, 0
+    with torch.no_grad():
+        for row in tokens:
+            for document in torch.tensor_split(row, (row == EOS).nonzero().flatten() + 1):
+                if len(document) > 1:
+                    summed += model(document[None, :-1], document[None, 1:]).item()
+                    count += len(document) - 1
+    assert first["train/loss"] == pytest.approx(summed / count, rel=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("no_export")
+def test_ranks_that_are_no_power_of_two_give_the_losses_of_one(train, words, tmp_path):
+    given = ("data.streams=12", "train.global_batch=24", "train.micro_batch=2", "train.steps=8", "train.lr=1e-3")
+    losses = {1: read_metrics(train(tmp_path / "1", *given) / "metrics.jsonl")}
+    for ranks in (6, 12):
+        forked(words(f"run.dir={tmp_path / str(ranks)}", *given), ranks)
+        losses[ranks] = read_metrics(tmp_path / str(ranks) / "metrics.jsonl")
+    alone, *shared = ([row["train/loss"] for row in rows] for rows in losses.values())
+    assert len(alone) == 8 and all(found == pytest.approx(alone, rel=2e-5) for found in shared)
