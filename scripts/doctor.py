@@ -7,7 +7,7 @@ from dlr_pretrain.util import process
 if __name__ == "__main__":
     process.die_with_agent()
 
-from dlr_pretrain.doctor.command import main
+from dlr_pretrain.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

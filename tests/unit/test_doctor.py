@@ -14,16 +14,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from dlr_pretrain import doctor
 from dlr_pretrain.analysis import plan
 from dlr_pretrain.cli import load
-from dlr_pretrain.doctor import checks, command
-from dlr_pretrain.doctor.checks import Found, RankChecks, in_child
-from dlr_pretrain.doctor.command import FAIL, OK, WARN, perform
+from dlr_pretrain.doctor import FAIL, OK, WARN, Found, RankChecks, in_child, perform
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
 
-NAMES = ["config", "gpus", "disk", "wandb", "collectives", "data", "step"]
+NAMES = ["config", "gpus", "disk", "collectives", "data", "step"]
 
 
 def crash() -> Found:
@@ -65,13 +64,13 @@ def test_a_broken_tokenizer_is_told_and_the_rest_is_checked(words, tmp_path, cap
     (run_dir / "manifest.json").write_text('{"identity": {}, "starts": []}')
     before = tree(tmp_path)
     given = words(f"run.dir={run_dir}", "tokenizer.path=/nowhere/spiece.model", "backbone=cola", "dlr=on")
-    assert command.main(given) == 1
+    assert doctor.main(given) == 1
     said = capfd.readouterr().out
     assert list(levels(said)) == NAMES
     assert {name for name, level in levels(said).items() if level == FAIL} == {"config", "data"}
     assert "tokenizer.path=/nowhere/spiece.model: no such file" in " ".join(said.split())
     assert tree(tmp_path) == before and not list(tmp_path.rglob(".doctor*"))
-    assert command.main(["scale=tiny", "backbone=colla"]) == 2
+    assert doctor.main(["scale=tiny", "backbone=colla"]) == 2
     assert "Did you mean cola?" in capfd.readouterr().err
 
 
@@ -88,12 +87,12 @@ def test_two_ranks_are_checked_together(words, tmp_path):
 def test_too_little_room_fails_and_what_the_run_has_saved_counts(words, tmp_path, monkeypatch):
     cfg, sizes = load(words(f"run.dir={tmp_path}/runs/a")), {"run": 10e6, "checkpoint": 1e6}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8e6))
-    monkeypatch.setattr(checks, "planned_disk", lambda *_: sizes)
+    monkeypatch.setattr(doctor, "planned_disk", lambda *_: sizes)
     with pytest.raises(UserError, match=r"the run keeps 0\.01 GB\. Set run\.root to another disk"):
-        checks.disk(cfg)
+        doctor.disk(cfg)
     (tmp_path / "runs/a/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "runs/a/checkpoints/step_00000001/part_00000").write_bytes(b"x" * 5_000_000)
-    assert "each checkpoint 0.001 GB" in checks.disk(cfg).text
+    assert "each checkpoint 0.001 GB" in doctor.disk(cfg).text
 
 
 @pytest.mark.usefixtures("no_export")
@@ -103,20 +102,6 @@ def test_the_planned_checkpoint_is_the_real_one(train, words, tmp_path):
     (part,) = (folder / "checkpoints" / "step_00000002").glob("part_*")
     header = int.from_bytes(part.read_bytes()[:8], "little") + 8
     assert part.stat().st_size - header - 5056 == pytest.approx(planned, rel=0.01)  # 5056: the generator's state
-
-
-def test_wandb_says_mode_key_and_server(words, monkeypatch, tmp_path):
-    cfg = load(words("logger=wandb"), machine=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert checks.wandb(cfg) == Found("not online: logger=wandb, mode offline")
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    assert checks.wandb(cfg).text == "no key for 127.0.0.1"
-    (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password hidden\n")
-    found = checks.wandb(cfg)
-    assert "127.0.0.1 does not answer" in found.text and found.warning and "hidden" not in str(found)
 
 
 def test_the_tokenizer_is_held_against_the_model(words, corpus, tmp_path):

@@ -1,12 +1,19 @@
-"""What the doctor looks at: GPUs, disk and W&B of a machine, and what a run does first, on all its ranks."""
+"""The command behind ``scripts/doctor.py``: what would fail after hours, found in a minute.
+
+The checks of this machine come first, then those that all ranks make together. A check is a function that returns what
+it ``Found``, or raises a UserError that says what is wrong and how to mend it. Each has a time limit, and none stops
+another. What signals may not end (NCCL, a disk) is done in a child, and killed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import math
 import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -19,15 +26,14 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from requests.utils import get_netrc_auth  # wandb's own way
 
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.plan import disk as planned_disk
-from dlr_pretrain.config import Config
+from dlr_pretrain.cli import load, world_size
+from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
@@ -35,11 +41,13 @@ from dlr_pretrain.train.memory import explained, largest_that_fits
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
 from dlr_pretrain.train.trial import noise, trial_loop
-from dlr_pretrain.train.views import wandb_mode
-from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
+from dlr_pretrain.util.text import fill, plural
 
-ANSWER = 5.0  # seconds that W&B's server may take to answer
+OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
+SECONDS = 60.0  # that a check of this machine may take
+MINUTES = {"collectives": 2, "data": 5, "step": 15}  # of the checks of all ranks; a step may compile
 REDUCED = 64 << 20  # bytes of the all-reduce
 SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
 
@@ -110,21 +118,6 @@ def _room(cfg: Config) -> Found:
 def _existing(path: Path) -> Path:
     """``path``, or the nearest folder above it that exists."""
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
-def wandb(cfg: Config) -> Found:
-    """The mode, the key and the server of W&B. No key is shown, and nothing is sent."""
-    if cfg.logger.view != "wandb" or wandb_mode() != "online":
-        return Found(f"not online: logger={cfg.logger.view}, mode {wandb_mode()}")
-    url = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
-    if not (os.environ.get("WANDB_API_KEY") or get_netrc_auth(url.geturl())):
-        return Found(f"no key for {url.hostname}", "Set WANDB_API_KEY, or use logger=jsonl: the run would be offline")
-    try:
-        socket.create_connection((url.hostname, url.port or 443), timeout=ANSWER).close()
-    except OSError as error:
-        fix = "The run trains all the same and keeps metrics.jsonl. WANDB_MODE=offline avoids the wait"
-        return Found(f"a key is there, but {url.hostname} does not answer ({error})", fix)
-    return Found(f"online, a key is there, {url.hostname} answers")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -219,3 +212,80 @@ class RankChecks:
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
         tight = peak > min(0.95 * torch.cuda.mem_get_info()[1], 1.1 * planned) if peak else False
         return Found(text, "Use train.micro_batch=auto, or a smaller one" if tight else "")
+
+
+# ----------------------------------------------------------------------------------------------------
+# The command
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
+    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
+    parser = argparse.ArgumentParser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
+    _, words = parser.parse_known_args(argv)
+    return command(lambda: 0 if sound(words) else 1)
+
+
+def sound(words: list[str]) -> bool:
+    """Make all checks and print a line of each. Whether none has failed; raises ConfigError as ``configuration``."""
+    cfg, level, text = configuration(words)
+    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    levels = []
+
+    def say(name: str, level: str, text: str) -> None:
+        levels.append(level)
+        if is_main or (of_machine and level != OK):
+            print(fill(f"{level:<6}{name:<12}{text}", indent=18), flush=True)
+
+    say("config", level, text)
+    for name, act in {"gpus": gpus, "disk": disk}.items() if of_machine else ():
+        level, text = perform(SECONDS, partial(act, cfg))
+        say(name, level, text if is_main else f"{socket.gethostname()}: {text}")
+    try:
+        with Ranks(cfg) as ranks:
+            checks = RankChecks(cfg, ranks)
+            for name, minutes in MINUTES.items():
+                answers = ranks.gather(perform(60.0 * minutes, getattr(checks, name)))
+                worst = max(range(len(answers)), key=lambda rank: LEVELS.index(answers[rank][0]))
+                level, text = answers[worst]
+                say(name, level, f"rank {worst}: {text}" if worst else text)
+                if name == "collectives" and level == FAIL:
+                    break  # in the next ones ranks would wait for each other
+            ranks.gather(None)  # when one ends with code 1, torchrun ends the others
+    except UserError as error:
+        say("ranks", FAIL, str(error))
+    return FAIL not in levels
+
+
+def configuration(words: list[str]) -> tuple[Config, str, str]:
+    """The configuration, and level and text of its own check; raises ConfigError if it is invalid on every machine.
+
+    If only this machine lacks something, such as a file, that is a failure, and the other checks still run.
+    """
+    ranks = world_size()
+    try:
+        cfg = load(words, ranks)
+    except ConfigError as error:
+        return load(words, ranks, machine=False), FAIL, "; ".join(map(str, error.problems))
+    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
+    return cfg, OK, f"{names} on {plural(ranks, 'rank')}; {cfg.run.dir}"
+
+
+def perform(seconds: float, act: Callable[[], Found]) -> tuple[str, str]:
+    """Level and text of a check that may take so many ``seconds``, whatever it raises."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        found = act()
+    except UserError as error:
+        return FAIL, str(error)
+    except Exception as error:
+        return FAIL, f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    return (WARN if found.warning else OK), ". ".join(filter(None, found))
