@@ -23,22 +23,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.merged import MergedResiduals, require_restored
+from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.residual import (
     GROUPINGS,
     Residual,
     UpProjection,
     columns_of,
     full_name,
-    learned_alpha,
-    require_merged,
     residuals,
-    with_branch,
+    with_residual,
 )
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
@@ -89,24 +87,19 @@ def attach_dlr(
         raise ValueError("train_b=False: B stays zero, and neither learn_alpha nor keep_output can act through it")
     targets = dict(_up_projections(module, match))
     _require_fit(module, targets, learn_alpha, keep_output)
-    for name, target in targets.items():
-        linear = cast(UpProjection, target)
+    for name, linear in targets.items():
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
-        linear.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
-        if learn_alpha:
-            linear.dlr_alpha = nn.Parameter(linear.weight.new_full((), alpha))
+        kind: Any = type(linear)
+        linear.__class__ = with_residual(kind)
+        up = cast(UpProjection, linear)
+        up.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
+        up.dlr_alpha = nn.Parameter(up.weight.new_full((), alpha)) if learn_alpha else None
         if not train_b:
-            linear.weight.requires_grad_(False).zero_()
+            up.weight.requires_grad_(False).zero_()
         if keep_output:
             with torch.no_grad():
-                linear.residual.add(linear.weight, share=-1.0)
-        linear.register_state_dict_pre_hook(_refuse_while_active)
-        linear.register_state_dict_post_hook(_mark_as_unfolded)
-        linear.register_load_state_dict_pre_hook(_check_mark)
-        linear.register_forward_pre_hook(_refuse_without_residual)
-        if impl == "branch":
-            linear.__class__ = with_branch(type(linear))
+                up.residual.add(up.weight, share=-1.0)
     return list(targets)
 
 
@@ -115,8 +108,8 @@ def active(module: nn.Module) -> Iterator[None]:
     """Inside the context the weights are B + beta R^T, so that forward and backward are those of DLR.
 
     At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
-    ``load_state_dict`` raise RuntimeError before they change any B, and other changes raise it at the end. A forward
-    pass outside raises RuntimeError, too. Learned alphas get their gradients at the end.
+    ``load_state_dict`` raise RuntimeError before they change any B. A forward pass outside raises RuntimeError, too.
+    Learned alphas get their gradients at the end.
 
     Raises ValueError if ``module`` has no residual.
     """
@@ -145,19 +138,19 @@ def fold_(module: nn.Module) -> int:
     With ``impl="weight"`` the folded tensors equal the weights inside ``active`` bit for bit. Folding twice raises
     ValueError.
     """
-    folded = require_residuals(module)
-    require_restored(folded)
-    for _, linear in folded:
-        residual = linear.residual
+    carrying = require_residuals(module)
+    for name, up in carrying:
+        up.residual.require_inactive(name or "the module", "fold")
+        if with_residual(type(up).__bases__[-1]) is not type(up):
+            raise ValueError(f"{name}: its class was changed since attach_dlr; fold before fully_shard is called on it")
+    for _, up in carrying:
         with torch.no_grad():
-            residual.add(linear.weight, learned_alpha(linear))
-        if residual.impl == "branch":
-            linear.__class__ = type(linear).__bases__[1]
-        if hasattr(linear, "dlr_alpha"):
-            del linear.dlr_alpha
-        del linear.residual
-        linear.dlr_folded = True
-    return len(folded)
+            up.residual.add(up.weight, up.dlr_alpha)
+        up.residual.active = True  # for good
+        del up.residual, up.dlr_alpha
+        up.__class__ = type(up).__bases__[-1]
+        up.dlr_folded = True
+    return len(carrying)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -178,12 +171,12 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 
 def marks(module: nn.Module) -> dict[str, Tensor]:
     """The ``dlr_mark`` entries that ``load_state_dict`` requires, for a state that is known to belong to ``module``."""
-    return {full_name(name, "dlr_mark"): _mark(linear) for name, linear in residuals(module)}
+    return {full_name(name, "dlr_mark"): up.mark() for name, up in residuals(module)}
 
 
 def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
     """The learned alphas, by parameter name."""
-    return {full_name(n, "dlr_alpha"): m.dlr_alpha for n, m in residuals(module) if hasattr(m, "dlr_alpha")}
+    return {full_name(n, "dlr_alpha"): up.dlr_alpha for n, up in residuals(module) if up.dlr_alpha is not None}
 
 
 def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -191,7 +184,7 @@ def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]
     found = {}
     for name, linear in residuals(module):
         gradient = gradients.get(full_name(name, "weight"))
-        if hasattr(linear, "dlr_alpha") and gradient is not None:
+        if linear.dlr_alpha is not None and gradient is not None:
             found[full_name(name, "dlr_alpha")] = linear.residual.strength_gradient(gradient)
     return found
 
@@ -200,33 +193,25 @@ def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]
 # The control: beta R^T as an initial value of B
 
 
-def start_from_offset_(module: nn.Module, decay_towards_it: bool) -> None:
+def start_from_offset_(module: nn.Module) -> dict[str, Residual]:
     """Add every residual to the initial B; the results then train as plain weights, which are never folded.
 
-    With ``decay_towards_it`` each layer keeps its residual as ``offset``, to which ``decay_towards_offsets`` pulls the
-    weight. Weight decay alone would pull it to zero.
+    Returns the residuals by the names of their weights, for ``decay_towards_offsets``.
     """
-    offsets = [linear.residual for _, linear in residuals(module)]
-    layers = [linear for _, linear in residuals(module)]
+    offsets = {full_name(name, "weight"): up.residual for name, up in residuals(module)}
     fold_(module)
-    for linear, offset in zip(layers, offsets, strict=True):
-        del linear.dlr_folded
-        if decay_towards_it:
-            linear.offset = offset
+    return offsets
 
 
 @torch.no_grad()
-def decay_towards_offsets(module: nn.Module, masters: Mapping[str, Tensor] | None, share: Tensor | float) -> None:
-    """Add ``share`` (lr * weight decay) times the offset to every weight that has an offset.
+def decay_towards_offsets(offsets: Mapping[str, Residual], state: Mapping[str, Tensor], share: Tensor | float) -> None:
+    """Add ``share`` (lr * weight decay) times the offset to every weight in ``state`` that has one.
 
     The update has already subtracted ``share`` times the weight C. Together they give C <- C - share (C - beta R^T),
-    which is the decay of B in C = B + beta R^T.
+    which is the decay of B in C = B + beta R^T. Weight decay alone would pull C to zero.
     """
-    for name, linear in module.named_modules():
-        offset = getattr(linear, "offset", None)
-        if isinstance(offset, Residual):
-            weight = linear.weight if masters is None else masters[full_name(name, "weight")]
-            offset.add(weight, share=share)
+    for name, offset in offsets.items():
+        offset.add(state[name], share=share)
 
 
 def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator[tuple[str, nn.Linear]]:
@@ -255,7 +240,7 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             users.setdefault(id(p), []).append(full_name(name, leaf))
     for name, linear in targets.items():
         here = name or "the module"
-        if hasattr(linear, "residual"):
+        if isinstance(linear, UpProjection):
             raise ValueError(f"{here} has a residual already")
         if getattr(linear, "dlr_folded", False):
             raise ValueError(f"{here} was folded: its weight holds a residual already")
@@ -267,45 +252,3 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: keep_output=True is for fp32 weights, and this is {linear.weight.dtype}")
         if learn_alpha and not linear.weight.requires_grad:
             raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")
-
-
-def _mark_as_unfolded(linear: UpProjection, state: dict, prefix: str, local_metadata: dict) -> None:
-    if getattr(linear, "residual", None) is not None:
-        state[f"{prefix}dlr_mark"] = _mark(linear)
-
-
-def _mark(linear: UpProjection) -> Tensor:
-    """[beta, checksum of the columns]. If alpha is learned, the state holds it, and beta / alpha replaces beta."""
-    residual = linear.residual
-    beta = 1 / residual.divisor if hasattr(linear, "dlr_alpha") else residual.beta
-    return torch.tensor([beta, residual.checksum], dtype=torch.float64)
-
-
-def _check_mark(linear: UpProjection, state: dict, prefix: str, *_) -> None:
-    residual = getattr(linear, "residual", None)
-    if residual is None:
-        return
-    if residual.merged:
-        raise RuntimeError(f"{prefix}weight holds the merged residual; load outside `active`")
-    mark = state.pop(f"{prefix}dlr_mark", None)
-    if f"{prefix}weight" not in state:
-        return
-    if mark is None:
-        rule = f"the state has no {prefix}dlr_mark of a residual that it was trained with"
-        raise RuntimeError(f"{prefix}weight: {rule}. Load what was trained without one before attach_dlr")
-    (beta, columns), (own_beta, own_columns) = mark.tolist(), _mark(linear).tolist()
-    if beta != own_beta:
-        raise RuntimeError(f"{prefix}weight was trained with beta={beta:g}, here it is {own_beta:g}")
-    if columns != own_columns:
-        rule = "was trained with other columns than it has here: which output receives which latent"
-        raise RuntimeError(f"{prefix}weight {rule}. Attach with the same grouping, seed and names of modules")
-
-
-def _refuse_without_residual(linear: UpProjection, _inputs: object) -> None:
-    require_merged([("", linear)])
-
-
-def _refuse_while_active(linear: UpProjection, prefix: str, keep_vars: bool) -> None:
-    residual = getattr(linear, "residual", None)
-    if residual is not None and residual.merged:
-        raise RuntimeError(f"{prefix}weight holds the merged residual; save outside `active`")

@@ -107,17 +107,14 @@ def means(sums: list[float]) -> dict[str, float | None]:
     ``rho`` is the ratio of the means of |v| and |u|, ``rho_mean`` the mean of the ratios |v| / |u|.
     """
     count, u, v, ratio, cosine, both = sums
-
-    def share(of: float, number: float) -> float | None:
-        return of / number if number else None
-
-    return {
-        "through_b": share(u, count),
-        "through_residual": share(v, count),
-        "rho": share(v, u),
-        "rho_mean": share(ratio, both),
-        "cosine": share(cosine, both),
+    shares = {
+        "through_b": (u, count),
+        "through_residual": (v, count),
+        "rho": (v, u),
+        "rho_mean": (ratio, both),
+        "cosine": (cosine, both),
     }
+    return {name: total / number if number else None for name, (total, number) in shares.items()}
 
 
 def residual_matrix(residual: Residual, b: Tensor, alpha: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
 from dlr_pretrain.models.linear import Group, GroupHolder, GroupSpec, SeededInit
 from dlr_pretrain.models.loss import score, summed_cross_entropy
-from dlr_pretrain.models.residual import require_merged, residuals
+from dlr_pretrain.models.residual import Residual, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
@@ -207,6 +207,8 @@ class Llama(nn.Module):
         self.model = Body(cfg, vocab_size, grouped)
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score
+        self.residuals: dict[str, Residual] = {}  # by the names of their layers
+        self.offsets: dict[str, Residual] = {}  # by the names of their weights: see ``start_from_offset_``
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
@@ -220,13 +222,19 @@ class Llama(nn.Module):
 
     def logits(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> [B, T, vocabulary]."""
-        require_merged(residuals(self))
+        self.require_active()
         return self.lm_head(self.hidden(ids, documents))
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """The sum (not the mean) of the cross-entropy over the targets [B, T] that are not ``IGNORE``, in fp32."""
+        self.require_active()
         x = self.hidden(ids, documents).flatten(0, -2)
         return summed_cross_entropy(x, self.lm_head.weight, targets.flatten(), self.score)
+
+    def require_active(self) -> None:
+        """Raise RuntimeError if residuals are left out. Layers see to this too, but grouped ones are not called."""
+        for name, residual in self.residuals.items():
+            residual.require_active(name)
 
     def compile_(self, whole: bool = False) -> None:
         """Compile the blocks (with ``whole``: all that precedes the head) and the loss in place. Parameter names stay.
@@ -279,19 +287,12 @@ def build(
     if cfg.dlr.enabled:
         _attach(model, cfg.dlr)
     if cfg.precision.name == "bf16_sr":
-        _widen_scalars_(model)
+        # Near 1, a stochastic rounding to bf16 moves a scalar (a learned alpha), and all that it scales, by up to 0.8%.
+        # In a matrix such errors average out over the entries; here nothing does that.
+        for p in model.parameters():
+            if p.dim() == 0:
+                p.data = p.data.float()
     return model
-
-
-def _widen_scalars_(model: Llama) -> None:
-    """Hold learned scalars (alpha, theta) in fp32.
-
-    Near 1, one stochastic rounding to bf16 moves a scalar, and all values that it scales, by up to 0.8%. In a matrix
-    such errors average out over the entries; here nothing does that.
-    """
-    for p in model.parameters():
-        if p.dim() == 0:
-            p.data = p.data.float()
 
 
 def _attach(model: Llama, choice: Dlr) -> None:
@@ -307,7 +308,6 @@ def _attach(model: Llama, choice: Dlr) -> None:
         learn_alpha=choice.learn_alpha,
         train_b=choice.train_b,
     )
+    model.residuals = {name: up.residual for name, up in residuals(model)}
     if choice.mode != "residual":
-        start_from_offset_(model, decay_towards_it=choice.mode == "decayed_offset")
-    # grouped products call no layer, so that the model itself has to look
-    model.register_forward_pre_hook(partial(require_merged, residuals(model)))
+        model.offsets = start_from_offset_(model)

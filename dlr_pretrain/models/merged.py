@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import record_function
 
-from dlr_pretrain.models.residual import Residual, UpProjection, full_name, learned_alpha, plus, residuals
+from dlr_pretrain.models.residual import Residual, full_name, plus, residuals
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -19,17 +19,10 @@ from dlr_pretrain.util.tensors import at_least_fp32
 class Layer(NamedTuple):
     """An up-projection's residual, weight, state (the weight itself or its master), and learned alpha, if any."""
 
-    name: str
     residual: Residual
     weight: Tensor
     state: Tensor
     alpha: Tensor | None
-
-
-def require_restored(carrying: Sequence[tuple[str, UpProjection]]) -> None:
-    for name, up in carrying:
-        if up.residual.merged:
-            raise RuntimeError(f"{name}: the residual is merged into the weight; leave `active` first")
 
 
 class MergedResiduals:
@@ -42,12 +35,14 @@ class MergedResiduals:
     def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None):
         self.carrying, self.masters = residuals(module), masters
         parameters = dict(module.named_parameters())
+        state = parameters if masters is None else masters
         self.working: list[Tensor] = [parameters[name] for name in masters or ()]
         by_storage: dict[tuple[int, int], list[Layer]] = {}
         for name, up in self.carrying:
             if up.residual.impl == "weight":
-                layer = _layer(name, up, masters)
-                by_storage.setdefault((_storage(layer.weight), _storage(layer.state)), []).append(layer)
+                b, alpha = state[full_name(name, "weight")], state.get(full_name(name, "dlr_alpha"))
+                layers = by_storage.setdefault((_storage(up.weight), _storage(b)), [])
+                layers.append(Layer(up.residual, up.weight, b, alpha))
         self.storages = [_Storage(layers) for layers in by_storage.values()]
 
     @contextmanager
@@ -57,16 +52,16 @@ class MergedResiduals:
         With masters they stay merged until the next merge.
         """
         if self.masters is None:
-            require_restored(self.carrying)
+            for name, up in self.carrying:
+                up.residual.require_inactive(name or "the module", "enter it")
         watch = register_optimizer_step_pre_hook(self._refuse_step)
         try:
             self.merge()
             yield
         finally:
             watch.remove()
-            changed = self.restore()
-        if changed:
-            raise RuntimeError(f"{changed[0]}: the weight was changed inside `active` and is spoiled; load it again")
+            if self.masters is None:
+                self.restore()
 
     @record_function("with_residual")
     @torch.no_grad()
@@ -76,19 +71,23 @@ class MergedResiduals:
             torch._foreach_copy_(self.working, list(self.masters.values()))
         for storage in self.storages:
             storage.merge()
+        for _, up in self.carrying:
+            up.residual.active = True
 
     @record_function("with_residual")
     @torch.no_grad()
-    def restore(self) -> list[str]:
-        """Take residuals out again that were merged into the state, bit for bit; returns the layers that changed."""
-        return [name or "the module" for storage in self.storages for name in storage.restore()]
+    def restore(self) -> None:
+        """Take residuals out again that were merged into the state, bit for bit."""
+        for storage in self.storages:
+            storage.restore()
+        for _, up in self.carrying:
+            up.residual.active = False
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for name, up in self.carrying:
-            if up.residual.merged and id(up.weight) in stepped:
-                where = f"{name or 'the module'}: the residual is merged into its weight"
-                raise RuntimeError(f"{where}; call optimizer.step() outside `active`")
+            if id(up.weight) in stepped:
+                up.residual.require_inactive(name or "the module", "call optimizer.step()")
 
 
 class _Storage:
@@ -108,24 +107,14 @@ class _Storage:
 
     def merge(self) -> None:
         entries = self.states[self.read_at]
-        merged = plus(entries, self._betas() if self.betas is None else self.betas, self.weights.dtype)
         self.entries = entries if self.in_place else None
-        self._write(merged)
-        self.versions = [own._version for own in self.own]  # autograd's
-        for layer in self.layers:
-            layer.residual.merged = True
+        self._write(plus(entries, self._betas() if self.betas is None else self.betas, self.weights.dtype))
 
-    def restore(self) -> list[str]:
-        """Write B's entries back; returns the names of the layers whose weight changed since ``merge``."""
-        if self.entries is None:
-            return []
-        of_layers = zip(self.layers, self.own, self.versions, strict=True)
-        changed = [layer.name for layer, own, version in of_layers if own._version != version]
-        self._write(self.entries)
-        self.entries = None
-        for layer in self.layers:
-            layer.residual.merged = False
-        return changed
+    def restore(self) -> None:
+        """Write B's entries back."""
+        if self.entries is not None:
+            self._write(self.entries)
+            self.entries = None
 
     def _write(self, values: Tensor) -> None:
         self.weights[self.write_at] = values
@@ -135,19 +124,11 @@ class _Storage:
         """beta for each entry, in the dtype of the addition."""
         wide = at_least_fp32(self.states.dtype)
         parts = []
-        for (_, residual, _, _, alpha), own in zip(self.layers, self.own, strict=True):
-            beta = residual.strength(wide, alpha)
+        for layer, own in zip(self.layers, self.own, strict=True):
+            beta = layer.residual.strength(wide, layer.alpha)
             wide_beta = beta if isinstance(beta, Tensor) else own.new_full((), beta, dtype=wide)
             parts.append(wide_beta.expand(len(own)))
         return torch.cat(parts)
-
-
-def _layer(name: str, up: UpProjection, masters: Mapping[str, Tensor] | None) -> Layer:
-    alpha: Tensor | None = learned_alpha(up)
-    if masters is None:
-        return Layer(name, up.residual, up.weight, up.weight, alpha)
-    alpha = None if alpha is None else masters[full_name(name, "dlr_alpha")]
-    return Layer(name, up.residual, up.weight, masters[full_name(name, "weight")], alpha)
 
 
 def _memory(tensor: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""beta R^T of one up-projection: which output receives which latent, and how it is added to a weight."""
+"""beta R^T of one up-projection: which output receives which latent, how it is added, and the layer that carries it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import zlib
-from collections.abc import Iterable
-from typing import cast
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +41,11 @@ class Residual:
         self.rows = torch.arange(d_out)
         self.contiguous = columns is None
         self.columns = self.rows // self.copies if columns is None else columns
-        self.merged = False  # whether the weight that is multiplied by holds B + beta R^T at present
+        self.active = False  # whether a forward pass multiplies by B + beta R^T at present
 
     @property
     def beta(self) -> float:
         return self.alpha / self.divisor
-
-    @property
-    def checksum(self) -> int:
-        """CRC-32 of ``columns``. A float64 holds it exactly."""
-        return zlib.crc32(self.columns.cpu().numpy().tobytes())
 
     def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
@@ -95,6 +90,17 @@ class Residual:
         y = z[..., :full].repeat_interleave(self.copies, dim=-1)
         return torch.cat((y, z[..., full : full + 1].expand(*z.shape[:-1], tail)), dim=-1) if tail else y
 
+    def require_active(self, name: str) -> None:
+        """Raise RuntimeError if a forward pass would compute B z, which is neither DLR nor what folding gives."""
+        if self.impl == "weight" and not self.active:
+            rule = "its weight is without the residual, so this forward pass is that of another model"
+            fix = "Run it inside `with active(model):` (under a Trainer, use TrainsWithDlr), or after fold_(model)"
+            raise RuntimeError(f"{name}: {rule}. {fix}")
+
+    def require_inactive(self, name: str, act: str) -> None:
+        if self.active:
+            raise RuntimeError(f"{name}: the residual is merged into its weight; {act} outside `active`")
+
     def _follow(self, device: torch.device) -> None:
         if self.rows.device != device:
             self.rows, self.columns = self.rows.to(device), self.columns.to(device)
@@ -124,58 +130,73 @@ def plus(entries: Tensor, betas: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 class UpProjection(nn.Linear):
-    """The type of a linear layer that carries a residual; its class in fact stays what it was, or is a ``Branch``."""
+    """A linear layer with a residual. ``attach_dlr`` mixes this class into the layer's own; ``fold_`` takes it out.
+
+    A ``state_dict`` holds B and, beside it, a ``mark``, which is required when the state is loaded again.
+    """
 
     residual: Residual
-    dlr_alpha: nn.Parameter  # only if alpha is learned
-    dlr_folded: bool  # only once the residual was folded, and is gone
-    offset: Residual  # only if it was an initial value of the weight, towards which the weight decays
+    dlr_alpha: nn.Parameter | None  # if alpha is learned
+    dlr_folded: bool  # once the residual was folded, and is gone
+
+    def forward(self, z: Tensor) -> Tensor:
+        """W z + bias, with W = B + beta R^T; with ``impl="branch"``, B z + bias + beta R^T z, the paper's path."""
+        residual, alpha = self.residual, self.dlr_alpha
+        residual.require_active("an up-projection")
+        y = super().forward(z)
+        if residual.impl == "weight":
+            return y
+        if alpha is None:
+            return y + residual.beta * residual.duplicate(z)
+        if torch.is_grad_enabled() and alpha.requires_grad and not residual.active:
+            raise RuntimeError("a learned alpha gets its gradient from `active`: run forward and backward inside it")
+        return y + alpha.detach() / residual.divisor * residual.duplicate(z)
+
+    def mark(self) -> Tensor:
+        """[beta, CRC-32 of the columns], in float64. A learned alpha is in the state itself; 1 replaces it here."""
+        residual = self.residual
+        beta = residual.beta if self.dlr_alpha is None else 1 / residual.divisor
+        return torch.tensor([beta, zlib.crc32(residual.columns.cpu().numpy().tobytes())], dtype=torch.float64)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        self.residual.require_inactive(f"{prefix}weight", "save")
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}dlr_mark"] = self.mark()
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        name = f"{prefix}weight"
+        self.residual.require_inactive(name, "load")
+        mark = state_dict.pop(f"{prefix}dlr_mark", None)
+        if name in state_dict:
+            self._require_equal(mark, name, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def _require_equal(self, mark: Tensor | None, name: str, prefix: str) -> None:
+        if mark is None:
+            rule = f"the state has no {prefix}dlr_mark of a residual that it was trained with"
+            raise RuntimeError(f"{name}: {rule}. Load what was trained without one before attach_dlr")
+        (beta, columns), (own_beta, own_columns) = mark.tolist(), self.mark().tolist()
+        if beta != own_beta:
+            raise RuntimeError(f"{name} was trained with beta={beta:g}, here it is {own_beta:g}")
+        if columns != own_columns:
+            rule = "was trained with other columns than it has here: which output receives which latent"
+            raise RuntimeError(f"{name} {rule}. Attach with the same grouping, seed and names of modules")
+
+
+@cache
+def with_residual(linear: Any) -> type[nn.Linear]:
+    """``UpProjection`` mixed into ``linear``: one class for all layers of a class, so that blocks share a graph.
+
+    It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
+    """
+    return UpProjection if linear is nn.Linear else type(f"Residual{linear.__name__}", (UpProjection, linear), {})
 
 
 def residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
     """The up-projections that carry a residual, with their names."""
-    carrying = ((name, m) for name, m in module.named_modules() if isinstance(getattr(m, "residual", None), Residual))
-    return [(name, cast(UpProjection, m)) for name, m in carrying]
-
-
-def require_merged(carrying: Iterable[tuple[str, UpProjection]], *_: object) -> None:
-    """Raise RuntimeError if a forward pass would compute B z, which is neither DLR nor what folding gives."""
-    for name, up in carrying:
-        residual = getattr(up, "residual", None)
-        if residual is not None and residual.impl == "weight" and not residual.merged:
-            rule = "its weight is without the residual, so this forward pass is that of another model"
-            fix = "Run it inside `with active(model):` (under a Trainer, use TrainsWithDlr), or after fold_(model)"
-            raise RuntimeError(f"{name or 'an up-projection'}: {rule}. {fix}")
-
-
-def learned_alpha(up: nn.Linear) -> nn.Parameter | None:
-    return getattr(up, "dlr_alpha", None)
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, UpProjection)]
 
 
 def full_name(module: str, leaf: str) -> str:
     """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
     return f"{module}.{leaf}" if module else leaf
-
-
-class Branch(nn.Linear):
-    """The paper's residual path, mixed into the class of a linear layer: y + beta R^T z.
-
-    It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
-    """
-
-    residual: Residual
-
-    def forward(self, z: Tensor) -> Tensor:
-        learned = learned_alpha(self)  # detached: ``strength_gradient`` gives its gradient here too
-        beta = self.residual.beta if learned is None else learned.detach() / self.residual.divisor
-        return super().forward(z) + beta * self.residual.duplicate(z)
-
-
-_BRANCHES: dict[type, type] = {}
-
-
-def with_branch(linear: type) -> type:
-    """One class for all layers of a class, so that equal blocks share one compiled graph."""
-    if linear not in _BRANCHES:
-        _BRANCHES[linear] = type(f"Branch{linear.__name__}", (Branch, linear), {})
-    return _BRANCHES[linear]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import Group, named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
-from dlr_pretrain.models.residual import learned_alpha, residuals
+from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.errors import UserError
 
 MOST = 10  # lines of a list in a message
@@ -37,21 +37,30 @@ class FolderStart:
         try:
             self.files = _files(folder)
             self.dense = DENSE_NAME in self.files
-            if self.dense and backbone(cfg).start_from_ is Group.start_from_:
-                raise self._refused([f"it is dense, and backbone={cfg.backbone.name} cannot start from dense weights"])
-            with torch.device("meta"):
-                model = Llama(replace(cfg, backbone=DENSE) if self.dense else cfg, vocab_size, grouped=False)
-            expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-            wrong = _wrong_shapes(self.files, expected) + _wrong_facts(folder / "config.json", cfg)
+            wrong = self._misfits(cfg, vocab_size)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
-            raise self._refused([f"cannot be read: {type(error).__name__}: {error}"]) from error
+            wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
-            raise self._refused(wrong)
+            kind = "a dense model" if self.dense else "an exported model of this backbone"
+            fix = f"Name the folder of {kind} of this scale, with as many rows as scale.vocab_size"
+            raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *listed(wrong)]))
 
-    def _refused(self, wrong: list[str]) -> UserError:
-        kind = "a dense model" if self.dense else "an exported model of this backbone"
-        fix = f"Name the folder of {kind} of this scale, with as many rows as scale.vocab_size"
-        return UserError("\n  ".join([f"run.start_from={self.folder}: {fix}", *listed(wrong)]))
+    def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
+        """One line for each tensor or setting that is not as the model needs it."""
+        if self.dense and backbone(cfg).start_from_ is Group.start_from_:
+            return [f"it is dense, and backbone={cfg.backbone.name} cannot start from dense weights"]
+        with torch.device("meta"):
+            model = Llama(replace(cfg, backbone=DENSE) if self.dense else cfg, vocab_size, grouped=False)
+        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        wrong = [f"{name}: missing" for name in expected if name not in self.files]
+        for name, path in self.files.items():
+            with safe_open(path, framework="pt") as file:
+                shape = file.get_slice(name).get_shape()
+            if name not in expected:
+                wrong.append(f"{name}: not a tensor of this model")
+            elif shape != expected[name]:
+                wrong.append(f"{name}: has shape {shape} instead of {expected[name]}")
+        return wrong + _wrong_facts(self.folder / "config.json", cfg)
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
@@ -80,8 +89,8 @@ class FolderStart:
         own = model.state_dict()  # views: also of buffers
         for name in left:
             own[name].copy_(self.read(name))
-        for _, linear in residuals(model):
-            linear.residual.add(linear.weight, learned_alpha(linear), share=-1.0)
+        for _, up in residuals(model):
+            up.residual.add(up.weight, up.dlr_alpha, share=-1.0)
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -91,15 +100,6 @@ def _files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in index["weight_map"].items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / WEIGHTS)
-
-
-def _wrong_shapes(files: dict[str, Path], expected: dict[str, torch.Size]) -> list[str]:
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys() if files.get(name) == path}  # noqa: SIM118
-    strange: dict[str, list[int]] = {name: [] for name in files if name not in expected}  # also those that no file has
-    return misfits(strange | shapes, expected)
 
 
 def _wrong_facts(path: Path, cfg: Config) -> list[str]:
@@ -117,17 +117,6 @@ def _wrong_facts(path: Path, cfg: Config) -> list[str]:
         f"config.json: {name} is {found[name]}, here {value}"
         for name, value in wanted.items()
         if found.get(name, value) != value
-    ]
-
-
-def misfits(found: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]]) -> list[str]:
-    """One line for each tensor that is missing, unknown to the model, or of another shape than in the model."""
-    wrong = [f"{name}: missing" for name in expected if name not in found]
-    wrong += [f"{name}: not a tensor of this model" for name in found if name not in expected]
-    return wrong + [
-        f"{name}: has shape {list(found[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and list(found[name]) != list(shape)
     ]
 
 

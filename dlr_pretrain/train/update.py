@@ -95,7 +95,7 @@ class Update:
         if self.cfg.dlr.mode == "decayed_offset":
             knobs: dict = self.cfg.optimizer.knobs
             share = lr * knobs["weight_decay"] * (1 - masked)
-            dlr.decay_towards_offsets(self.weights.model, self.weights.masters, share)
+            dlr.decay_towards_offsets(self.weights.model.offsets, self.weights.optimized, share)
         self.gradients.clear()
         return norm, masked
 
