@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim.parameters import decay_groups
-from dlr_pretrain.optim.quantized import torchao_optim, whole_blocks
+from dlr_pretrain.optim.quantized import whole_blocks
 from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 from dlr_pretrain.util import sharded
 
@@ -24,19 +24,9 @@ def build(
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Build AdamW with 8-bit moments for parameters that are large enough; all ranks decide this alike."""
-    torchao_optim()
-    from torchao.optim.subclass_8bit import OptimState8bit
-
-    block_size = knobs["block_size"]
-    quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, block_size)}
-
-    def new_moment(p: Tensor, signed: bool) -> Tensor:
-        if p in quantised:
-            return OptimState8bit.zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)
-        return torch.zeros_like(p, requires_grad=False)
-
+    quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, knobs["block_size"])}
     groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
-    return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), new_moment)]
+    return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
 
 
 def _quantised(p: Tensor, block_size: int) -> bool:

@@ -39,17 +39,17 @@ def build(
     rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``heartbeat`` iterates over
     the parameters of updates that can take seconds (galore, fira, loro).
     """
-    module, options = _module(choice), {}
+    options = {}
     if choice.name in ROUND_AT_WILL:
         options = {"compiled": compiled, "rounding_seed": rounding_seed}
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
-    named = dict(parameters)
-    parts = module.build(named, choice.knobs, undecayed, **options)
+    module = importlib.import_module(f"dlr_pretrain.optim.{choice.name}")
+    parts = module.build(dict(parameters), choice.knobs, undecayed, **options)
     for part in parts:
         if isinstance(part, Adam):
             part.heartbeat = heartbeat
-    return Optimizer(named, parts)
+    return Optimizer(parameters, parts)
 
 
 def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
@@ -61,10 +61,7 @@ def state_bytes(choice: Choice, parameters: Mapping[str, Tensor]) -> int:
     for p in shaped.values():
         p.grad = torch.empty_like(p)
     optimizer = build(choice, shaped)
-    for part in optimizer.parts:
-        if isinstance(part, Adam):
-            part.index = 0
-        part.step()
+    optimizer.update(0.0, skip=torch.zeros(()), index=0)
     return sum(tensor.nbytes for tensor in optimizer.state_tensors().values())
 
 
@@ -72,10 +69,6 @@ def checkpoint_bytes(choice: Choice, state: Mapping[str, Tensor], trained: Itera
     """Bytes of the tensors of a checkpoint: ``state`` (parameters and buffers), and the optimizer's for ``trained``."""
     optimized = {name: state[name] for name in trained}
     return sum(tensor.nbytes for tensor in state.values()) + state_bytes(choice, optimized)
-
-
-def _module(choice: Choice):
-    return importlib.import_module(f"dlr_pretrain.optim.{choice.name}")
 
 
 class Optimizer:
@@ -97,16 +90,26 @@ class Optimizer:
         does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
         once for both, and steps no part if ``skip`` is 1.
         """
-        skipped, exact = (False, None) if self.masked_on_device else _on_host(skip, factor)
-        if skipped:
-            return
-        for p in filter(sharded.is_sharded, self.parameters.values()):
+        number: Tensor | float | None = None  # the factor, where parts cannot read it on the device
+        if not self.masked_on_device:
+            skipped, number = _on_host(skip, factor)
+            if skipped:
+                return
+        shards = [p for p in self.parameters.values() if sharded.is_sharded(p)]
+        for p in shards:
             sharded.local_rows(p).grad = None if p.grad is None else sharded.local_rows(p.grad)
         for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
             if isinstance(part, Adam):
                 part.index = index
-            _step(part, lr, skip, factor, exact)
-        for p in filter(sharded.is_sharded, self.parameters.values()):
+            if _reads_found_inf(part):
+                vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
+            elif number is not None and number != 1.0:
+                gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
+                torch._foreach_mul_(gradients, number)
+            part.step()
+        for p in shards:
             sharded.local_rows(p).grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
@@ -127,17 +130,16 @@ class Optimizer:
         quantised state, the state is restored by value and is not quantised from then on. Raises UserError for state of
         a parameter that this optimizer does not have.
         """
-        by_entry: dict[str, dict[str, Tensor | Stored]] = {}
+        by_entry: dict[tuple[str, str], dict[str, Tensor | Stored]] = {}
         for full, value in tensors.items():
             name, entry = full.rsplit("/", 1)
             if name not in self.parameters:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
             entry, dot, suffix = entry.partition(".")
-            by_entry.setdefault(f"{name}/{entry}", {})[dot + suffix] = value
-        for name in {full.rsplit("/", 1)[0] for full in by_entry}:
+            by_entry.setdefault((name, entry), {})[dot + suffix] = value
+        for name, _ in by_entry:
             self.part_of[name].state[sharded.local_rows(self.parameters[name])] = {}
-        for full, stored in by_entry.items():
-            name, entry = full.rsplit("/", 1)
+        for (name, entry), stored in by_entry.items():
             p, part = self.parameters[name], self.part_of[name]
             state = _own(p, part, entry, stored[""]) if "" in stored else quantized.restored(stored, p)
             part.state[sharded.local_rows(p)][entry] = state
@@ -172,27 +174,6 @@ def _on_host(skip: Tensor, factor: Tensor | None) -> tuple[bool, Tensor | float 
         return bool(skip), factor
     skipped, number = torch.stack((skip, factor)).tolist()
     return bool(skipped), number
-
-
-def _step(
-    part: torch.optim.Optimizer,
-    lr: float,
-    skip: Tensor,
-    factor: Tensor | None,
-    exact: Tensor | float | None = None,
-) -> None:
-    """Step ``part``. With scaler hooks it reads ``skip`` and ``factor`` on the device; else ``exact`` is the factor."""
-    for group in part.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
-    if _reads_found_inf(part):
-        vars(part).update(grad_scale=None if factor is None else factor.reciprocal(), found_inf=skip)
-    elif exact is not None and exact != 1.0:
-        gradients = [p.grad for group in part.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(gradients, exact)
-    part.step()
 
 
 def _reads_found_inf(part: torch.optim.Optimizer) -> bool:

@@ -30,12 +30,17 @@ class Quantized(Tensor):
     block_size: int
 
 
-def torchao_optim():
-    """The module of torchao's optimizers, imported without the package's warnings about its other parts."""
+def _state_class():
+    """torchao's class of 8-bit state, imported without the package's warnings about its other parts."""
     with without_warnings():
-        import torchao.optim
+        from torchao.optim.subclass_8bit import OptimState8bit
     warnings.filterwarnings("ignore", message="OptimState8bit does not implement _stable_hash_for_caching")
-    return torchao.optim
+    return OptimState8bit
+
+
+def zeros(p: Tensor, signed: bool, block_size: int) -> Tensor:
+    """A quantised entry of the state of ``p`` (this rank's rows)."""
+    return _state_class().zeros(p.shape, signed, block_size, p.device, dtype=p.dtype)
 
 
 def is_quantized(value: Tensor) -> TypeGuard[Quantized]:
@@ -74,13 +79,10 @@ def restored(tensors: Mapping[str, Tensor | Stored], p: Tensor) -> Tensor:
     The block size follows from the number of scales, and a map with negative values is that of signed ones. If some
     rank's rows of ``p`` cut a block, the result is a plain tensor of the same values.
     """
-    torchao_optim()
-    from torchao.optim.subclass_8bit import OptimState8bit
-
     scale, qmap = sharded.whole(tensors[".scale"]).flatten(), sharded.whole(tensors[".map"])
     block, signed = p.numel() // len(scale), bool(qmap.min() < 0)
     if not whole_blocks(p, block):
-        everything = OptimState8bit(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=p.dtype)
+        everything = _state_class()(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=p.dtype)
         return sharded.own_part(p, everything.dequantize()).to(p.device, copy=True)
     codes = sharded.own_part(p, tensors[".codes"])
     if sharded.is_sharded(p):
@@ -88,7 +90,7 @@ def restored(tensors: Mapping[str, Tensor | Stored], p: Tensor) -> Tensor:
         first, end = sharded.span(p)
         scale = scale[first * row // block : end * row // block]
     parts = [part.to(p.device, copy=True).contiguous() for part in (codes, scale, qmap)]
-    return OptimState8bit(*parts, signed, dtype=p.dtype)
+    return _state_class()(*parts, signed, dtype=p.dtype)
 
 
 def decoded(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:

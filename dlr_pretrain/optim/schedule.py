@@ -30,13 +30,9 @@ def merge_due(cfg: Config, step: int) -> bool:
     return every is not None and step % every == 0 and step < cfg.train.steps
 
 
-def restarts(cfg: Config) -> tuple[int, int] | None:
-    """(updates between restarts of the rate of ``cfg``, updates over which it then rises); None without restarts."""
-    knobs: dict[str, Any] = cfg.optimizer.knobs
-    backbone: dict[str, Any] = cfg.backbone.knobs
-    if cfg.own_schedule:
-        return knobs["exact_every"], knobs["restart_warmup"]
-    return (backbone["merge_every"], backbone["restart_warmup"]) if "merge_every" in backbone else None
+def restarts(cfg: Config) -> int | None:
+    """The updates between restarts of the rate of ``cfg``; None without restarts."""
+    return cfg.optimizer.knobs["exact_every"] if cfg.own_schedule else cfg.backbone.knobs.get("merge_every")
 
 
 SHAPES = {"cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)), "linear": lambda progress: 1 - progress}

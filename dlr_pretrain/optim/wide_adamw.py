@@ -6,8 +6,8 @@ The k-th update of a parameter is W <- (1 - lr weight_decay) W - lr m / (1 - bet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class WideAdamW(torch.optim.Optimizer):
     stochastically, because most of their changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks
     a second moment by a thousandth. First moments change by a tenth, and are rounded to the nearest.
 
-    ``new_moment(p, signed)`` makes a moment of zeros; the default is a tensor like ``p``.
+    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``knobs["block_size"]`` values.
     """
 
     _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
@@ -39,12 +39,11 @@ class WideAdamW(torch.optim.Optimizer):
         knobs: dict,
         compiled: bool,
         rounding_keys: Mapping[Tensor, Tensor] | None = None,
-        new_moment: Callable[[Tensor, bool], Tensor] | None = None,
+        quantised: Collection[Tensor] = (),
     ):
         betas = knobs["beta1"], knobs["beta2"]
-        lr = torch.zeros((), dtype=torch.float64)  # without dimensions: it does not widen the dtype of a product
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
-        self.rounding_keys, self.new_moment = rounding_keys, new_moment or _zeros
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+        self.rounding_keys, self.quantised = rounding_keys or {}, quantised
         self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
         self.found_inf: Tensor | None = None
@@ -52,24 +51,34 @@ class WideAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
-        with _a_graph_for_each_shape() if self.compiled else nullcontext():
+        graphs: AbstractContextManager = nullcontext()
+        if self.compiled:
+            from torch._dynamo.utils import disable_cache_limit  # its import takes a second
+
+            graphs = disable_cache_limit()  # one for each shape
+        with graphs:
             for group in self.param_groups:
+                lr = torch.tensor(group["lr"], dtype=torch.float64)  # a scalar: it does not widen the dtype of products
                 for p in group["params"]:
                     if p.grad is not None:
-                        self.update(p, p.grad, group)
+                        self.update(p, p.grad, group, lr)
 
-    def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
+    def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
             state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
         skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
-        keys = None if self.rounding_keys is None else self.rounding_keys.get(p)
         moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
         numbers = group["weight_decay"], *group["betas"], group["eps"]
-        for w, g, m, v, of_piece in self.pieces(p.detach(), gradient, *moments, keys):
-            self.advance(w, g, m, v, state["step"], group["lr"], skip, self.grad_scale, of_piece, *numbers)
+        for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):
+            self.advance(w, g, m, v, state["step"], lr, skip, self.grad_scale, keys, *numbers)
         state["step"].add_(skip == 0)
+
+    def new_moment(self, p: Tensor, signed: bool) -> Tensor:
+        if p in self.quantised:
+            return quantized.zeros(p, signed, self.block_size)
+        return empty_state(p, p.shape, p.dtype).zero_()
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
         """What each pass takes: all of ``w``, or a number of rows that keeps temporaries small and cuts no block."""
@@ -85,29 +94,14 @@ class WideAdamW(torch.optim.Optimizer):
             yield w[first:end], g[first:end], *parts, of_piece
 
 
-def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor] | None:
-    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; None without a seed."""
-    if seed is None:
-        return None
+def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor]:
+    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; none without a seed."""
     found = {}
     for name, p in parameters.items():
-        if p.dtype != torch.bfloat16:
-            continue
-        row = sharded.span(p)[0] if sharded.is_sharded(p) else 0
-        found[sharded.local_rows(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
+        if seed is not None and p.dtype == torch.bfloat16:
+            row = sharded.span(p)[0] if sharded.is_sharded(p) else 0
+            found[sharded.local_rows(p)] = rounding.keys(seed, name, row * p.shape[1:].numel(), p.device)
     return found
-
-
-@contextmanager
-def _a_graph_for_each_shape() -> Iterator[None]:
-    from torch._dynamo.utils import disable_cache_limit  # its import takes a second
-
-    with disable_cache_limit():
-        yield
-
-
-def _zeros(p: Tensor, _signed: bool) -> Tensor:
-    return empty_state(p, p.shape, p.dtype).zero_()
 
 
 def _parts(moment: Tensor) -> Moment:

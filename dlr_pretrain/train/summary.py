@@ -34,7 +34,7 @@ def summary(
     after = "merged into dense weights at the end" if backbone(cfg).deployed_dense else "the same after folding"
     tokens, shape = t.global_batch * t.seq_len, "a line" if t.lr_decay == "linear" else "a cosine"
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
-    anew = f", anew every {plural(period[0], 'step')}" if (period := restarts(cfg)) else ""
+    anew = f", anew every {plural(every, 'step')}" if (every := restarts(cfg)) else ""
     vocabulary, validation = len(weights.state["model.embed_tokens.weight"]), text.validation
     few = "; so few that the perplexity may be off by some per cent" if validation.real_tokens < FEW else ""
     table = {
