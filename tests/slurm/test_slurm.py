@@ -1,4 +1,4 @@
-"""Runs through a real scheduler, with what a cluster does to them. ``--basetemp`` must be shared by its nodes."""
+"""Runs through a real scheduler, with what a cluster does to them."""
 
 from __future__ import annotations
 
@@ -10,33 +10,40 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs
 from dlr_pretrain.launch.state import Status, last_job, last_saved, look, queue
 from dlr_pretrain.util.history import read_metrics
-from tests.conftest import ROOT
-from tests.slurm.conftest import ask, wait
+from tests.conftest import ROOT, forked
+from tests.resume.test_resume import assert_same, final
+from tests.slurm.conftest import ask, both_up, wait
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full]
 
 STEPS = 400  # seconds of training, so that a signal arrives in the middle of it
-LONG = (f"train.steps={STEPS}", "eval.every=200", "checkpoint.every=1000", "dlr=on", "backbone=cola")
-TWO_RANKS = ("--nodes=1", "--ntasks-per-node=2")
+RUN = (f"train.steps={STEPS}", "eval.every=200", "backbone=cola")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 
-# ----------------------------------------------------------------------------------------------------
-# slurm/train.sbatch
+def quietly(*command: str) -> None:
+    subprocess.run(command, capture_output=True, check=False)
+
+
+@pytest.fixture(autouse=True)
+def idle():
+    """Cancels what a test leaves in the queue, and waits for a node that it has set down."""
+    before = queue().keys()
+    yield
+    for job in queue().keys() - before:
+        quietly("scancel", job)
+    wait(lambda: not queue().keys() - before and both_up(), queue)
 
 
 class Job:
-    """One ``sbatch`` of slurm/train.sbatch."""
+    """One ``sbatch`` of slurm/train.sbatch, in ``folder``."""
 
     def __init__(self, folder: Path, words: list[str], *options: str):
         self.run, self.log = folder / "run", folder / "job.log"
-        folder.mkdir()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
         command = ["sbatch", "--parsable", f"--chdir={ROOT}", f"--output={self.log}", "--time=10", *options]
         submitted = subprocess.run(
@@ -45,145 +52,77 @@ class Job:
             check=True,
             capture_output=True,
             text=True,
-            timeout=300,
         )
         self.id = submitted.stdout.strip().split(";")[0]
 
-    def facts(self) -> dict[str, str]:
+    def facts(self, *names: str) -> tuple[str, ...]:
         """What the scheduler knows of the job."""
-        words = ask("scontrol", "--oneliner", "show", "job", self.id).split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        said = ask("scontrol", "--oneliner", "show", "job", self.id).split()
+        known = dict(word.split("=", 1) for word in said if "=" in word)
+        return tuple(known[name] for name in names)
 
-    def ended(self) -> bool:
-        return self.facts()["JobState"] in ENDED
+    def wait(self, until: Callable[[], object] = lambda: False) -> None:
+        """Wait for an event, or for the end of the job."""
+        wait(lambda: until() or self.facts("JobState")[0] in ENDED, self.text)
 
-    def wait(self, until: Callable[[], object]) -> None:
-        wait(lambda: until() or self.ended(), self.text)
-
-    def steps(self) -> int:
-        records = read_metrics(self.run / "metrics.jsonl")
-        return records[-1]["step"] if records else 0
+    def step(self) -> int:
+        return next((record["step"] for record in reversed(read_metrics(self.run / "metrics.jsonl"))), 0)
 
     def text(self) -> str:
         return self.log.read_text() if self.log.exists() else "(no output)"
 
-    def assert_complete(self, restarts: int) -> None:
-        wait(self.ended, self.text)
-        facts = self.facts()
-        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", str(restarts)), self.text()
-        assert (self.run / "folded" / "config.json").exists()
-        assert [record["step"] for record in read_metrics(self.run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-        assert not list(self.log.parent.glob("dlr_pretrain.*")), "the nodes' local folders (TMPDIR, here) are left"
-
-
-@pytest.fixture(scope="module")
-def submit(tmp_path_factory):
-    """``submit(words, *options)`` gives the Job."""
-    folder, jobs = tmp_path_factory.mktemp("slurm"), []
-
-    def submit(words: list[str], *options: str) -> Job:
-        jobs.append(Job(folder / str(len(jobs)), words, *options))
-        return jobs[-1]
-
-    yield submit
-    for job in jobs:  # those that have ended may be forgotten by now
-        subprocess.run(["scancel", "--quiet", job.id], check=False)
-
-
-whole: dict[str, Job] = {}
-
-
-@pytest.fixture
-def undisturbed(submit, words) -> Job:
-    """Two ranks on one node, from the first step to the last; once for all tests."""
-    if not whole:
-        whole["job"] = submit(words(*LONG), *TWO_RANKS)
-    whole["job"].assert_complete(restarts=0)
-    return whole["job"]
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """The same losses and evaluations in two run directories, and the same weights, bit for bit."""
-    kept = ("step", "train/loss", "train/grad_norm", "eval/loss")
-    records = [[[r.get(key) for key in kept] for r in read_metrics(run / "metrics.jsonl")] for run in (one, other)]
-    assert records[0] == records[1]
-    a, b = (load_file(run / "folded" / "model.safetensors") for run in (one, other))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_preempted_requeued_and_bit_identical(submit, words, undisturbed, nodes, two_nodes):
-    job = submit(words(*LONG), f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
-    job.wait(lambda: job.steps() >= 20)
+def test_a_preemption_and_a_killed_rank_change_no_bit(words, tmp_path, nodes):
+    given = words(*RUN, "dlr=on", "checkpoint.every=50")
+    job = Job(tmp_path, given, f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}")
+    job.wait(lambda: job.step() >= 20)
     ask("scancel", "--signal=USR1", "--batch", job.id)
 
     def restarted_while_told_so_again() -> bool:
         """The end of a process is no time to die of another signal."""
-        subprocess.run(["scancel", "--quiet", "--signal=USR1", f"{job.id}.0"], check=False)
-        return job.facts()["Restarts"] == "1"
+        quietly("scancel", "--quiet", "--signal=USR1", f"{job.id}.0")
+        return job.facts("Restarts") == ("1",)
 
     job.wait(restarted_while_told_so_again)
-    stopped_at = job.steps()
+    stopped_at = job.step()
     assert 20 <= stopped_at < STEPS, job.text()
-    job.assert_complete(restarts=1)
-    assert f"{nodes} x {2 // nodes} ranks" in job.text()
-    assert f"stopped after step {stopped_at} " in job.text() and "resuming" in job.text()
-    assert_same_run(job.run, undisturbed.run)
 
-
-def test_a_killed_rank_costs_the_steps_since_the_checkpoint(submit, words, undisturbed):
-    every_50 = [word for word in LONG if not word.startswith("checkpoint.every")] + ["checkpoint.every=50"]
-    job = submit(words(*every_50), *TWO_RANKS)
-    job.wait(lambda: last_saved(job.run))
+    job.wait(lambda: last_saved(job.run) > stopped_at)
     rank = f"-u [t]rain.py .*run.dir={job.run}"  # which is no part of this command's own words
-    ask("srun", f"--jobid={job.id}", "--overlap", "pkill", "-KILL", "--newest", "--full", "--", rank)
-    job.assert_complete(restarts=1)
-    assert re.search(r"exit code \d+, after a checkpoint at step \d*[05]0; back to the queue", job.text()), job.text()
-    assert_same_run(job.run, undisturbed.run)
+    step = ("srun", f"--jobid={job.id}", "--overlap", "--nodes=1", "--ntasks=1")
+    ask(*step, "pkill", "-KILL", "--newest", "--full", "--", rank)
+    job.wait()
+    assert job.facts("JobState", "Restarts") == ("COMPLETED", "2"), job.text()
+    assert f"{nodes} x {2 // nodes} ranks" in job.text() and "resuming" in job.text()
+    assert f"stopped after step {stopped_at} " in job.text()
+    assert re.search(r"exit code \d+, after a checkpoint at step \d+; back to the queue", job.text()), job.text()
+    assert not list(tmp_path.glob("dlr_pretrain.*")), "the nodes' local folders (TMPDIR, here) are left"
+    forked([*given, f"run.dir={tmp_path}/whole"], ranks=2)
+    assert_same(final(job.run), final(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(("more", "facts"), [
     ("train.lrr=1", ("FAILED", "0", "2:0")), ("train.stop_after=3", ("COMPLETED", "0", "0:0")),
 ])  # fmt: skip
-def test_a_run_that_ends_by_itself_is_not_requeued(submit, words, more, facts):
-    job = submit(words(*LONG, more), *TWO_RANKS)
-    wait(job.ended, job.text)
-    assert tuple(job.facts()[name] for name in ("JobState", "Restarts", "ExitCode")) == facts, job.text()
+def test_a_run_that_ends_by_itself_is_not_requeued(words, tmp_path, more, facts):
+    job = Job(tmp_path, words(*RUN, more), "--nodes=1", "--ntasks-per-node=2")
+    job.wait()
+    assert job.facts("JobState", "Restarts", "ExitCode") == facts, job.text()
 
 
-# ----------------------------------------------------------------------------------------------------
-# slurm/submit.py
-
-
-def give(script: str, words: list[str], *options: str) -> str:
-    command = [sys.executable, str(ROOT / script), *words, *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.fixture
-def empty_queue():
-    """Cancels what the test leaves in the queue."""
-    before = queue().keys()
-    yield
-    for job in queue().keys() - before:
-        subprocess.run(["scancel", "--quiet", job], check=False)
-    wait(lambda: not queue().keys() - before, queue)
-
-
-def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(words, tmp_path, two_nodes, empty_queue):
-    given = [
-        *words(*LONG[:2], "checkpoint.every=40", "backbone=cola"),
-        "dlr=off,on",
-        "seed=1,2",
-        f"run.root={tmp_path}",
-    ]
-    options = ("--", *TWO_RANKS, "--mem=1G", "--time=10")
+def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(words, tmp_path):
+    given = [*words(*RUN, "checkpoint.every=40"), "dlr=off,on", "seed=1,2", f"run.root={tmp_path}"]
     runs: list[PlannedRun] = load_runs(expand(given))
 
+    def submit(*options: str) -> str:
+        command = [sys.executable, str(ROOT / "slurm" / "submit.py"), *given, *options]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
     def table() -> str:
-        return give("slurm/submit.py", given, "--status")
+        return submit("--status")
 
     def status(number: int) -> Status:
         return look(runs[number - 1], queue())
@@ -198,9 +137,10 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
         wait(lambda: status(number).step >= 20 or status(number).state in ("failed", "stopped"), table)
         assert status(number).state == "running", table()
 
+    options = ("--", "--nodes=1", "--ntasks-per-node=2", "--mem=1G", "--time=10")
     in_the_way = runs[2].dir / "config.yaml"
     in_the_way.mkdir(parents=True)
-    assert "Submitted 4 of 4" in give("slurm/submit.py", given, "--limit", "2", *options)
+    assert "Submitted 4 of 4" in submit("--limit", "2", *options)
     wait_for_step(1)
     ask("scontrol", "requeue", job(1))
     wait_for_step(2)
@@ -211,13 +151,13 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
     wait(lambda: status(3).state == "failed", table)
     assert "config.yaml" in status(3).reason, table()
     in_the_way.rmdir()
-    assert "Submitted 2 of 4" in give("slurm/submit.py", given, *options)
+    assert "Submitted 2 of 4" in submit(*options)
 
     wait_for_step(4)
     node = ask("squeue", "--noheader", f"--jobs={job(4)}", "--format=%N").strip()
     ask("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     wait(lambda: restarts(4) == 1, table)
-    subprocess.run(["scontrol", "update", f"nodename={node}", "state=resume"], capture_output=True, check=False)
+    quietly("scontrol", "update", f"nodename={node}", "state=resume")
     wait(lambda: {status(i).state for i in range(1, 5)} <= {"complete", "failed", "stopped"}, table)
     assert "4 runs: 4 complete" in table() and restarts(1) >= 1
     steps = [[record["step"] for record in read_metrics(run.dir / "metrics.jsonl")] for run in runs]
