@@ -104,7 +104,6 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "PPL plain": spread(without.ppl),
             "PPL with DLR": spread(with_dlr.ppl),
             "Δ PPL": spread(differences(without.ppl, with_dlr.ppl), "+.2f"),
-            "Δ convention": spread(differences(without.convention, with_dlr.convention), "+.2f"),
             "Δ paper": shown(theirs.get((scale, f"{base}+dlr"), nan) - theirs.get((scale, base), nan), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
@@ -124,7 +123,7 @@ def runs_table(found: Runs) -> Table:
 
 
 def speed_table(found: Runs) -> Table:
-    """Speed and memory: a row for each group and machine, since no mean is taken over machines; then the paper's."""
+    """Speed and memory: a row for each group and machine, since no mean is taken over machines."""
     rows = []
     for group, of in found.groups():
         for machine, on_it in of.groupby("machine", sort=False):
@@ -138,12 +137,6 @@ def speed_table(found: Runs) -> Table:
                     "MFU": spread(on_it.mfu.dropna(), ".3f"),
                 }
             )
-    for row in facts("measured").itertuples():
-        if row.scale in set(found.runs.scale):
-            rows.append({
-                "Scale": row.scale, "Method": row.method, "Machine": "32 x H100, paper",
-                "GB a rank": f"{row.memory_gb:.2f}", "tokens/s": shown(row.tokens_per_s_32xh100, ",.0f"),
-            })  # fmt: skip
     notes = [
         "tokens/s is the median since the last start of each run, of means over 20 steps without evaluation and "
         "saving; it counts padding. Memory is the peak of a rank. Compare only within a machine."

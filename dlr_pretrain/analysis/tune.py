@@ -67,8 +67,10 @@ def tune(argv: Sequence[str]) -> int:
         confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
         runs |= confirming
         trials += bring(confirming)
-    found = compare(design, trials) | about(methods, runs.values())
-    found["command"] = shlex.join(["scripts/tune.py", *argv])
+    found = compare(design, trials) | {"remarks": about(methods, runs.values())}
+    words = [own_words(of[0]) for of in methods.values()]
+    found["shared"] = shlex.join(word for word in words[0] if all(word in own for own in words))
+    found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
     write(found, given.output)
     print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
@@ -123,21 +125,18 @@ def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[
     return Design(tuple(methods), tuple(rates), seeds, fresh), cells
 
 
-def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> dict:
-    """The overrides of each method, those that all share, and what a reader must know of them."""
-    words = {method: own_words(of[0]) for method, of in methods.items()}
-    shared = [word for word in next(iter(words.values())) if all(word in own for own in words.values())]
-    own = {method: shlex.join(word for word in of if word not in shared) for method, of in words.items()}
-    remarks, budgets = [], {}
+def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> list[str]:
+    """What a reader must know of the runs that are compared."""
+    said, budgets = [], {}
     for method, (run, *_) in methods.items():
         steps, tokens = run.cfg.train.steps, run.cfg.train.global_batch * run.cfg.train.seq_len
         budgets[method] = f"{steps:,} steps, {steps * tokens:,} tokens"
     if len(set(budgets.values())) > 1:
-        remarks.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
+        said.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
     seeds = {(run.cfg.seed, run.cfg.data.seed) for run in runs}
     if len(seeds) == 1 or any(seed != order for seed, order in seeds):
-        remarks.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
-    return {"words": own, "shared": shlex.join(shared), "remarks": remarks}
+        said.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
+    return said
 
 
 # ----------------------------------------------------------------------------------------------------

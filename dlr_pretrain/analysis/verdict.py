@@ -192,7 +192,5 @@ def write(found: dict, folder: Path) -> None:
     """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    words = "\n".join(f"{method}: {text}" for method, text in found["words"].items())
-    made = ("How it was done", f"{words}\nall: {found['shared']}\n\npython {found['command']}")
-    parts = [methods_table(found), *draw_rates(found, folder), made]
+    parts = [methods_table(found), *draw_rates(found, folder), ("Made by", found["command"])]
     write_page(" / ".join(found["design"]["methods"]), remarks(found), parts, folder, folder)
