@@ -222,7 +222,7 @@ class Heartbeat:
             pass
 
     def _write(self, when: float) -> None:
-        where, waits = place(sys._current_frames().get(threading.main_thread().ident or 0))
+        where, waits = innermost_line(sys._current_frames().get(threading.main_thread().ident or 0))
         record = {"rank": self.rank, "step": self.step, "where": where, "waits": waits, "left": self._left}
         record |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": self._machine, "token": self.token}
         os.pwrite(self._file, json.dumps(record | {"time": when}).ljust(BEAT_BYTES).encode(), 0)
@@ -294,7 +294,7 @@ def suspicion(beats: dict[int, dict], silent: set[int]) -> str:
     return "; ".join(named)
 
 
-def place(frame: FrameType | None) -> tuple[str, bool]:
+def innermost_line(frame: FrameType | None) -> tuple[str, bool]:
     """The innermost line of this package on a stack, and whether it waits there for other ranks."""
     waits, distributed = False, os.path.join("torch", "distributed")
     while frame is not None:
