@@ -10,9 +10,8 @@ import torch
 from dlr_pretrain.models import active, build
 from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.models.gradient_paths import SUMS, PlainPath, counted, isotropic, means, residual_matrix, sums
-from tests.parity.reference import VOCAB, r_transposed, small
+from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
-CPU = torch.device("cpu")
 PROBED = ("model.layers.0.self_attn.q_proj.b", "model.layers.0.mlp.down_proj.b", "model.layers.1.mlp.up_proj.b")
 
 
@@ -26,33 +25,23 @@ def batch(rows: int = 2, padding: int = 4):
     return ids, targets
 
 
-def differences(model, inputs, name: str, positions: list[tuple[int, int]]) -> torch.Tensor:
-    """dL/dz at some (row, position) by central differences: B z is given what a change of z adds to it.
-
-    The change runs through the branch's own formula, B dz + beta R^T dz, on the model's own modules.
+def difference(model, inputs, name: str, at: tuple[int, int], matrix: torch.Tensor) -> torch.Tensor:
+    """How the loss changes with z [rank] at one (row, position), by central differences, where only ``matrix`` passes
+    the change on: to the output of the projection ``name``.
     """
-    linear = model.get_submodule(name)
-    d_out, rank = linear.weight.shape
-    beta_rt = linear.residual.beta * r_transposed(d_out, rank).double()
-    rows, step = [], 1e-5
-    for row, position in positions:
-        for matrix in (linear.weight.detach(), beta_rt):
-            slope = torch.zeros(rank, dtype=torch.float64)
-            for j in range(rank):
-                losses = []
-                for sign in (1, -1):
+    slope, step = torch.zeros(matrix.shape[1], dtype=torch.float64), 1e-5
+    for j in range(len(slope)):
+        for sign in (1, -1):
 
-                    def shifted(_module, _inputs, y, sign=sign, matrix=matrix, j=j, row=row, position=position):
-                        y = y.clone()
-                        y[row, position] += sign * step * matrix[:, j]
-                        return y
+            def shifted(_module, _inputs, y, sign=sign, j=j):
+                y = y.clone()
+                y[at] += sign * step * matrix[:, j]
+                return y
 
-                    hook = linear.register_forward_hook(shifted)
-                    losses.append(model(*inputs))
-                    hook.remove()
-                slope[j] = (losses[0] - losses[1]) / (2 * step)
-            rows.append(slope)
-    return torch.stack(rows).unflatten(0, (len(positions), 2))
+            hook = model.get_submodule(name).register_forward_hook(shifted)
+            slope[j] += sign * model(*inputs) / (2 * step)
+            hook.remove()
+    return slope
 
 
 @pytest.mark.parametrize("variant", [
@@ -63,23 +52,22 @@ def test_both_ways_are_what_finite_differences_say(variant):
     """u and v are how the loss changes with z where only B, or only the residual, passes the change on."""
     cfg = small(*variant.split(), "dlr=on", "dlr.impl=branch")
     model = build(cfg, VOCAB, CPU).double()
-    inputs, at = batch(), [(0, 3), (1, 7)]
-    count = torch.tensor(16)
+    inputs, count = batch(), torch.tensor(16)
     gradients = PlainPath(cfg, VOCAB).output_gradients(weights_of(model), PROBED, inputs, count)
-    with torch.no_grad():
-        for name in PROBED:
-            expected = differences(model, inputs, name, at) / 16
-            linear = model.get_submodule(name)
-            g = gradients[name].unflatten(0, (2, 12))
-            added = residual_matrix(linear.residual, linear.weight, None)
-            for (row, position), (u, v) in zip(at, expected, strict=True):
-                torch.testing.assert_close(g[row, position] @ linear.weight, u, rtol=1e-5, atol=1e-10)
-                torch.testing.assert_close(g[row, position] @ added, v, rtol=1e-5, atol=1e-10)
-                one = means(sums(g[row, position][None], linear.weight, added).tolist())
-                assert one["through_b"] == pytest.approx(u.norm().item(), rel=1e-5)
-                assert one["through_residual"] == pytest.approx(v.norm().item(), rel=1e-5)
-                assert one["rho"] == one["rho_mean"] == pytest.approx((v.norm() / u.norm()).item(), rel=1e-5)
-                assert one["cosine"] == pytest.approx((u @ v / u.norm() / v.norm()).item(), rel=1e-5)
+    for name in PROBED:
+        linear = model.get_submodule(name)
+        b, beta_rt = linear.weight.detach(), linear.residual.beta * r_transposed(*linear.weight.shape).double()
+        for at in ((0, 3), (1, 7)):
+            with torch.no_grad():
+                u, v = (difference(model, inputs, name, at, matrix) / 16 for matrix in (b, beta_rt))
+            g = gradients[name].unflatten(0, (2, 12))[at]
+            added = residual_matrix(linear.residual, b, None)
+            torch.testing.assert_close(g @ b, u, rtol=1e-5, atol=1e-10)
+            torch.testing.assert_close(g @ added, v, rtol=1e-5, atol=1e-10)
+            one = means(sums(g[None], b, added).tolist())
+            expected = {"through_b": u.norm().item(), "through_residual": v.norm().item()}
+            expected["rho"] = expected["rho_mean"] = expected["through_residual"] / expected["through_b"]
+            assert one == pytest.approx(expected | {"cosine": (u @ v / u.norm() / v.norm()).item()}, rel=1e-5)
 
 
 @pytest.mark.parametrize(("mode", "width"), [("none", 91), ("latent", 96)])

@@ -302,11 +302,14 @@ def test_fifty_steps_are_those_of_the_papers_algorithm(name, rounding):
 # What all optimizers share
 
 
-def updates_masks_and_states(choice: Choice, dtype: torch.dtype, device: str = "cpu") -> None:
+def updates_masks_and_states(
+    choice: Choice, dtype: torch.dtype, device: str = "cpu", rounding_seed: int | None = None
+) -> None:
     """Parameters stay where they are, and all of them move. A masked update, even a first one, changes nothing. Between
     any two updates the state goes through tensors, bit for bit, into a new optimizer, and takes the bytes planned.
     """
-    one, two = optim.build(choice, draw(dtype, device=device)), optim.build(choice, draw(dtype, device=device))
+    built = partial(optim.build, choice, rounding_seed=rounding_seed)
+    one, two = built(draw(dtype, device=device)), built(draw(dtype, device=device))
     places = {name: (p.detach().clone(), p.data_ptr(), p.stride(), p.dtype) for name, p in two.parameters.items()}
     for seed in range(6):
         for skipped in (False, True) if seed else (True, False):
@@ -320,8 +323,8 @@ def updates_masks_and_states(choice: Choice, dtype: torch.dtype, device: str = "
             else:
                 updated(two, range(seed, seed + 1))
         updated(one, range(seed, seed + 1))
-        tensors = {name: value.clone().contiguous() for name, value in two.state_tensors().items()}
-        two = optim.build(choice, two.parameters)
+        tensors = {name: value.cpu().clone().contiguous() for name, value in two.state_tensors().items()}
+        two = built(two.parameters)
         two.load_state_tensors(tensors)
         for value in tensors.values():  # nothing is shared with what was loaded
             value.zero_()
@@ -338,6 +341,11 @@ def updates_masks_and_states(choice: Choice, dtype: torch.dtype, device: str = "
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_updates_masks_and_states(choice, dtype):
     updates_masks_and_states(choice, dtype)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_updates_masks_and_states_where_updates_are_rounded_at_random(name):
+    updates_masks_and_states(chosen(name), torch.bfloat16, rounding_seed=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -457,17 +465,13 @@ def test_the_trainer_hears_of_each_matrix(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(9, 5), (5, 9), (6, 6)])
 def test_galores_projector_is_orthonormal_and_spans_the_leading_directions(shape, dtype):
-    m, n = shape
     g = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    p = projector(g, rank=3)
-    assert p.dtype == dtype and p.is_contiguous()
-    assert p.shape == ((3, n) if m >= n else (m, 3))
-    rows = (p if m >= n else p.T).double()
-    accuracy = 8 * torch.finfo(dtype).eps
+    p, tall = projector(g, rank=3), shape[0] >= shape[1]
+    assert p.dtype == dtype and p.shape == ((3, shape[1]) if tall else (shape[0], 3))
+    g, rows, accuracy = (g if tall else g.T).double(), (p if tall else p.T).double(), 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(rows @ rows.T, torch.eye(3, dtype=torch.float64), rtol=0, atol=accuracy)
-    tail = torch.linalg.svdvals(g.double())[3:].norm()
-    rest = g.double() - (g.double() @ rows.T @ rows if m >= n else rows.T @ rows @ g.double())
-    assert rest.norm() == pytest.approx(float(tail), rel=accuracy, abs=accuracy)
+    tail = torch.linalg.svdvals(g)[3:].norm().item()
+    assert (g - g @ rows.T @ rows).norm().item() == pytest.approx(tail, rel=accuracy, abs=accuracy)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

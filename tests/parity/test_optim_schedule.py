@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import pytest
 
@@ -25,25 +24,17 @@ def test_the_schedule_is_that_of_the_papers_scripts():
     assert cosine(0, steps=1, warmup=0, peak=0.3, min_ratio=0.1) == 0.3
 
 
-@pytest.mark.parametrize(("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("linear", None)])
-def test_the_rate_stays_at_its_peak_until_the_decay(words, shape, middle):
+@pytest.mark.parametrize(("shape", "decay"), [("cosine", 20), ("linear", 20), ("linear", 0)])
+def test_the_rate_stays_at_its_peak_until_the_decay(words, shape, decay):
     """Warm-up, stable phase and decay (WSD); without a decay, the stable phase lasts to the end."""
-    decay = 0 if middle is None else 20
     given = [f"train.lr_decay_steps={decay}", *([f"train.lr_decay={shape}"] if decay else [])]
     cfg = load(words("train.steps=60", "train.warmup_steps=6", "train.lr=0.01", *given))
     rates = [rate(cfg, t) for t in range(60)]
     assert rates[:6] == pytest.approx([0.01 * t / 6 for t in range(6)])
     assert set(rates[6 : 60 - decay]) == {0.01}
-    if decay:
-        assert rates[40] == pytest.approx(0.01) and rates[50] == pytest.approx(0.01 * middle)
-        falls = [a - b for a, b in pairwise(rates[40:])]
-        assert min(falls) > 0 and (max(falls) == pytest.approx(min(falls))) == (shape == "linear")
-
-
-def test_a_linear_decay_ends_one_step_above_its_minimum(words):
-    cfg = load(words("train.steps=60", "train.warmup_steps=10", "train.lr=0.01", "train.lr_decay=linear"))
-    assert rate(cfg, 59) == pytest.approx(0.01 * (0.1 + 0.9 / 50))
-    assert rate(cfg, 35) == pytest.approx(0.01 * 0.55)
+    progress = [since / 20 for since in range(decay)]  # ends one step above the minimum, a tenth
+    share = [0.5 * (1 + math.cos(math.pi * p)) if shape == "cosine" else 1 - p for p in progress]
+    assert rates[60 - decay :] == pytest.approx([0.01 * (0.1 + 0.9 * s) for s in share])
 
 
 def formula(t: int, T: int, w: int, m: float, f: int, a: int, restart: int) -> float:
@@ -71,17 +62,6 @@ def test_loros_schedule_is_that_of_its_authors(steps, warmup, every, shift):
     for t in {*range(0, steps, 37), *range(3 * every), *range(warmup - 9, warmup + 9), steps - 1}:
         given = loro(t, steps, warmup, peak=2.0, min_ratio=0.1, every=every, restart=5, shift=shift)
         assert given == pytest.approx(2 * formula(t, steps, warmup, 0.1, every, shift, 5), rel=1e-12), t
-
-
-def test_loros_schedule_at_130m():
-    def factor(t: int) -> float:
-        return loro(t, steps=20_000, warmup=2_000, peak=1.0, min_ratio=0.1, every=500, restart=5, shift=2_000)
-
-    assert factor(0) == pytest.approx(0.1)
-    assert factor(19_999) == pytest.approx(0.127, abs=5e-4)
-    assert max(map(factor, range(20_000))) == pytest.approx(factor(3_999), abs=1e-3) == pytest.approx(1.0, abs=1e-3)
-    assert factor(500) == factor(2_500) == 1e-6 and factor(505) > 0.3  # the updates after the exact steps 500 and 2500
-    assert factor(502) == pytest.approx(0.4 * factor(499), rel=0.01)
 
 
 def test_relora_warms_up_after_each_merge():

@@ -20,16 +20,14 @@ COMMON = ("train.lr=1e-3", "train.steps=6", "eval.every=100", "checkpoint.every=
 
 @pytest.fixture
 def run(train, words, tmp_path):
-    """Trains CoLA with DLR, where ``overrides`` do not say otherwise, in a folder of its own."""
+    """Trains CoLA with DLR in a folder of its own; overrides may choose another."""
 
     def of(name: str, *overrides: str, ranks: int = 1):
-        folder, given = tmp_path / name, {word.split("=")[0] for word in overrides}
-        usual = ("backbone=cola", "dlr=on", *COMMON)
-        overrides = (*(word for word in usual if word.split("=")[0] not in given), *overrides)
-        if ranks > 1:
-            forked(words(f"run.dir={folder}", *overrides), ranks)
-            return folder
-        return train(folder, *overrides)
+        given = ("backbone=cola", *(() if any(word.startswith("dlr=") for word in overrides) else ("dlr=on",)), *COMMON)
+        if ranks == 1:
+            return train(tmp_path / name, *given, *overrides)
+        forked(words(f"run.dir={tmp_path / name}", *given, *overrides), ranks)
+        return tmp_path / name
 
     return of
 
