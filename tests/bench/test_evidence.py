@@ -56,36 +56,41 @@ echo >> "$SAID"
 """
 
 
-def commands(folder, given, *pieces):
-    """The commands of train.sh, each written to a file in place of being run."""
-    stub, said = folder / "python", folder / "said"
+@pytest.fixture
+def commands(tmp_path):
+    """The commands of train.sh by their script, each written to a file in place of being run."""
+    stub, said = tmp_path / "python", tmp_path / "said"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    said.write_text("")
-    environment = os.environ | {"PYTHON": str(stub), "SAID": str(said)} | given
-    subprocess.run([ROOT / "benchmarks" / "evidence" / "train.sh", *pieces], env=environment, check=True)
-    return [line.split("\0")[:-1] for line in said.read_text().splitlines()]
+
+    def of(*pieces: str, **given: str) -> dict[str, list[list[str]]]:
+        said.write_text("")
+        environment = os.environ | {"PYTHON": str(stub), "SAID": str(said)} | given
+        subprocess.run([ROOT / "benchmarks" / "evidence" / "train.sh", *pieces], env=environment, check=True)
+        found = {}
+        for script, *words in (line.split("\0")[:-1] for line in said.read_text().splitlines()):
+            found.setdefault(script, []).append(words)
+        return found
+
+    return of
 
 
 @pytest.mark.full
-def test_the_programme_reads_the_hub_or_shards_with_a_trained_vocabulary_or_another(tmp_path):
-    texts = {"data=c4 ": {}, "data.root=texts": {"TEXT": "texts"}, "tokenizer.path=m": {"SPIECE": "m"}}
-    for words, given in texts.items():
+def test_the_programme_reads_the_hub_or_shards_and_every_comparison_can_be_trained(commands, tmp_path):
+    for words, given in (
+        ("data=c4 ", {}),
+        ("data.root=texts", {"TEXT": "texts"}),
+        ("tokenizer.path=m", {"SPIECE": "m"}),
+    ):
         for piece in ("tokens", "smoke"):
-            (prepared,) = [c for c in commands(tmp_path, given, piece) if c[0] == "scripts/prepare_data.py"]
+            (prepared,) = commands(piece, **given)["scripts/prepare_data.py"]
             assert words in " ".join(prepared)
-            load([word for word in prepared[1:] if word.startswith(("data", "tokenizer"))], machine=False)
-    trained = [c for c in commands(tmp_path, {}, "smoke") if c[0] == "train.py"]
-    assert len({load(c[1:], machine=False).run.dir for c in trained}) == 4
-
-
-@pytest.mark.full
-def test_every_comparison_of_the_programme_can_be_trained(tmp_path):
-    found = commands(tmp_path, {"TEXT": "texts"})
-    tuned = [command for command in found if command[0] == "scripts/tune.py"]
-    assert len(tuned) == 33 and len({command[command.index("--output") + 1] for command in tuned}) == 33
-    for command in tuned:
-        table = [word for word in command[1:] if "=" in word or word.startswith(str(tmp_path))]
+            load([word for word in prepared if word.startswith(("data", "tokenizer"))], machine=False)
+    assert len({load(words, machine=False).run.dir for words in commands("smoke")["train.py"]}) == 4
+    tuned = commands(TEXT="texts")["scripts/tune.py"]
+    assert len(tuned) == 33 and len({words[words.index("--output") + 1] for words in tuned}) == 33
+    for words in tuned:
+        table = [word for word in words if "=" in word or word.startswith(str(tmp_path))]
         load_runs(read_table(table)[-1:])
 
 
