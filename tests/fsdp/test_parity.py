@@ -1,4 +1,4 @@
-"""``parallel=fsdp`` trains as ``ddp`` does."""
+"""``parallel=fsdp`` trains as ``ddp`` does, and a rank holds its share of weights and moments."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import dlr_pretrain.train.fsdp  # noqa: F401 - imported once for all ranks that are forked
+from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.models import active, attach_dlr, build
+from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
 from tests.conftest import on_ranks
@@ -81,6 +83,36 @@ def test_one_rank_without_torchrun_is_sharded_too():
         assert not dist.is_initialized()
 
     on_ranks(act, 1)
+
+
+def test_a_plan_counts_what_rank_0_holds():
+    """Rows of every parameter, gradient and moment, to the byte, where rows are odd."""
+
+    def act(ranks):
+        words = ("backbone=cola", "dlr=learnable_alpha", "precision=bf16")
+        cfg = config(*words, "scale.intermediate_size=91", "scale.rank=7", "train.clip=null", "parallel=fsdp")
+        updates = made(cfg, ranks)
+        held, clear = {}, updates.gradients.clear
+
+        def bytes_of(tensors) -> int:
+            return sum(sharded.local_rows(tensor).nbytes for tensor in tensors)
+
+        def counted():
+            held["gradients"] = bytes_of(p.grad for p in updates.weights.optimized.values())
+            clear()
+
+        updates.gradients.clear = counted
+        updates(own_batches(cfg, ranks)[0], 0, 1e-3)
+        if ranks.rank == 0:
+            planned = memory(cfg, VOCAB, 2)
+            indices = sum(
+                up.residual.rows.nbytes + up.residual.columns.nbytes for _, up in residuals(updates.weights.model)
+            )
+            assert planned.weights == bytes_of(updates.weights.state.values()) + indices
+            assert planned.optimizer_state == bytes_of(updates.optimizer.state_tensors().values())
+            assert planned.gradients == held["gradients"]
+
+    on_two_ranks(act)
 
 
 def test_micro_batches_are_summed_in_fp32():
