@@ -31,9 +31,12 @@ def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
     training.
     """
     tokenizer = load_tokenizer(model)
+    fast = fast_tokenizer(tokenizer)
+    fast.save(str(folder / MODELS[1]))
     if not isinstance(tokenizer, FastTokenizer):
         shutil.copyfile(tokenizer.path, folder / tokenizer.saved_as)
-    fast_tokenizer(tokenizer).save(str(folder / MODELS[1]))
+        if isinstance(fast.model, models.BPE):  # llama.cpp takes the pieces of a file of this name for those of BPE
+            shutil.copyfile(tokenizer.path, folder / MODELS[2])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **tokenizer.specials,
