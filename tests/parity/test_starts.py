@@ -154,13 +154,10 @@ def test_b_starts_at_zero_beside_a_uniform_a(backbone):
         assert_normal(p.weight, 0.02)
 
 
-def test_frozen_weights_have_no_gradient_and_cost_no_product_for_one():
-    model = build(small("lora"), VOCAB, CPU)
-    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert len(frozen) == 14 and all(name.endswith("_proj.weight") for name in frozen)
-    x = torch.randn(5, 32, requires_grad=True)
+def test_frozen_weights_cost_no_product_for_a_gradient():
+    group, x = build(small("lora"), VOCAB, CPU).model.layers[0].mlp.gate_up, torch.randn(5, 32, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
-        y = sum(y.sum() for y in model.model.layers[0].mlp.gate_up.expand(x))
+        y = sum(y.sum() for y in group.expand(x))
         forward = counter.get_total_flops()
         y.backward()
     dense, factors = 2 * 5 * 2 * 128 * 32, 2 * 5 * 2 * 8 * (32 + 128)  # 2 FLOPs x 5 rows x 2 projections
