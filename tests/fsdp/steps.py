@@ -13,7 +13,6 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import build
-from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
@@ -26,12 +25,11 @@ from tests.golden.regenerate import VOCAB, batches
 
 @dataclass
 class Outcome:
-    """Loss and gradient norm of every step; the whole tensors of the state, of moments by value, and folded."""
+    """Loss and gradient norm of every step; the whole tensors of weights and moments, and the folded ones."""
 
     losses: list[float]
     norms: list[float]
     state: dict[str, Tensor]
-    moments: dict[str, Tensor]
     folded: dict[str, Tensor]
 
 
@@ -57,14 +55,10 @@ def own_batches(cfg: Config, ranks: Ranks) -> list[Batch]:
     return [Batch(b.tokens[rows], b.lengths[rows], share * cfg.train.seq_len, b.state) for b in some]
 
 
-def moments(updates: Update) -> dict[str, Tensor]:
-    """The optimizer's state, whole, what is quantised by value."""
-    parameters, found = updates.optimizer.parameters, {}
-    for name, entry, value in updates.optimizer._entries():
-        value = value.dequantize() if quantized.is_quantized(value) else value
-        whole = sharded.gathered(sharded.shard_like(parameters[name], value)) if value.dim() else value
-        found[f"{name}/{entry}"] = whole
-    return found
+def whole_state(updates: Update) -> dict[str, Tensor]:
+    """Copies of weights (or masters) and optimizer state, whole."""
+    tensors = updates.weights.state | updates.optimizer.state_tensors()
+    return {name: sharded.gathered(value).clone() for name, value in tensors.items()}
 
 
 def on_two_ranks(act: Callable[[Ranks], object]) -> None:
@@ -84,8 +78,7 @@ def run(ranks: Ranks, *words: str, plain: bool = False) -> Outcome:
         losses.append(loss), norms.append(norm)
         if merge_due(cfg, index + 1):
             updates.merge(index + 1)
-    state = {name: sharded.gathered(value) for name, value in updates.weights.state.items()}
-    return Outcome(losses, norms, state, moments(updates), updates.weights.folded(keep=True))
+    return Outcome(losses, norms, whole_state(updates), updates.weights.folded(keep=True))
 
 
 def assert_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
