@@ -126,9 +126,8 @@ def _admit(word: str, line: CommandLine) -> None:
         line.problems.append(Problem(key, value, "not a plain value to Hydra", f"Quote it: \"{key}='{text}'\""))
         return
     if swept and not line.multirun:
-        decimal = re.fullmatch(r"\d+,\d+(e[-+]?\d+)?", value, re.IGNORECASE)
-        other = f"Or write {key}={value.replace(',', '.')}" if decimal else f"Or quote: \"{key}='{value}'\""
-        line.problems.append(Problem(key, value, "several values for one run", f"train.py -m runs each. {other}"))
+        fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
+        line.problems.append(Problem(key, value, "several values for one run", fix))
         return
     line.words = [*(other for other in line.words if key_of(other) != key), word]
 

@@ -89,15 +89,12 @@ def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str
 def read_config(run_dir: Path) -> dict:
     """The tree that ``run_dir/config.yaml`` holds; raises UserError if it is missing or damaged."""
     path = run_dir / "config.yaml"
+    if not path.exists():
+        raise UserError(f"{path} is missing: {run_dir} is no run directory")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: {run_dir} is no run directory") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{path} is damaged ({first_line(error)}). Restore it from a backup") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is damaged: it holds no keys. Restore it from a backup")
-    return tree
 
 
 def read_record(run_dir: Path) -> dict:
@@ -108,13 +105,9 @@ def read_record(run_dir: Path) -> dict:
     path = run_dir / MANIFEST
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        sound = isinstance(record["identity"], dict) and isinstance(record["starts"], list)
+        return record | {"identity": dict(record["identity"]), "starts": list(record["starts"])}
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (ValueError, KeyError, TypeError):
-        sound = False
-    if not sound:
-        raise UserError(
-            f"{path} is damaged. Move it away to resume; settings are then not checked against those of the run"
-        )
-    return record
+    except (ValueError, KeyError, TypeError) as error:
+        rule = "Move it away to resume; settings are then not checked against those of the run"
+        raise UserError(f"{path} is damaged. {rule}") from error

@@ -45,7 +45,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "~logger": ["logger.view: needs a value", "logger=<option>"],
     "train.lr=${nope}": ["train.lr", "'nope' not found"],
     "train.lr=": ["train.lr=: must be a number above 0 (peak learning rate)"],
-    "train.lr=1,5e-3": ["train.lr=1,5e-3: several values", "Or write train.lr=1.5e-3"],
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
@@ -65,7 +64,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
     "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
     "backbone=cola dlr=init_offset_decay": ["dlr.mode=decayed_offset", "Use precision=bf16_mixed"],
-    "backbone=cola dlr=init_offset_decay precision=fp32 optimizer.weight_decay=0": ["dlr.mode=decayed_offset", "decay"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
     "dlr=no_b dlr.learn_alpha=true": ["dlr=no_b: learn_alpha=true and train_b=false exclude each other"],
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
@@ -130,16 +128,10 @@ def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
             assert nearest(name if "." in name else f"train.{name}", KNOWN) == key
 
 
-def test_files_must_exist(tmp_path):
-    folder = tmp_path / "[one]"  # no glob
-    folder.mkdir()
-    (folder / "c4-train.00000.json.gz").touch()
-    (found,) = refusal("data=c4_local", f"data.root='{folder}'")
-    assert found.startswith("data.validation_files=c4-validation.*.json.gz: no file matches")
+def test_files_must_exist():
     (found,) = refusal("data=c4_local", "data.root=/nowhere")
     assert found.startswith("data.root=/nowhere: no such folder. Set data.root=<folder")
     assert refusal("data=c4_local")[0].startswith("data.root=null")
-    assert "scripts/prepare_data.py" in refusal("data=tokens", f"data.root={tmp_path}")[0]
 
 
 def test_packages_are_asked_for(monkeypatch):

@@ -65,6 +65,10 @@ def of_data(commands: Commands, corpus: Path, tokenizer: Path, work: Path) -> It
     words = [*overrides(*COLA), f"run.dir={work / 'broken_run'}"]
     ended = commands.run(*words, f"data.root={broken}", f"tokenizer.path={tokenizer}")
     yield from wrong("a document without text", ended, (FAILED,), (str(broken), "c4-train", "text"))
+    ended = commands.run(*words, f"data.root={corpus}", f"tokenizer.path={tokenizer}", "data.train_files=none-*.gz")
+    yield from wrong("no training file", ended, (FAILED,), ("data.train_files", "none-*.gz"))
+    ended = commands.run(*words, "data=tokens", f"data.root={corpus}", f"tokenizer.path={tokenizer}")
+    yield from wrong("a folder without tokens", ended, (FAILED,), ("data.root", str(corpus), "prepare_data.py"))
     for shard in broken.glob("c4-train*"):
         shard.write_bytes(b"not a gzip file")
     ended = commands.run(*words, f"data.root={broken}", f"tokenizer.path={tokenizer}")
