@@ -34,9 +34,12 @@ def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
     places = _load(kept)
     usable = places[places["line"] < start]  # each begins in a line, whose rest is passed over
     line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
-    rest, since = b"", 0
+    parts, since = [b""], 0  # of the line that has not ended
     for offset, chunk, text in _inflated(stream, begin, window):
-        *whole, rest = (rest + text).split(b"\n")
+        first, *more = text.split(b"\n")
+        parts.append(first)
+        whole = [b"".join(parts), *more[:-1]] if more else []
+        parts = more[-1:] or parts
         yield from whole[max(0, start - line) :]
         line, since, known = line + len(whole), since + len(text), window + text
         window = known[-WINDOW:]
@@ -46,7 +49,7 @@ def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
             _keep(kept, line - after.count(b"\n"), offset + at, before[-WINDOW:])
         elif since >= 2 * SPACING:
             since = 0  # a file without such blocks
-    if rest and line >= start:
+    if (rest := b"".join(parts)) and line >= start:
         yield rest
 
 
