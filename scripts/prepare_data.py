@@ -16,7 +16,7 @@ from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.data.tokens import prepare
+from dlr_pretrain.data.tokens import TokenSource, prepare
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores
 
@@ -60,15 +60,9 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
         cfg.tokenizer.path = str(own_tokenizer(source, given.output, given.train_tokenizer))
     tokenizer = open_tokenizer(cfg, source)
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
-    kept = 0
-    with tqdm(total=len(source.train_shards) + len(source.validation_shards), unit=" shards") as bar:
-
-        def show(was_there: bool) -> None:
-            nonlocal kept
-            kept += was_there
-            bar.update()
-
-        made = prepare(source, tokenizer, given.output, given.workers, show)
+    shards = len(source.train_shards) + len(source.validation_shards)
+    kept = sum(tqdm(prepare(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
+    made = TokenSource(given.output)
     again = f" ({kept} shards were there)" if kept else ""
     say(f"finished    {made.describe()}{again}\n\n    python train.py data=tokens data.root={given.output}")
 

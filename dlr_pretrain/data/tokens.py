@@ -21,7 +21,7 @@ import json
 import mmap
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
@@ -148,13 +148,11 @@ def _manifest(root: Path) -> dict:
     raise UserError(f"{path}: {rule}. {PREPARE} again, into another folder")
 
 
-def prepare(
-    source: TextSource, tokenizer: Tokenizer, output: Path, workers: int, report: Callable[[bool], None]
-) -> TokenSource:
+def prepare(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
-    ``report`` is told of each shard in order whether it was there before. Raises UserError if the folder holds
-    something else, the input is unreadable or the output cannot be written.
+    Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
+    input is unreadable or the output cannot be written.
     """
     jobs: list[Job] = []
     for split, shards in zip(SPLITS, (source.train_shards, source.validation_shards), strict=True):
@@ -177,14 +175,12 @@ def prepare(
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
-            for was_there in (pool.map if workers > 1 else map)(partial(_complete, source, output / TOKENIZER), jobs):
-                report(was_there)
+            yield from (pool.map if workers > 1 else map)(partial(_complete, source, output / TOKENIZER), jobs)
         for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
             draft.unlink(missing_ok=True)
     except (OSError, BrokenProcessPool) as error:
         fix = "Free space, or use fewer --workers if memory ran out, and start again: finished shards are kept"
         raise UserError(f"{output}: {first_line(error)}. {fix}") from error
-    return TokenSource(output)
 
 
 def _claim(output: Path, manifest: dict) -> None:
