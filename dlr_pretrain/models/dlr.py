@@ -141,7 +141,7 @@ def fold_(module: nn.Module) -> int:
     carrying = require_residuals(module)
     for name, up in carrying:
         up.residual.require_inactive(name or "the module", "fold")
-        if with_residual(type(up).__bases__[-1]) is not type(up):
+        if issubclass(type(up).__bases__[-1], UpProjection):
             raise ValueError(f"{name}: its class was changed since attach_dlr; fold before fully_shard is called on it")
     for _, up in carrying:
         with torch.no_grad():
