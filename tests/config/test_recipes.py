@@ -38,7 +38,6 @@ PROJECTED = {
     "optimizer.eps": 1e-6,
     "optimizer.weight_decay": 0.0,
 }
-LATER = {"train.steps": (11_000, 20_000, 60_000, 100_000), "warmup": (1_100, 2_000, 6_000, 10_000)}
 SHEETS = {
     **{f"{b}{dlr}": DLR_PAPER | {"backbone.name": b} for b in BACKBONES for dlr in ("", "+dlr")},
     "lost+dlr": DLR_PAPER | {"backbone.gamma": 0.7, "backbone.sparsity": 0.01, "backbone.rank": (124, 251, 249, 499)},
@@ -86,27 +85,6 @@ SHEETS = {
     | {"optimizer.name": "fira", "optimizer.update_scale": (0.25, 0.25, 0.25, 0.0625, 0.0625)}
     | {"optimizer.rank": (128, 256, 256, 512, 64), "optimizer.limiter": 1.01}
     | {"train.steps": (10_000, 20_000, 60_000, 100_000, 10_000)},
-    "lowrank_authors": {
-        "train.lr": (0.0015,),
-        "train.steps": (11_000,),
-        "warmup": (1_100,),
-        "train.clip": None,
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.0,
-        "backbone.latent_scale": (0.25,),
-        "backbone.init": "kaiming",
-    },
-    "lost_authors": {
-        "backbone.init": "cola",
-        "backbone.activation": "none",
-        "backbone.channels": "random",
-        "backbone.sparsity": 0.05,
-        "backbone.gamma": 0.5,
-        "optimizer.beta2": 0.95,
-        "train.lr": DLR_PAPER["train.lr"],
-    },
-    "full": LATER | {"optimizer.weight_decay": 0.0, "backbone.name": "full"},
-    "lora": LATER | {"optimizer.weight_decay": 0.0, "backbone.alpha": 32.0, "train.clip": None},
 }
 
 

@@ -10,19 +10,11 @@ import yaml
 
 from dlr_pretrain.analysis import runs
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import (
-    CONFIG_DIR,
-    GROUPS,
-    Config,
-    compiler_problem,
-    identity,
-    parse,
-    to_dict,
-)
+from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
 from dlr_pretrain.config.compose import default_choices
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import all_keys
-from dlr_pretrain.config.rules import probed, validate
+from dlr_pretrain.config.rules import validate
 from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.config.written import ORIGIN
 from dlr_pretrain.train import start
@@ -52,11 +44,8 @@ def test_the_page_of_keys_is_that_of_the_code():
     assert (ROOT / "docs/configuration.md").read_text() == page(), "run docs/configuration.py > docs/configuration.md"
 
 
-def test_a_configuration_survives_being_written_and_read(loaded, tree):
+def test_a_configuration_is_read_as_it_was_written_and_values_take_the_type_of_their_key(loaded, tree):
     assert parse(tree) == loaded
-
-
-def test_values_take_the_type_of_their_key(tree):
     tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None, "micro_batch": "auto"}  # of a variable: ${oc.env:LR}
     tree["logger"] |= {"project": "007", "tags": "one"}
     cfg = parse(tree)
@@ -97,12 +86,6 @@ def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
     assert "there is no no-such-compiler" in str(validate(cfg, 1)[0])
     cfg.compile = False
     assert validate(cfg, 1) == []
-
-
-def test_the_probe_looks_at_the_papers_projections():
-    words = ["scale=350m", "backbone=cola", "data=sample", "logger=jsonl", "probe=on"]
-    assert probed(load([*words, "dlr=on"])) == ["0.self_attn.q_proj", "11.mlp.up_proj", "23.mlp.up_proj"]
-    assert probed(load([*words, "dlr=attention"])) == ["0.self_attn.q_proj"]
 
 
 def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):

@@ -44,14 +44,13 @@ def a_run(
     judged: int = 10_000_000,
     device: str = "CPU, 4 cores",
     code: str = "abc",
-    fingerprints: dict | None = None,
 ) -> Path:
     """A run of ``words`` up to ``step`` (its last), whose loss falls to about ``level``; ``final`` is the last
     evaluation's loss instead, and an evaluation is of ``judged`` tokens."""
     cfg = configured(*words)
     cfg = replace(cfg, seed=seed, run=replace(cfg.run, dir=str(folder)))
     folder.mkdir(parents=True)
-    open_record(folder, cfg, fingerprints or FINGERPRINTS)
+    open_record(folder, cfg, FINGERPRINTS)
     record_start(folder, 1, torch.device("cpu"), "some text")
     start = {"time": moment(0), "command": ["train.py", *words, f"seed={seed}"], "world_size": 1}
     start |= {"device": device, "git": code, "packages": {"torch": "2.13.0"}}
