@@ -56,19 +56,15 @@ def test_without_them_a_new_run_has_its_weights_alone(train, tmp_path, origin, c
     assert first.keys() == before.keys() and all(torch.equal(first[name], before[name]) for name in first)
 
 
-def test_an_exported_folder_computes_what_it_did_at_the_start(train, tmp_path):
+def test_an_exported_folder_computes_what_it_did_and_is_refused_where_its_weights_would_be_lost(train, words, tmp_path):
     common = ("backbone=cola", "eval.every=1", "train.warmup_steps=2")
     origin = train(tmp_path / "origin", *common, "dlr=on")
-    last = read_metrics(origin / "metrics.jsonl")[-1]["eval/loss"]
-    new = train(tmp_path / "new", *common, "dlr=off", f"run.start_from={origin}/folded")
+    last, start = read_metrics(origin / "metrics.jsonl")[-1]["eval/loss"], f"run.start_from={origin}/folded"
+    new = train(tmp_path / "new", *common, "dlr=off", start, "train.steps=3")
     assert read_metrics(new / "metrics.jsonl")[0]["eval/loss"] == pytest.approx(last, abs=1e-6)  # update 0 has rate 0
-
-
-def test_an_exported_folder_is_refused_where_its_weights_would_be_lost(train, words, tmp_path):
-    origin = train(tmp_path / "origin", "backbone=cola", "train.steps=1")
     for choice in (("dlr=on", "precision=bf16"), ("dlr=no_b",), ("dlr=init_offset",)):
         with pytest.raises(ConfigError, match=r"run\.start_from=.*: (takes the residual|cannot start|gives B its)"):
-            load(words("backbone=cola", *choice, f"run.start_from={origin}/folded"))
+            load(words("backbone=cola", *choice, start))
 
 
 def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin, capsys):
@@ -82,28 +78,25 @@ def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin
     )
 
 
-def test_what_does_not_fit_is_refused(train, tmp_path, origin, monkeypatch):
-    for choice, reason in (
-        (("backbone=lowrank", "dlr=on"), r"another model: backbone.* cola there, and lowrank here"),
-        (("backbone=cola",), r"another model: dlr"),
-        ((*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"another optimizer: optimizer.name is adamw there"),
-        ((*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has trained 10 steps already"),
+def test_what_does_not_fit_or_holds_nothing_is_refused(train, words, tmp_path, origin, monkeypatch):
+    last, nowhere = origin / "checkpoints" / "step_00000010", tmp_path / "nowhere"
+    for start, choice, reason in (
+        (origin, ("backbone=lowrank", "dlr=on"), r"another model: backbone.* cola there, and lowrank here"),
+        (last, ("backbone=cola",), r"another model: dlr"),
+        (last, (*CHOICE, *EVERYTHING, "optimizer=adamw_foreach"), r"another optimizer: optimizer.name is adamw there"),
+        (origin, (*CHOICE, *EVERYTHING, "train.steps=10"), r"train.steps=10: .* has trained 10 steps already"),
+        (nowhere, CHOICE, r"run.start_from=.*: no checkpoint there"),
     ):
-        for start in (origin, origin / "checkpoints" / "step_00000010"):
-            with pytest.raises(UserError, match=reason):
-                train(tmp_path / "new", *choice, f"run.start_from={start}")
-    prints = Text.fingerprints.fget
-    monkeypatch.setattr(Text, "fingerprints", property(lambda text: prints(text) | {"tokenizer.pieces": "another"}))
-    with pytest.raises(UserError, match=r"another model: tokenizer.pieces is "):
-        train(tmp_path / "new", *CHOICE, f"run.start_from={origin}")
-
-
-def test_places_that_hold_nothing_are_named(train, words, tmp_path, origin):
-    with pytest.raises(UserError, match=r"run.start_from=.*: no checkpoint there"):
-        train(tmp_path / "new", *CHOICE, f"run.start_from={tmp_path}")
-    (origin / "checkpoints" / "step_00000010" / "checkpoint.json").unlink()
+        with pytest.raises(UserError, match=reason):
+            train(tmp_path / "new", *choice, f"run.start_from={start}")
+    with monkeypatch.context() as patched:
+        prints = Text.fingerprints.fget
+        patched.setattr(Text, "fingerprints", property(lambda text: prints(text) | {"tokenizer.pieces": "another"}))
+        with pytest.raises(UserError, match=r"another model: tokenizer.pieces is "):
+            train(tmp_path / "new", *CHOICE, f"run.start_from={origin}")
+    (last / "checkpoint.json").unlink()
     with pytest.raises(UserError, match=r"checkpoint.json is missing. Name another checkpoint"):
-        train(tmp_path / "new", *CHOICE, f"run.start_from={origin}/checkpoints/step_00000010")
+        train(tmp_path / "new", *CHOICE, f"run.start_from={last}")
     with pytest.raises(ConfigError, match=r"run.start_optimizer"):
         load(words(*CHOICE, *EVERYTHING))
 
