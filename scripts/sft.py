@@ -15,7 +15,7 @@ def main() -> int:
     add("folder", type=Path, help="what train.py or fold.py wrote")
     add("--data", default=DATASET, help="rows: a .json or .jsonl file, or a dataset of the hub (default: %(default)s)")
     add("--output", type=Path, default=Path("sft"), metavar="DIR", help="for a folder s<seed> each (default: sft)")
-    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="all of which are not there yet (default: 41 42 43)")
+    add("--seeds", type=int, nargs="+", default=[41, 42, 43], help="of the order of the rows (default: 41 42 43)")
     add("--epochs", type=at_least_1, dest="num_train_epochs", help="(default: 3)")
     add("--batch", type=at_least_1, help="rows of an update, all ranks (default: 64)")
     add("--micro-batch", type=at_least_1, dest="per_device_train_batch_size", help="of a rank at once (default: 8)")

@@ -200,16 +200,9 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
 
 
-# ----------------------------------------------------------------------------------------------------
-# The layout of the CoLA authors' repository: names, shapes and configuration of their ``ColaForCausalLM``. A projection
-# is ``cola_a`` [d_in, rank] and ``cola_b`` [rank, d_out], the transposes of ours, and the SwiGLU has no SiLU if
-# ``only_lr_act`` is true.
-
-
 def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The folded ``tensors`` of a CoLA model under the authors' names; the scale of its latents is multiplied into B.
-
-    Raises UserError for other backbones.
+    """The folded ``tensors`` of a CoLA model as the authors' ``ColaForCausalLM`` has them: ``cola_a`` [d_in, rank] and
+    ``cola_b`` [rank, d_out], into which the scale of the latents is multiplied. Raises UserError for other backbones.
     """
     if cfg.backbone.name != "cola":
         raise UserError(f"--layout cola holds CoLA's layers alone, and this is backbone={cfg.backbone.name}")
@@ -227,7 +220,10 @@ def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def cola_config(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the authors' layout, made from ``settings``, the one of our layout."""
+    """``config.json`` of the authors' layout, made from ``settings``, the one of our layout.
+
+    The SwiGLU has no SiLU if ``only_lr_act`` is true.
+    """
     knobs = cfg.backbone.knobs
     shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}
     return shape | {

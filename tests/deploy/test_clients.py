@@ -13,7 +13,7 @@ import torch
 import transformers
 from datasets import Dataset
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from tests.deploy.models import exported, of_kind, tokenizer_of
 
@@ -26,7 +26,8 @@ TEXTS = [
     "the river runs below the house and the hill",
 ] * 3
 TRAINING = {"per_device_train_batch_size": 4, "max_steps": 12, "learning_rate": 1e-2, "logging_steps": 1, "seed": 1,
-            "save_strategy": "no", "report_to": "none", "use_cpu": True, "lr_scheduler_type": "constant"}  # fmt: skip
+            "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "lr_scheduler_type": "constant",
+            "gradient_checkpointing": True}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,21 +59,15 @@ def falls(trainer) -> None:
     assert len(losses) == 12 and losses[-1] < 0.8 * losses[0]
 
 
-def transformers_trainer(folder: Path, tmp_path: Path) -> None:
+def trl_sft(folder: Path, tmp_path: Path) -> None:
+    from trl import SFTConfig, SFTTrainer
+
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-    rows = [tokenizer(text + tokenizer.eos_token, truncation=True, max_length=24)["input_ids"] for text in TEXTS]
-
-    def collate(examples: list[dict]) -> dict:
-        batch = tokenizer.pad(examples, return_tensors="pt")
-        return dict(batch) | {"labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
-
-    arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=True, remove_unused_columns=False, **TRAINING)
-    data = Dataset.from_list([{"input_ids": row} for row in rows])
-    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collate)
+    rows = Dataset.from_list([{"text": text} for text in TEXTS])
+    trainer = SFTTrainer(model, SFTConfig(str(tmp_path), **TRAINING), train_dataset=rows, processing_class=tokenizer)
     falls(trainer)
     trainer.save_model(str(tmp_path / "trained"))
-    ids = torch.tensor(rows[:1])
-    assert torch.equal(logits(load(tmp_path / "trained"), ids), logits(model.eval(), ids))
+    assert torch.equal(logits(load(tmp_path / "trained"), ids_of(folder)), logits(model.eval(), ids_of(folder)))
 
 
 def trl_dpo(folder: Path, tmp_path: Path) -> None:
@@ -82,7 +77,7 @@ def trl_dpo(folder: Path, tmp_path: Path) -> None:
     trainer = DPOTrainer(
         load(folder),
         ref_model=load(folder),  # TRL's own would ask for trust_remote_code
-        args=DPOConfig(str(tmp_path), bf16=False, **TRAINING),
+        args=DPOConfig(str(tmp_path), **TRAINING),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder, trust_remote_code=True),
     )
@@ -182,7 +177,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert buffers <= {"inv_freq", "original_inv_freq", *(["channels"] if folder.name == "lost" else [])}
 
 
-CLIENTS = (transformers_trainer, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
+CLIENTS = (trl_sft, trl_dpo, peft, torchao_int8, bitsandbytes_int8, lm_eval_command,
            spread_over_devices, vllm_requirements)  # fmt: skip
 
 

@@ -50,8 +50,6 @@ def test_the_prompt_is_alpacas(data):
         "### Instruction:\nSort it.\n\n### Input:\nb\na\n\n### Response:\n"
     )
     assert prompt_of("Say no.").endswith("request.\n\n### Instruction:\nSay no.\n\n### Response:\n")
-    rows = read_rows(data)
-    assert len(rows) == 24 and set(rows.column_names) == {"prompt", "completion"}
     with pytest.raises(UserError, match=r"nowhere\.json: cannot be read: .*--data"):
         read_rows("nowhere.json")
 
