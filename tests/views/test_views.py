@@ -127,7 +127,7 @@ def viewed(folder: Path, *words: str) -> tuple[View, io.StringIO]:
 def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, server, monkeypatch, no_export, capfd):
     for name, value in (SECRETS | {"NO_PROXY": "127.0.0.1"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["train.py", "+hydra.job.env_set.MY_PASSWORD=planted-by-hydra"])
+    monkeypatch.setattr(sys, "argv", ["train.py", f"+hydra.job.env_set.HF_TOKEN={SECRETS['HF_TOKEN']}"])
     for repository in (["init"], ["remote", "add", "origin", "https://planted-user:planted-password@host/x.git"]):
         subprocess.run(["git", "-C", str(tmp_path), *repository], check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
