@@ -34,6 +34,7 @@ def lines(stream: BinaryIO, kept: Path, start: int) -> Iterator[bytes]:
     places = _load(kept)
     usable = places[places["line"] < start]  # each begins in a line, whose rest is passed over
     line, begin, window = usable[-1].item() if len(usable) else (0, 0, b"")
+    del places, usable  # a megabyte, in each stream
     parts, since = [b""], 0  # of the line that has not ended
     for offset, chunk, text in _inflated(stream, begin, window):
         first, *more = text.split(b"\n")
