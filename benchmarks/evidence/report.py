@@ -30,8 +30,8 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from scipy.stats import ttest_1samp
 
 from benchmarks.protocol import paired
-from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.runs import spread
+from dlr_pretrain.analysis.tables import facts
 from dlr_pretrain.analysis.verdict import LEVEL, Design, Trial, compare, estimate
 from dlr_pretrain.util.text import table as markdown_table
 

@@ -30,8 +30,8 @@ import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.memory import peak_bytes
-from dlr_pretrain.analysis.paper import facts, printed, recipe
 from dlr_pretrain.analysis.runs import method_name
+from dlr_pretrain.analysis.tables import facts, printed, recipe
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token

@@ -114,15 +114,15 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     """The run directories in ``places``, each once."""
     found: dict[Path, Path] = {}
     for place in map(str, places):
-        paths = [Path(place)] if Path(place).exists() else [Path(path) for path in sorted(glob(place))]
-        own = [path for top in paths for up in ("", "*/", "*/*/") for path in sorted(top.glob(f"{up}config.yaml"))]
-        for path in own:
-            found.setdefault(path.parent.resolve(), path.parent)
-        if not own:
-            rule = f"{place}: no run directory there (one has a config.yaml)"
-            if len(places) == 1 or not Path(place).is_dir():
-                raise UserError(f"{rule}. Name runs, or the folder above")
-            remarks.append(rule)  # a shell expands runs/* to all folders
+        tops = [place] if Path(place).exists() else sorted(glob(place))
+        own = [path for top in tops for up in ("", "*/", "*/*/") for path in sorted(Path(top).glob(f"{up}config.yaml"))]
+        found |= {path.parent.resolve(): path.parent for path in own if path.parent.resolve() not in found}
+        if own:
+            continue
+        rule = f"{place}: no run directory there (one has a config.yaml)"
+        if len(places) == 1 or not Path(place).is_dir():
+            raise UserError(f"{rule}. Name runs, or the folder above")
+        remarks.append(rule)  # a shell expands runs/* to all folders
     return list(found.values())
 
 

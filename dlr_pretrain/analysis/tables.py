@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import nan
+from pathlib import Path
 
 import pandas as pd
 
-from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.runs import NONE, Runs, differences, differing, ended, shown, spread
+from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import table as markdown_table
 
 CONVENTION = (
@@ -166,7 +168,28 @@ def paths_table(found: Runs) -> Iterator[Table]:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Beside the paper's
+# The paper's figures, our recipes for them, and ours beside
+
+
+@cache
+def facts(name: str) -> pd.DataFrame:
+    """One of the paper's tables: table1 or measured."""
+    return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
+
+
+def printed(name: str, method: str, scale: str) -> dict | None:
+    """What a table prints for a method at a scale, by column; None if nothing."""
+    table = facts(name)
+    rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
+    return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
+
+
+def recipe(method: str) -> list[str]:
+    """The overrides of our recipe for a method of the paper, such as cola+dlr: its own, or ``experiment=paper``."""
+    base, _, residual = method.partition("+")
+    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
+    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
+    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
 
 
 def paper_table(found: Runs) -> Iterator[Table]:

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from dlr_pretrain.analysis.paper import recipe
+from dlr_pretrain.analysis.tables import recipe
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, flatten, to_dict
 from dlr_pretrain.launch.runs import read_runs

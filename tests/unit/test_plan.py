@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
-from dlr_pretrain.analysis.paper import printed
 from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
+from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr

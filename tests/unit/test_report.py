@@ -15,10 +15,9 @@ import pytest
 from run_folders import SHORT, a_record, a_run, configured, moment, pairs_of_runs
 
 from dlr_pretrain.analysis import figures
-from dlr_pretrain.analysis.paper import facts
 from dlr_pretrain.analysis.report import write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
-from dlr_pretrain.analysis.tables import groups_table, pairs_table, paper_table, speed_table, table
+from dlr_pretrain.analysis.tables import facts, groups_table, pairs_table, paper_table, speed_table, table
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.record import update_record
 from tests.conftest import script
