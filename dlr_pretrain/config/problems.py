@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 
@@ -121,11 +121,14 @@ def nearest(name: str, known: Collection[str]) -> str | None:
             return SYNONYMS[written]
     if leaf in known:
         return leaf
-    if same := [other for other in known if other.rpartition(".")[2] == leaf]:
-        return get_close_matches(name, same, 1, cutoff=0)[0]
-    ordered = sorted(known, key=lambda other: "." not in other)  # of equal leaves, that of a key without a section
-    spelt = {other if "." in name else other.rpartition(".")[2]: other for other in ordered}
-    return next((spelt[close] for close in get_close_matches(name, spelt, 1, cutoff=0.75)), None)
+
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name, other if "." in name else other.rpartition(".")[2]).ratio()
+
+    candidates = sorted(known, key=lambda other: "." in other)  # keys without a section first
+    same = [other for other in candidates if other.rpartition(".")[2] == leaf]
+    best = max(same or candidates, key=likeness, default="")
+    return best if same or likeness(best) >= 0.75 else None
 
 
 def shown(value: object) -> str:

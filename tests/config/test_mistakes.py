@@ -36,7 +36,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "train.epochs=3": ["train.epochs=3: no such key", "Set train.steps", "train.global_batch x train.seq_len"],
     # options and values
     "scale=9z": ["scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"],
-    "backbone=colla": ["backbone=colla: must be one of", "sltrain. Did you mean cola?"],
+    "backbone=cloa": ["backbone=cloa: must be one of", "sltrain. Did you mean cola?"],
     "data=/texts/mine": ["data=/texts/mine", "Write data=local data.root=/texts/mine"],
     "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean cuda?"],
     "train.lr=???": ["train.lr: needs a value", "Set train.lr=<value>"],
