@@ -411,16 +411,14 @@ def test_a_parameter_without_a_gradient_is_left_alone(choice):
 
 
 def values(optimizer: optim.Optimizer) -> dict[str, Tensor]:
-    """The state as numbers, quantised entries too."""
-    tensors, out = optimizer.state_tensors(), {}
+    """The state as numbers; of quantised entries without the scales of their blocks."""
+    tensors, found = optimizer.state_tensors(), {}
     for full, value in tensors.items():
         if full.endswith(".codes"):
-            entry = full.removesuffix(".codes")
-            by_block = tensors[f"{entry}.map"][value.int()].view(len(tensors[f"{entry}.scale"]), -1)
-            out[entry] = (by_block * tensors[f"{entry}.scale"][:, None]).view(value.shape)
+            found[full.removesuffix(".codes")] = tensors[full.replace(".codes", ".map")][value.int()]
         elif not full.endswith((".scale", ".map")):
-            out[full] = value.clone()
-    return out
+            found[full] = value.clone()
+    return found
 
 
 def test_pruning_keeps_a_random_share_of_the_moments_that_its_seed_decides(choice):
