@@ -108,8 +108,8 @@ def active(module: nn.Module) -> Iterator[None]:
     """Inside the context the weights are B + beta R^T, so that forward and backward are those of DLR.
 
     At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
-    ``load_state_dict`` raise RuntimeError before they change any B. A forward pass outside raises RuntimeError, too.
-    Learned alphas get their gradients at the end.
+    ``load_state_dict`` raise RuntimeError before they change any B, and other changes, casts and moves raise it at the
+    end. A forward pass outside raises RuntimeError, too. Learned alphas get their gradients at the end.
 
     Raises ValueError if ``module`` has no residual.
     """
@@ -233,7 +233,7 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool, keep_output: bool) -> None:
     """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
-        raise ValueError("no up-projection matches; name them by match=, for instance match='*.up'")
+        raise ValueError("no up-projection matches; name nn.Linear layers by match=, for instance match='*.up'")
     users: dict[int, list[str]] = {}
     for name, m in module.named_modules():
         for leaf, p in m.named_parameters(recurse=False):
@@ -242,6 +242,9 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
         here = name or "the module"
         if isinstance(linear, UpProjection):
             raise ValueError(f"{here} has a residual already")
+        if linear.out_features < linear.in_features:
+            rule = f"it maps {linear.in_features} to {linear.out_features} features"
+            raise ValueError(f"{here} is no up-projection: {rule}. Choose second factors alone by match=")
         if getattr(linear, "dlr_folded", False):
             raise ValueError(f"{here} was folded: its weight holds a residual already")
         if "weight" not in dict(linear.named_parameters(recurse=False)) or not linear.weight.is_floating_point():

@@ -19,6 +19,7 @@ from dlr_pretrain.util.tensors import at_least_fp32
 class Layer(NamedTuple):
     """An up-projection's residual, weight, state (the weight itself or its master), and learned alpha, if any."""
 
+    name: str
     residual: Residual
     weight: Tensor
     state: Tensor
@@ -42,7 +43,7 @@ class MergedResiduals:
             if up.residual.impl == "weight":
                 b, alpha = state[full_name(name, "weight")], state.get(full_name(name, "dlr_alpha"))
                 layers = by_storage.setdefault((_storage(up.weight), _storage(b)), [])
-                layers.append(Layer(up.residual, up.weight, b, alpha))
+                layers.append(Layer(name, up.residual, up.weight, b, alpha))
         self.storages = [_Storage(layers) for layers in by_storage.values()]
 
     @contextmanager
@@ -60,8 +61,10 @@ class MergedResiduals:
             yield
         finally:
             watch.remove()
-            if self.masters is None:
-                self.restore()
+            spoiled = self.restore() if self.masters is None else []
+        if spoiled:
+            rule = "its weight was changed, cast or moved inside `active`, and holds a part of the residual for good"
+            raise RuntimeError(f"{spoiled[0] or 'the module'}: {rule}. Load it again, and do that outside")
 
     @record_function("with_residual")
     @torch.no_grad()
@@ -76,12 +79,11 @@ class MergedResiduals:
 
     @record_function("with_residual")
     @torch.no_grad()
-    def restore(self) -> None:
-        """Take residuals out again that were merged into the state, bit for bit."""
-        for storage in self.storages:
-            storage.restore()
+    def restore(self) -> list[str]:
+        """Take residuals out again that were merged into the state, bit for bit; returns layers that are spoiled."""
         for _, up in self.carrying:
             up.residual.active = False
+        return [name for storage in self.storages for name in storage.restore()]
 
     def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -109,12 +111,21 @@ class _Storage:
         entries = self.states[self.read_at]
         self.entries = entries if self.in_place else None
         self._write(plus(entries, self._betas() if self.betas is None else self.betas, self.weights.dtype))
+        self.merged = self._seen()
 
-    def restore(self) -> None:
-        """Write B's entries back."""
-        if self.entries is not None:
-            self._write(self.entries)
-            self.entries = None
+    def restore(self) -> list[str]:
+        """Write B's entries back; returns the layers whose weight is not the one that ``merge`` has left."""
+        if self.entries is None:
+            return []
+        seen = zip(self.layers, self.merged, self._seen(), strict=True)
+        spoiled = [layer.name for layer, before, now in seen if before != now]
+        self._write(self.entries)
+        self.entries = None
+        return spoiled
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """For each layer the storage of its weight, and how often that was written to, as autograd counts."""
+        return [(_storage(layer.weight), own._version) for layer, own in zip(self.layers, self.own, strict=True)]
 
     def _write(self, values: Tensor) -> None:
         self.weights[self.write_at] = values

@@ -152,6 +152,10 @@ class UpProjection(nn.Linear):
             raise RuntimeError("a learned alpha gets its gradient from `active`: run forward and backward inside it")
         return y + alpha.detach() / residual.divisor * residual.duplicate(z)
 
+    def __reduce_ex__(self, protocol):  # also of copy.deepcopy
+        self.residual.require_inactive("an up-projection", "copy or pickle it")
+        return super().__reduce_ex__(protocol)
+
     def mark(self) -> Tensor:
         """[beta, CRC-32 of the columns], in float64. A learned alpha is in the state itself; 1 replaces it here."""
         residual = self.residual

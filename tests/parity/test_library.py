@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -216,6 +217,7 @@ def computed() -> nn.ModuleDict:
     (computed, {}, "b: its weight is computed from others"),
     (nn.ReLU, {}, "no up-projection"),
     (layer, {"match": "*.nothing"}, "no up-projection"),
+    (layer, {"match": "*"}, "a is no up-projection: it maps 8 to 4 features"),
     (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
     (lambda: layer().requires_grad_(False), {"learn_alpha": True}, "which is frozen"),
     (layer, {"alpha": math.nan}, "alpha=nan: must be a finite number"),
@@ -241,7 +243,7 @@ def test_the_steps_of_the_interface_are_refused_out_of_order():
     with pytest.raises(ValueError, match="has a residual already"):
         attach_dlr(model)
     with active(model):
-        for act in (nn.Module.state_dict, fold_, lambda m: active(m).__enter__()):
+        for act in (nn.Module.state_dict, fold_, lambda m: active(m).__enter__(), copy.deepcopy, pickle.dumps):
             with pytest.raises(RuntimeError, match="merged"):
                 act(model)
     fold_(model)
@@ -305,6 +307,17 @@ def test_an_update_inside_active_is_an_error(optimizer):
         torch.optim.SGD(other.parameters(), lr=0.1).step()
     updates.step()
     assert not torch.equal(before["b.weight"], model["b"].weight)
+
+
+def test_what_spoils_a_weight_inside_active_is_told_at_its_end():
+    for spoil in (lambda m: m.double(), lambda m: m["b"].weight.detach().add_(1)):
+        model = layer()
+        attach_dlr(model)
+        with (
+            pytest.raises(RuntimeError, match="b: its weight was changed, cast or moved inside `active`"),
+            active(model),
+        ):
+            spoil(model)
 
 
 # ----------------------------------------------------------------------------------------------------
