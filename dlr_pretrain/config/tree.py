@@ -105,11 +105,11 @@ class Data:
     source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     dataset: str | None = key("name of the dataset on the hub", None)
     revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None)
-    cache: str | None = key("folder for remote shards, and for places in .gz; null: none, and the user's", None)
+    cache: str | None = key("folder for remote shards and seek points of .gz; null: only points, in ~/.cache", None)
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
-    held_out: float = key("held-out share of the documents, by a hash, where there are no files", 0.01, gt=0, lt=1)
+    held_out: float = key("share of documents held out, by a hash, where no files are for validation", 0.01, gt=0, lt=1)
     text_key: str = key("field of a record that holds the text; meta.text is a field in a field", "text")
     document: Literal["file", "paragraph"] = key("document of a .txt file; blank lines end a paragraph", "file")
     bad_rows: Literal["stop", "skip"] = key("rows without a text: end the run, or are left out", "stop")
@@ -131,7 +131,7 @@ class Train:
     steps: int = key("optimizer updates, and the span of the schedule", ge=1)
     lr: float = key("peak learning rate", gt=0)
     warmup_ratio: float = key("share of the steps in which the rate rises linearly", 0.1, ge=0, lt=1)
-    warmup_steps: int | None = key("these steps as a number; null: train.warmup_ratio of all", None, ge=0)
+    warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key(
@@ -163,7 +163,7 @@ class Eval:
 class Checkpoint:
     every: int = key("steps between checkpoints; train.steps or more: only the last step is saved", 1000, ge=1)
     keep_last: int = key("newest checkpoints kept", 2, ge=1)
-    keep_every: int | None = key("and those of every so many steps; null: none", None, ge=1)
+    keep_every: int | None = key("also keep a checkpoint every so many steps; null: none", None, ge=1)
 
 
 @dataclass
@@ -201,7 +201,7 @@ class Profile:
 class Run:
     root: str = key("folder of the runs", "runs")
     dir: str | None = key("the run directory; null: <root>/<name of its choices, seed and other overrides>", None)
-    timeout_minutes: float | None = key("ends a run without progress for so long; null: never", 10.0, gt=0, le=100_000)
+    timeout_minutes: float | None = key("minutes without progress that end a run; null: never", 10.0, gt=0, le=100_000)
     start_from: str | None = key("run, checkpoint or folder of weights to start from; null: the seed", None)
     start_optimizer: bool = key("with start_from: take over moments, step and position in the data, too", False)
 

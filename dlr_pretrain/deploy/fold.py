@@ -173,15 +173,15 @@ def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch
     for name, model in models.items():
         given = {"model": model, "inputs": (ids, *documents)}
         timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
-        found[f"latency_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
+        found[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
     for name, model in models.items():
-        found[f"peak_memory_{name}"] = None
+        found[f"peak_memory_bytes_{name}"] = None
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
             others = torch.cuda.memory_allocated(device) - own
             model.logits(ids, *documents)
-            found[f"peak_memory_{name}"] = torch.cuda.max_memory_allocated(device) - others
+            found[f"peak_memory_bytes_{name}"] = torch.cuda.max_memory_allocated(device) - others
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
     return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}

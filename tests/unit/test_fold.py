@@ -125,7 +125,7 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(lowrank, tmp_pat
     assert found["fold/logits_mean_absolute_error"] == pytest.approx(error, rel=1e-3, abs=1e-6)
     assert (found["fold/logits_mean_absolute_error"] > 1e-4) == ("--dtype" in form)
     assert found["fold/layers"] == 14 and found["fold/parameters_after"] == sum(t.numel() for t in written.values())
-    assert all(found[f"fold/latency_{when}"] > 0 for when in ("before", "after")) and found["step"] == 3
+    assert all(found[f"fold/latency_ms_{when}"] > 0 for when in ("before", "after")) and found["step"] == 3
     assert "| fold/perplexity_after |" in (tmp_path / "folded" / "README.md").read_text()
 
 
@@ -138,7 +138,7 @@ def test_training_and_the_folded_model_are_equal_bit_for_bit(train, tmp_path, fo
     run_dir = train(tmp_path / "run", "dlr=on", "train.steps=3", "train.lr=0.1", f"backbone={backbone}", *given)
     checkpoint = run_dir / "checkpoints" / "step_00000003"
     said = {line[:29].strip(): line[30:] for line in fold(checkpoint, "--tokens", 200).out.splitlines()}
-    assert {"perplexity before", "perplexity after", "latency before", "latency after", "written"} <= said.keys()
+    assert {"perplexity before", "perplexity after", "latency ms before", "latency ms after", "written"} <= said.keys()
     assert said["layers"] == "14" and said["checked"].startswith("transformers loads it, its logits agree to")
     own, again = load_file(run_dir / "folded" / FILE), load_file(run_dir / "folded_step_00000003" / FILE)
     assert own.keys() == again.keys() and all(torch.equal(own[n], again[n]) for n in own)
