@@ -64,7 +64,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     kept = sum(tqdm(prepare(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were there)" if kept else ""
-    say(f"finished    {made.describe()}{again}\n\n    python train.py data=tokens data.root={given.output}")
+    say(f"finished    {made.describe()}{again}\n\n    add to your command: data=tokens data.root={given.output}")
 
 
 def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:

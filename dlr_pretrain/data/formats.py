@@ -195,9 +195,12 @@ def parse_text(row: Row, text_key: str, address: str, document: int) -> str:
             raise UserError(f"{where} is not JSON ({error}). {fix}") from error
     text: Any = record
     for name in [text_key] if isinstance(record, dict) and text_key in record else text_key.split("."):
-        text = text.get(name) if isinstance(text, dict) else None
+        if not isinstance(text, dict) or name not in text:
+            found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
+            fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
+            raise UserError(f"{where} has no text {text_key!r}: {found}. {fix}")
+        text = text[name]
     if not isinstance(text, str):
-        found = f"its fields are {', '.join(record)}" if isinstance(record, dict) else "it is no JSON object"
-        fix = "Set data.text_key to the field that holds the text, or data.bad_rows=skip"
-        raise UserError(f"{where} has no text {text_key!r}: {found}. {fix}")
+        found = "null" if text is None else f"of type {type(text).__name__}"
+        raise UserError(f"{where} has no text {text_key!r}: it is {found}. data.bad_rows=skip leaves such rows out")
     return text

@@ -208,6 +208,8 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
             break
     if not has_text:
         fix = "Give data.validation_files with text, or a larger data.held_out"
+        if cfg.data.bad_rows == "skip":
+            fix += f". Perhaps all rows were left out: is data.text_key={cfg.data.text_key} right?"
         raise UserError(f"No text in the validation shards: {', '.join(source.validation_shards[:3])}. {fix}")
     if pad:
         rows, lengths = map(np.concatenate, zip(*parts, strict=True))

@@ -131,7 +131,7 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
-        self._bad = 0
+        self._told: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:
             texts = (text for shard in self.train_shards for text in self.texts(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
@@ -168,10 +168,10 @@ class TextSource:
             except UserError as error:
                 if data.bad_rows == "stop":
                     raise
-                self._bad += 1
-                if self._bad <= TOLD_ROWS:
-                    more = ", and this process tells of no more" if self._bad == TOLD_ROWS else ""
-                    log.warning("left out (data.bad_rows=skip): %s%s", error, more)
+                if (shard, document) not in self._told and len(self._told) < TOLD_ROWS:
+                    self._told.add((shard, document))
+                    more = ", and this process tells of no more" if len(self._told) == TOLD_ROWS else ""
+                    log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
                 yield None
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:

@@ -52,7 +52,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tenso
         record["unknown characters of the text"] = f"{unknown:.2%}"
     checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
     layers = len(residuals(weights.model))
-    done = f"{layers} layers" if layers else "nothing to fold"
+    done = f"{layers} projections" if layers else "nothing to fold"
     merged = deployed_dense(cfg) and cfg.backbone.name != "full"
     return f"{'merged into dense weights' if merged else done}; {checked}"
 
@@ -61,4 +61,4 @@ def how_to_load(cfg: Config, run_dir: Path) -> str:
     """The lines that say where the result is and how to load it."""
     folded, report = run_dir / "folded", run_dir / "report.md"
     code = indent(loading(str(folded), trust=not deployed_dense(cfg)), "    ")
-    return f"report      {report}\n" * report.exists() + f"checkpoint  {folded}\n\n{code}"
+    return f"report      {report}\n" * report.exists() + f"export      {folded}\n\n{code}"

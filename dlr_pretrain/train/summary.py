@@ -42,7 +42,7 @@ def summary(
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}"
         f"{f' on {layers} projections' if layers else ''}",
         "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
-        f"vocabulary {vocabulary:,}",
+        f"vocabulary {vocabulary:,}{', padded' if vocabulary > text.tokenizer.vocab_size else ''}",
         "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
         "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, "

@@ -197,8 +197,8 @@ BAD_ROWS = [
     (b"not json", "is not JSON"),
     (b"[" * 100_000, "is not JSON"),
     (b'{"content": "x", "url": "y"}', "has no text 'text': its fields are content, url. Set data.text_key"),
-    (b'{"text": null}', "has no text 'text'"),
-    (b'{"text": 7}', "has no text 'text'"),
+    (b'{"text": null}', "has no text 'text': it is null. data.bad_rows=skip"),
+    (b'{"text": 7}', "has no text 'text': it is of type int"),
     (b'["text"]', "has no text 'text': it is no JSON object"),
 ]
 
@@ -226,7 +226,7 @@ def test_rows_without_a_text_are_named_or_left_out_and_told(tmp_path, caplog):
                           data__validation_files="validation.jsonl")  # fmt: skip
         assert list(open_source(cfg).read(f"train{suffix}")) == ["a", None, "b"]
         cfg.data.bad_rows = "stop"
-        with pytest.raises(UserError, match=r"document 1 has no text 'text'"):
+        with pytest.raises(UserError, match=r"document 1 has no text 'text': it is null"):
             list(open_source(cfg).read(f"train{suffix}"))
 
 

@@ -117,6 +117,6 @@ def test_a_report_that_fails_fails_no_run_and_one_that_is_missing_is_written(wor
     cfg = load(words(f"run.dir={tmp_path}", "train.steps=2"))
     run(cfg, report=fails)
     said = capsys.readouterr().out
-    assert "warning: no report, RuntimeError: no such colour" in said and "checkpoint  " in said
+    assert "warning: no report, RuntimeError: no such colour" in said and "export  " in said
     run(cfg, report=lambda run_dir: (run_dir / "report.md").touch())
     assert (tmp_path / "report.md").exists() and "is complete" in capsys.readouterr().out
