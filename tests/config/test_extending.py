@@ -17,7 +17,7 @@ from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
-MODELING = "dlr_pretrain/deploy/modeling_lowrank_llama.py"
+MODELING, EXPORT = "dlr_pretrain/deploy/modeling_lowrank_llama.py", "dlr_pretrain/deploy/export.py"
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,10 @@ def extended(tmp_path_factory) -> Path:
         assert not (folder / name).exists(), name
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    layer, entry = (
-        re.search(rf"```python\n({start}.*?)```", PAGE, flags=re.DOTALL)[1] for start in ("class Gelu", '    "')
-    )
-    modeling = (folder / MODELING).read_text()
+    layer, entry, knobs = re.findall(r"```python\n(class Gelu.*?|    \".*?)```", PAGE, flags=re.DOTALL)
+    modeling, export = (folder / MODELING).read_text(), (folder / EXPORT).read_text()
     (folder / MODELING).write_text(modeling.replace("LAYERS = {\n", f"{layer}\n\nLAYERS = {{\n{entry}"))
+    (folder / EXPORT).write_text(re.sub(r"(EXPORTED = {.*\n)", rf"\1{knobs}", export))
     return folder
 
 
