@@ -181,7 +181,7 @@ def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would
         assert ran("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0
     said = capsys.readouterr().out
     assert said.count("training a tokenizer of 300") == said.count("taking the tokenizer that was trained") == 1
-    assert "(4 shards were there)" in said and f"add to your command: data=tokens data.root={tmp_path / 'tokens'}" in said
+    assert "(4 shards were there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
     trained = (tmp_path / "tokens.300.model").read_bytes()
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
 
