@@ -124,8 +124,8 @@ class _Storage:
         return spoiled
 
     def _seen(self) -> list[tuple[int, int]]:
-        """For each layer the storage of its weight, and how often that was written to, as autograd counts."""
-        return [(_storage(layer.weight), own._version) for layer, own in zip(self.layers, self.own, strict=True)]
+        """For each layer where its weight lies, and how often that was written to, as autograd counts."""
+        return [(own.data_ptr(), own._version) for own in self.own]
 
     def _write(self, values: Tensor) -> None:
         self.weights[self.write_at] = values
