@@ -72,7 +72,7 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
             continue
         try:
             values[name] = key.read(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             problems.append(_refused(name, value, key))
     for name in sorted(typed):
         if name in keys and keys[name].fixed:

@@ -318,8 +318,8 @@ class Key:
         if (optional and value is None) or (isinstance(value, str) and value in words):
             return value
         fits = kind is object
-        if kind is bool:
-            fits = isinstance(value, bool)
+        if kind is bool or (kind is int and type(value) is int):  # not by way of a float, which would round it
+            fits = type(value) is kind
         elif kind is str:
             fits = isinstance(value, str) and value.strip() != ""
             value = os.path.expanduser(value) if fits else value
