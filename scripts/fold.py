@@ -18,9 +18,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="<run>/checkpoints/step_*")
     parser.add_argument("--output", type=Path, help="the folder to write (default: <run>/folded_<step>[_<form>])")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
-    form.add_argument("--layout", choices=("own", "cola"), default="own", help="cola: names of the CoLA authors' code")
+    parser.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     parser.add_argument(
         "--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: none)"
     )
@@ -38,7 +36,7 @@ def fold(given: argparse.Namespace) -> None:
         raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
     if given.tokens is not None and given.tokens < 0:
         raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
-    forms = ["dense" if given.dense else "", "cola" if given.layout == "cola" else "", given.dtype or ""]
+    forms = ["dense" if given.dense else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
     if output.exists():
         raise UserError(f"{output} exists already. Move it away, or name another folder with --output")
@@ -52,7 +50,7 @@ def fold(given: argparse.Namespace) -> None:
     found = load(checkpoint)
     tensors = {name: stored.whole() for name, stored in found.model.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    how = (getattr(torch, given.dtype or "", None), given.dense, given.layout, given.tokens, device)
+    how = (getattr(torch, given.dtype or "", None), given.dense, given.tokens, device)
     report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
     print("\n".join([*report, f"{'written':<29} {output}"]))
 

@@ -25,7 +25,6 @@ from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
 from dlr_pretrain.util.errors import UserError, tell
 from dlr_pretrain.util.files import sync
-from dlr_pretrain.util.tensors import at_least_fp32
 from dlr_pretrain.util.text import loading
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
@@ -56,13 +55,12 @@ def export(
     ids: Tensor | None = None,
     merge: bool = False,
     dtype: torch.dtype | None = None,
-    layout: str = "own",
 ) -> str:
     """Write ``folder`` from the folded parameters and buffers of the model of ``cfg``; says how it was checked.
 
     ``merge`` and ``dtype`` are those of ``deployed``, ``tokenizer_path`` is a file or folder, and ``record`` has the
-    final numbers of the run, by name, for the folder's README and ``fold.json``. ``layout`` "cola" writes a CoLA model
-    for its authors' code. Any other is compared with our own model for token ``ids`` [B, T], on the CPU.
+    final numbers of the run, by name, for the folder's README and ``fold.json``. With token ``ids`` [B, T], what
+    transformers loads is compared with our own model, on the CPU.
 
     Raises UserError if the folder is not what was trained; it then remains as ``.<folder>.partial``. An earlier folder
     becomes ``<folder>_1`` (or 2, 3, ...).
@@ -72,25 +70,22 @@ def export(
     tokenizer = load_tokenizer(tokenizer_path)
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
     settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
-    written = tensors
-    if layout == "cola":
-        written, settings = cola_tensors(own, tensors), cola_config(own, settings)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write_weights(partial, written)
+    write_weights(partial, tensors)
     loadable = own.backbone.name in (DENSE.name, *EXPORTED)
     contents = {"config": settings, "generation_config": ends} if loadable else {}
     for name, content in (contents | {"fold": record}).items():
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if layout == "own" and loadable and own.backbone.name != DENSE.name:
+    if loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
     export_tokenizer(partial, tokenizer_path, settings["max_position_embeddings"])
-    text = card(own, record, cfg, how_to_load(own, layout, loadable))
+    text = card(own, record, cfg, how_to_load(own, loadable))
     (partial / "README.md").write_text(text, encoding="utf-8")
     if not loadable:
         checked = f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
-    elif ids is None or layout != "own":
+    elif ids is None:
         checked = "not verified"
     else:
         exact = own is cfg  # a merge rounds once more
@@ -188,9 +183,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def how_to_load(cfg: Config, layout: str, loadable: bool) -> str:
-    if layout == "cola":
-        return 'In the layout of the CoLA authors\' code: `ColaForCausalLM.from_pretrained(".")` of their repository.'
+def how_to_load(cfg: Config, loadable: bool) -> str:
     if not loadable:
         return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
     return f"""```python
@@ -198,40 +191,3 @@ def how_to_load(cfg: Config, layout: str, loadable: bool) -> str:
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
-
-
-def cola_tensors(cfg: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The folded ``tensors`` of a CoLA model as the authors' ``ColaForCausalLM`` has them: ``cola_a`` [d_in, rank] and
-    ``cola_b`` [rank, d_out], into which the scale of the latents is multiplied. Raises UserError for other backbones.
-    """
-    if cfg.backbone.name != "cola":
-        raise UserError(f"--layout cola holds CoLA's layers alone, and this is backbone={cfg.backbone.name}")
-    renamed = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".a.weight"):
-            renamed[name.removesuffix(".a.weight") + ".cola_a"] = tensor.T
-        elif name.endswith(".b.weight"):
-            stem = name.removesuffix(".b.weight")
-            wide = tensor.to(at_least_fp32(tensor.dtype))
-            renamed[f"{stem}.cola_b"] = (wide * cfg.backbone.knobs["latent_scale"]).to(tensor.dtype).T
-        else:
-            renamed[name] = tensor
-    return renamed
-
-
-def cola_config(cfg: Config, settings: dict[str, Any]) -> dict[str, Any]:
-    """``config.json`` of the authors' layout, made from ``settings``, the one of our layout.
-
-    The SwiGLU has no SiLU if ``only_lr_act`` is true.
-    """
-    knobs = cfg.backbone.knobs
-    shape = {name: value for name, value in settings.items() if name not in (*knobs, "auto_map", "backbone")}
-    return shape | {
-        "model_type": "cola",
-        "architectures": ["ColaForCausalLM"],
-        "rank": knobs["rank"],
-        "hidden_act": "silu",  # in that layout also the activation between the factors
-        "only_lr_act": not knobs.get("swiglu_silu", True),
-        "max_sequence_length": settings["max_position_embeddings"],
-        "torch_dtype": settings["dtype"],  # the name that transformers used then
-    }

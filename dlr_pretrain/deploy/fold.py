@@ -47,17 +47,16 @@ def fold_checkpoint(
     output: Path,
     dtype: torch.dtype | None,
     dense: bool,
-    layout: str,
     tokens: int | None,
     device: torch.device,
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
-    ``tensors`` are those of the checkpoint's model. ``dtype``, ``dense`` and ``layout`` are the form that is written
-    (see ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals,
-    the report is measured on about ``tokens`` tokens of the run's validation text (0: not measured; None:
-    ``eval.tokens`` on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the
-    folder's README. Raises UserError if a check fails.
+    ``tensors`` are those of the checkpoint's model. ``dtype`` and ``dense`` are the form that is written (see
+    ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals, the
+    report is measured on about ``tokens`` tokens of the run's validation text (0: not measured; None: ``eval.tokens``
+    on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the folder's README.
+    Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
     rows = len(tensors["lm_head.weight"])
@@ -75,7 +74,7 @@ def fold_checkpoint(
         if found["weights_identical"] is False:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
-    checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype, layout)
+    checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype)
     return [*report, f"{'checked':<29} {checked}"]
 
 

@@ -22,7 +22,7 @@ from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS, LowRankLlamaConfi
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util import files as durable
 from dlr_pretrain.util.errors import UserError
-from tests.deploy.models import HIDDEN, KINDS, RANK, WIDE, configured, of_kind, trained
+from tests.deploy.models import HIDDEN, KINDS, RANK, WIDE, of_kind, trained
 
 ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
@@ -113,24 +113,6 @@ def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
     readme = (tmp_path / "dlr/README.md").read_text()
     assert "# LLaMA tiny, cola_lax + DLR (on), folded" in readme
     assert "Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training" in readme
-
-
-@pytest.mark.parametrize("words", [(), ("latent_scale=0.3", "swiglu_silu=false")])
-def test_the_colas_authors_layout_is_that_of_their_formula(tmp_path, spiece, words):
-    """Theirs is y = silu(x A) B."""
-    cfg = configured("backbone=cola", f"backbone.rank={RANK}", *(f"backbone.{word}" for word in words))
-    ours = trained(cfg, ROWS).state_dict()
-    export(tmp_path / "folded", cfg, ours, spiece, RECORD, layout="cola")
-    assert not (tmp_path / "folded" / MODELING.name).exists()
-    settings = json.loads((tmp_path / "folded/config.json").read_text())
-    assert (settings["model_type"], settings["architectures"], settings["rank"]) == ("cola", ["ColaForCausalLM"], RANK)
-    assert settings["hidden_act"] == "silu" and settings["only_lr_act"] == ("swiglu_silu=false" in words)
-    stored, at = load_file(tmp_path / "folded/model.safetensors"), "model.layers.0.mlp.up_proj"
-    assert torch.equal(stored[f"{at}.cola_a"].T, ours[f"{at}.a.weight"])
-    torch.testing.assert_close(stored[f"{at}.cola_b"].T, cfg.backbone.knobs["latent_scale"] * ours[f"{at}.b.weight"])
-    assert not any(name.endswith((".a.weight", ".b.weight")) for name in stored)
-    with pytest.raises(UserError, match="holds CoLA's layers alone, and this is backbone=lowrank"):
-        export(tmp_path / "other", of_kind("lowrank"), ours, spiece, RECORD, layout="cola")
 
 
 def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_path, spiece, monkeypatch):
