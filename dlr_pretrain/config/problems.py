@@ -7,6 +7,10 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import cache
+from importlib import resources
+
+import yaml
 
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 
@@ -58,55 +62,17 @@ class ConfigError(UserError):
         return type(self), (self.problems,)
 
 
-# What users of other trainers type (transformers, GaLore's and CoLA's scripts, nanoGPT, torchtitan), under our key for
-# it, or under advice. Most are known by their last part; those with a dot, by the whole.
-FOREIGN = {
-    "train.global_batch": "batch_size total_batch_size global_batch_size train_batch_size",
-    "train.micro_batch": "grad_accum gradient_accumulation gradient_accumulation_steps per_device_train_batch_size "
-    "local_batch_size device_batch_size",
-    "train.lr": "learning_rate",
-    "train.min_lr_ratio": "min_lr min_lr_factor",
-    "train.lr_decay": "scheduler lr_scheduler lr_scheduler_type decay_type",
-    "train.lr_decay_steps": "lr_decay_iters decay_steps",
-    "train.warmup_steps": "warmup_iters num_warmup_steps",
-    "train.steps": "max_steps num_training_steps max_iters iterations",
-    "train.seq_len": "max_length block_size sequence_length context_length",
-    "train.clip": "grad_clip grad_clipping max_grad_norm clip_grad max_norm gradient_clip_val",
-    "train.activation_checkpointing": "gradient_checkpointing activation_checkpoint ac",
-    "eval.every": "eval_every eval_interval eval_steps",
-    "eval.tokens": "eval_iters eval_tokens",
-    "checkpoint.every": "save_every save_steps save_interval checkpoint_interval",
-    "checkpoint.keep_last": "save_total_limit keep_latest_k",
-    "log.every": "logging_steps log_interval log_freq",
-    "run.dir": "run.name output_dir out_dir save_dir dump_folder",
-    "run.start_from": "continue_from init_from",
-    "optimizer.weight_decay": "wd",
-    "data.root": "data.path data.dir data_path data_dir dataset_path",
-    "data.dataset": "data.name dataset_name",
-    "data.text_key": "text_field dataset_text_field text_column",
-    "tokenizer.path": "data.tokenizer tokenizer_name tokenizer_path",
-    "scale.num_layers": "n_layer n_layers num_hidden_layers",
-    "scale.num_heads": "n_head n_heads num_attention_heads",
-    "scale.hidden_size": "n_embd d_model dim",
-    "backbone.rank": "lora_r r",
-    "precision": "dtype bf16 mixed_precision",
-    "backbone": "model peft_model",
-    "scale": "model_config flavor",
-    "logger": "wandb report_to wandb_log",
-    "device": "use_cpu",
-    "cuda": "gpu",  # of device
-    "The same command again resumes a run; run.start_from starts another from it": "resume auto_resume "
-    "resume_from_checkpoint",
-    "Set train.steps: a step reads train.global_batch x train.seq_len tokens": "epochs num_epochs num_train_epochs",
-    "Set WANDB_MODE=offline in the environment, or choose logger=jsonl": "logger.mode wandb.mode offline wandb_mode",
-}
-SYNONYMS = {name: meant for meant, names in FOREIGN.items() for name in names.split()}
+@cache
+def synonyms() -> dict[str, str]:
+    """Other trainers' words, each with our key for it or with advice (which has spaces); read from ``foreign.yaml``."""
+    foreign = yaml.safe_load(resources.files(__package__).joinpath("foreign.yaml").read_text(encoding="utf-8"))
+    return {name: meant for meant, names in foreign.items() for name in names.split()}
 
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
     """A fix that names the nearest of the known names, or advises; ``otherwise`` if none is near."""
     for written in (name.lower(), name.lower().rpartition(".")[2]):
-        if " " in (advice := SYNONYMS.get(written, "")):
+        if " " in (advice := synonyms().get(written, "")):
             return advice
     near = nearest(name, known)
     return f"Did you mean {near}?" if near else otherwise
@@ -117,8 +83,8 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     name = name.lower()
     leaf = name.rpartition(".")[2]
     for written in (name, leaf):
-        if name not in known and SYNONYMS.get(written) in known:
-            return SYNONYMS[written]
+        if name not in known and synonyms().get(written) in known:
+            return synonyms()[written]
     if leaf in known:
         return leaf
 

@@ -11,7 +11,7 @@ from dlr_pretrain.config import GROUPS, ConfigError
 from dlr_pretrain.config.command_line import read
 from dlr_pretrain.config.compose import check
 from dlr_pretrain.config.parse import all_keys
-from dlr_pretrain.config.problems import FOREIGN, SYNONYMS, nearest
+from dlr_pretrain.config.problems import nearest, synonyms
 from tests.conftest import ROOT
 
 KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
@@ -121,9 +121,10 @@ def test_nearest_key():
 
 
 def test_what_users_of_other_trainers_type_leads_to_keys_that_there_are():
-    assert {meant for meant in FOREIGN if " " not in meant} <= KNOWN | {"cuda"} and not set(SYNONYMS) & KNOWN
-    assert len(SYNONYMS) > 70
-    for name, key in SYNONYMS.items():
+    assert {meant for meant in synonyms().values() if " " not in meant} <= KNOWN | {"cuda"}
+    assert not set(synonyms()) & KNOWN
+    assert len(synonyms()) > 70
+    for name, key in synonyms().items():
         if key in KNOWN:
             assert nearest(name if "." in name else f"train.{name}", KNOWN) == key
 
