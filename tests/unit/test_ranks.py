@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from pathlib import Path
 
@@ -11,24 +10,14 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.config import MISSING, ConfigError, Problem
+from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.train import ranks
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
-from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
+from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import on_ranks
-
-
-def test_errors_reach_other_ranks_as_they_are():
-    error = ConfigError([Problem("a.b", MISSING, "is missing"), Problem("c", 1, "is odd", "Use 2")])
-    again = pickle.loads(pickle.dumps(error))
-    assert str(again) == str(error) == "2 problems\n  a.b: is missing\n  c=1: is odd. Use 2"
-    assert again.problems == error.problems and again.exit_code == EXIT_CONFIG
-    for kind in (UserError, Stopped):
-        again = pickle.loads(pickle.dumps(kind("why")))
-        assert type(again) is kind and str(again) == "why"
 
 
 def test_two_ranks_agree_on_results_errors_and_stops():
