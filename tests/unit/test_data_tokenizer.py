@@ -1,6 +1,5 @@
 """Every kind of tokenizer: the ids of its own library, in training and as exported; one end for each document."""
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -226,9 +225,3 @@ def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():
         embedding_rows(make_config(scale__vocab_size=32_000), Sized)
     Sized.vocab_size = 120
     assert embedding_rows(make_config(), Sized) == 120
-
-
-def test_the_configured_model_goes_before_the_sources_own(model, tmp_path):
-    source, other = argparse.Namespace(tokenizer_path=model), small_tokenizer.train(tmp_path)
-    assert open_tokenizer(make_config(), source).path == model
-    assert open_tokenizer(make_config(tokenizer__path=other), source).path == other
