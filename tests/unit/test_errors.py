@@ -11,10 +11,6 @@ from dlr_pretrain.util.errors import RankLost, Stopped, UserError, command
 from tests.conftest import ROOT
 
 
-def test_its_own_answer_is_the_exit_code():
-    assert [command(lambda: None), command(lambda: 0), command(lambda: 1)] == [0, 0, 1]
-
-
 @pytest.mark.parametrize(("error", "code", "said"), [
     (UserError("the shard is cut off"), 3, "error: the shard is cut off\n"),
     (RankLost("rank 1 was lost"), 4, "error: rank 1 was lost\n"),
