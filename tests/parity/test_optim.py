@@ -8,15 +8,12 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.optim.galore import projector
-from dlr_pretrain.train.checkpoint import load, newest
-from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.errors import UserError
 
 ADAM = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 0.1}
 GALORE = ADAM | {"rank": 4, "update_scale": 0.25, "refresh_every": 3}
@@ -544,34 +541,3 @@ def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_
     assert left(torch.bfloat16, "adamw") == pytest.approx(0.82, abs=0.06)
     for name in ("adamw", "adamw_foreach"):
         assert left(torch.float32, name) == pytest.approx(0.82, abs=0.01)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Whole runs: they learn, and where they are interrupted they end as if they had not been
-
-
-@pytest.mark.parametrize("choice", [
-    ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=3"),
-    ("backbone=cola", "dlr=on", "optimizer=muon", "precision=bf16"),
-    ("backbone=full", "optimizer=adamw_8bit", "scale.hidden_size=64", "precision=bf16"),
-    *(pytest.param(choice, marks=pytest.mark.full) for choice in (
-        ("backbone=full", "optimizer=fira", "optimizer.rank=8", "precision=bf16_mixed"),
-        ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6"),
-    )),
-], ids=lambda choice: choice[1])  # fmt: skip
-@pytest.mark.usefixtures("no_export")
-def test_interrupted_equals_undisturbed(train, tmp_path, choice):
-    eight_bit = "optimizer=adamw_8bit" in choice
-    if eight_bit:
-        pytest.importorskip("torchao")
-    whole = train(tmp_path / "whole", *choice)
-    with pytest.raises(Stopped, match="after step 8 of 20"):
-        train(tmp_path / "parts", *choice, "train.stop_after=8")
-    state = load(newest(tmp_path / "parts" / "checkpoints")[0]).optimizer
-    parts = train(tmp_path / "parts", *choice)
-    a, b = (load_file(folder / "folded" / "model.safetensors") for folder in (whole, parts))
-    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-    one, two = ([record["train/loss"] for record in read_metrics(f / "metrics.jsonl")] for f in (whole, parts))
-    assert one == two
-    assert sum(one[-3:]) < sum(one[:3]) - 0.1
-    assert any(".codes" in name for name in state) == eight_bit

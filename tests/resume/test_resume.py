@@ -18,7 +18,7 @@ from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
-from tests.conftest import forked
+from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")
 TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
@@ -53,12 +53,26 @@ def stop(train):
     (*COLA, "precision=bf16_sr"),
     ("backbone=sltrain", "precision=bf16_mixed", "train.accumulate=fp32"),
     pytest.param(("backbone=lowrank", "dlr=on", "precision=bf16"), marks=pytest.mark.full),
-    pytest.param((*COLA, "dlr.impl=branch"), marks=pytest.mark.full),
+    ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=3"),
+    ("backbone=full", "optimizer=adamw_8bit", "scale.hidden_size=64", "precision=bf16"),
+    (*COLA, "optimizer=muon", "precision=bf16"),
+    *(pytest.param(choice, marks=pytest.mark.full) for choice in (
+        (*COLA, "dlr.impl=branch"),
+        ("backbone=full", "optimizer=fira", "optimizer.rank=8", "precision=bf16_mixed"),
+        ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6"),
+    )),
 ])  # fmt: skip
 def test_interrupted_twice_equals_undisturbed(train, stop, tmp_path, choice):
+    """With the state of every optimizer. The run learns, or equal losses would say little."""
+    eight_bit = "optimizer=adamw_8bit" in choice
+    if eight_bit:
+        pytest.importorskip("torchao")
     whole = final(train(tmp_path / "whole", *choice))
     assert [r["step"] for r in whole[1]] == list(range(1, 21))
+    losses = [r["train/loss"] for r in whole[1]]
+    assert sum(losses[-3:]) < sum(losses[:3]) - 0.1
     stop(tmp_path / "parts", 7, *choice)
+    assert any(".codes" in name for name in saved(tmp_path / "parts/checkpoints/step_00000007")) == eight_bit
     with open(tmp_path / "parts" / "metrics.jsonl", "ab") as file:  # a start that went on, and lost power
         file.write(json.dumps({"step": 8, "train/loss": 1.0}).encode() + b"\n" + bytes(300) + b'\n{"step": 9, "tr')
     stop(tmp_path / "parts", 13, *choice)
