@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dlr_pretrain.cli import load
-from dlr_pretrain.config import ConfigError
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
@@ -70,13 +68,3 @@ def test_a_step_that_is_not_finite_is_not_merged(train, tmp_path, monkeypatch):
         train(tmp_path / "run", *choice, "train.lr=1e30", "train.clip=null", "checkpoint.every=1000")
     state = saved(tmp_path / "run", 1)
     assert state[f"{AT}.b.weight"].any() and all(torch.isfinite(t).all() for t in state.values())
-
-
-def test_merges_without_effect_are_refused(words):
-    for knob, rule in (
-        ("merge_every=20", r"backbone\.merge_every=20: must be below train\.steps=20: nothing would be merged.*lora"),
-        ("restart_warmup=6", r"backbone\.restart_warmup=6: must be below backbone\.merge_every=6"),
-    ):
-        kept = [word for word in RELORA if not word.startswith(f"backbone.{knob.split('=')[0]}")]
-        with pytest.raises(ConfigError, match=rule):
-            load(words(*kept, f"backbone.{knob}"))
