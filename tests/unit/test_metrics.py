@@ -15,7 +15,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.errors import Stopped, UserError
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
 
 
@@ -128,14 +128,3 @@ def test_speed_is_that_of_the_last_steps_without_the_first_ones_and_pauses(monke
         now += 8.0
         last = speed()
     assert last == 8.0
-
-
-def test_lost_lines_are_counted_when_a_run_resumes(tmp_path, train, no_export, capsys):
-    with pytest.raises(Stopped):
-        train(tmp_path / "run", "train.stop_after=10")
-    path = tmp_path / "run" / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3] + lines[6:]))
-    train(tmp_path / "run")
-    assert "metrics.jsonl has lost 3 of the 10 steps that are trained" in " ".join(capsys.readouterr().out.split())
-    assert steps(path) == [1, 2, 3, *range(7, 21)]
