@@ -13,11 +13,11 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import forked
+from tests.resume.test_resume import assert_same, final
 
 METHODS = {
     "full": ("backbone=full",),
@@ -46,32 +46,24 @@ METHODS = {
     "relora": ("backbone=relora", "backbone.merge_every=6", "backbone.restart_warmup=2"),
 }
 INDUCTOR = ("cola+dlr", "lax")
-TIMING = ("time", "perf/tokens_per_second", "perf/max_memory_gb", "perf/mfu")
 
 
 def losses(folder) -> list[float]:
     return [record["train/loss"] for record in read_metrics(folder / "metrics.jsonl")]
 
 
-def results(folder):
-    """The folded tensors, and the metrics without what depends on the clock."""
-    records = [{k: v for k, v in r.items() if k not in TIMING} for r in read_metrics(folder / "metrics.jsonl")]
-    return load_file(folder / "folded" / "model.safetensors"), records
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_trains_resumes_folds_exports_and_reloads(train, words, tmp_path, monkeypatch, capsys, method):
     common = (*METHODS[method], "train.lr=1e-3", "train.steps=20")
-    tensors, records = results(train(tmp_path / "whole", *common))
+    whole = final(train(tmp_path / "whole", *common))
+    records = whole[1]
     assert len(records) == 20 and records[-1]["train/loss"] < records[0]["train/loss"]
     assert "transformers loads it, its logits agree" in capsys.readouterr().out
 
     with pytest.raises(Stopped):
         train(tmp_path / "parts", *common, "train.stop_after=7")
-    resumed, again = results(train(tmp_path / "parts", *common))
-    assert resumed.keys() == tensors.keys() and all(torch.equal(resumed[n], tensors[n]) for n in tensors)
-    assert again == records
+    assert_same(final(train(tmp_path / "parts", *common)), whole)
 
     backend = os.environ.get("DLR_MATRIX_BACKEND", "inductor" if method in INDUCTOR else "aot_eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
