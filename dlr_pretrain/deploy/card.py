@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from string import Template
+
 from omegaconf import OmegaConf
 
 from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.util.text import table
 
-CITATION = """
-
-## Citation
-
-```bibtex
-@misc{dlr2026,
-  title  = {{DLR}: Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training},
-  author = {Wang and Tang and Cheng and Saukh},
-  year   = {2026}
-}
-```"""
 PEFT = """
 For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
 """
@@ -37,29 +29,18 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loading: str) 
         "precision": trained.precision.name,
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
-    numbers = table(["", ""], ([key, shown(value)] for key, value in rows.items()))
     tree = to_dict(trained)
-    configuration = OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL}))
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags: [pre-training, low-rank, {name}{", dlr" if trained.dlr.enabled else ""}]
----
-
-# LLaMA {cfg.scale.name}, {title}
-
-{loading}
-{"" if cfg.backbone.name == "full" else PEFT}
-{numbers}
-
-The tokenizer appends no end of sequence. Training read the name of a special token in a text as ordinary characters;
-the tokenizer takes it for the token, as the tools of fine-tuning expect, unless `split_special_tokens=True` is given.
-
-## Configuration
-
-```yaml
-{configuration}```{CITATION if trained.dlr.enabled else ""}
-"""
+    template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
+    return Template(template).substitute(
+        tags=", ".join(["pre-training", "low-rank", name, *["dlr"] * trained.dlr.enabled]),
+        scale=cfg.scale.name,
+        title=title,
+        loading=loading,
+        peft="" if cfg.backbone.name == "full" else PEFT,
+        numbers=table(["", ""], ([key, shown(value)] for key, value in rows.items())),
+        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL})),
+        citation=citation if trained.dlr.enabled else "",
+    )
 
 
 def shown(value: object, digits: int = 4) -> str:
