@@ -74,6 +74,7 @@ class Weights:
     """
 
     sharded = False  # whether a rank holds only some rows of the parameters
+    compiled = False  # by ``compile_``
 
     def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
         self.model, self.accumulate = model, accumulate
@@ -93,6 +94,7 @@ class Weights:
         it. Activation checkpointing recomputes block by block.
         """
         values = sum(p.numel() for p in self.model.parameters())
+        self.compiled = True
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
         self.model.compile_(whole=alone and train.activation_checkpointing == "none" and values <= ONE_GRAPH)
 
@@ -125,7 +127,7 @@ class Weights:
 
     @cached_property
     def _merged(self) -> MergedResiduals:
-        return MergedResiduals(self.model, self.masters)
+        return MergedResiduals(self.model, self.masters, self.compiled and self.model.lm_head.weight.is_cuda)
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:
