@@ -1,6 +1,6 @@
 """Every method through the whole machine: 20 steps on one rank and two, compiled, resumed, folded, exported, reloaded.
 
-    make matrix      # the same with inductor
+    DLR_MATRIX_BACKEND=inductor python -m pytest tests/matrix -m exhaustive
 
 The two ranks are forked from this process, and all but cola+dlr and lax are compiled with aot_eager, which takes
 inductor's path up to its code generation: a fraction of the time. ``DLR_MATRIX_BACKEND`` names another backend for all.
