@@ -21,7 +21,7 @@ from tests.conftest import on_ranks
 
 
 def test_two_ranks_agree_on_results_errors_and_stops():
-    raised = (ConfigError([Problem("a", 1, "is odd")]), ZeroDivisionError("by zero"), None)
+    raised = (ConfigError([Problem("a", 1, "is odd")]), ZeroDivisionError("by zero"), Stopped("why"), None)
 
     def agree() -> None:
         own = int(os.environ["RANK"])
@@ -43,7 +43,7 @@ def test_two_ranks_agree_on_results_errors_and_stops():
             with pytest.raises(Stopped, match="stopped here"):
                 both.stop_if_asked("here")
         other = "ZeroDivisionError by zero" if own == 0 else "UserError rank 0 failed: ZeroDivisionError: by zero"
-        assert said == ["ConfigError a=1: is odd", other, 0, [0, 1]]
+        assert said == ["ConfigError a=1: is odd", other, "Stopped why", 0, [0, 1]]
 
     on_ranks(agree, 2)
 
