@@ -1,4 +1,4 @@
-"""Batches: the same on any ranks and after any resume; what they hold; the thread; the validation set; runs."""
+"""Batches: the same on any ranks and after any resume; what they hold; the thread; the validation set."""
 
 import gc
 import math
@@ -9,15 +9,10 @@ import pytest
 import torch
 from data_corpus import NASTY, LetterTokenizer, MemorySource, corpus, global_batches, make_config, same, write_shards
 
-from dlr_pretrain.cli import load
-from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source, open_tokenizer, validation_set
+from dlr_pretrain.data import TrainLoader, documents, inputs_and_targets, open_source, validation_set
 from dlr_pretrain.data import loader as loading
 from dlr_pretrain.data.streams import DocumentStream, Position
-from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.models import build
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
-from tests.conftest import forked
 
 TOKENIZER = LetterTokenizer()
 PACKINGS = pytest.mark.parametrize("packing", ["packed", "pad"])
@@ -250,42 +245,3 @@ def test_no_text_is_an_error(tmp_path):
     write_shards(tmp_path, [["", ""]], split="validation")
     with pytest.raises(UserError, match="No text in the validation shards"):
         validated(tmp_path, "pad", 100)
-
-
-# ----------------------------------------------------------------------------------------------------
-# Runs
-
-
-@pytest.mark.usefixtures("no_export")
-def test_a_first_step_is_the_loss_of_the_documents_on_their_own(train, words, tmp_path):
-    """Sequences so long that a micro-batch's documents are few and whole: cut, they would lose their beginnings."""
-    given = ("data.mask_documents=true", "train.steps=1", "train.seq_len=256", "train.global_batch=4")
-    train(tmp_path, *given)
-    (first,) = read_metrics(tmp_path / "metrics.jsonl")
-    cfg = load(words(*given))
-    source = open_source(cfg)
-    tokenizer = open_tokenizer(cfg, source)
-    loader = TrainLoader(cfg, source, tokenizer, 0, 1, None)
-    tokens = next(loader).tokens.long()
-    loader.close()
-
-    model, summed, count = build(cfg, tokenizer.vocab_size, torch.device("cpu")), 0.0, 0
-    with torch.no_grad():
-        for row in tokens:
-            for document in torch.tensor_split(row, (row == EOS).nonzero().flatten() + 1):
-                if len(document) > 1:
-                    summed += model(document[None, :-1], document[None, 1:]).item()
-                    count += len(document) - 1
-    assert first["train/loss"] == pytest.approx(summed / count, rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("no_export")
-def test_ranks_that_are_no_power_of_two_give_the_losses_of_one(train, words, tmp_path):
-    given = ("data.streams=12", "train.global_batch=24", "train.micro_batch=2", "train.steps=8", "train.lr=1e-3")
-    losses = {1: read_metrics(train(tmp_path / "1", *given) / "metrics.jsonl")}
-    for ranks in (6, 12):
-        forked(words(f"run.dir={tmp_path / str(ranks)}", *given), ranks)
-        losses[ranks] = read_metrics(tmp_path / str(ranks) / "metrics.jsonl")
-    alone, *shared = ([row["train/loss"] for row in rows] for rows in losses.values())
-    assert len(alone) == 8 and all(found == pytest.approx(alone, rel=2e-5) for found in shared)
