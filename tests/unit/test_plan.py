@@ -1,4 +1,4 @@
-"""The plan of a run: counts against closed forms, memory against real tensors, and Table 1 of the paper."""
+"""The plan of a run: counts, memory against real tensors, and Table 1 of the paper."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
 from tests.conftest import script
+from tests.parity.test_starts import COUNTS
 
-SHAPES = {"60m": (512, 1376, 8, 128), "1b": (2048, 5461, 24, 512), "7b": (4096, 11008, 32, 1024)}  # D, F, L, r
-V = 32_000
 TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_batch=2", "data=sample", "logger=jsonl"]
 
 
@@ -29,36 +28,15 @@ def config(*words: str, ranks: int = 1) -> Config:
     return load([*words, *(["data=sample"] if "data=sample" not in words else [])], ranks, machine=False)
 
 
-def closed_form(scale: str, backbone: str) -> int:
-    """Trained parameters: embedding, head and norms, and in each of L blocks dense weights, or factors of rank r."""
-    d, f, layers, r = SHAPES[scale]
-    shapes = [(d, d)] * 4 + [(d, f)] * 2 + [(f, d)]
-    block = sum(m * n if backbone == "full" else r * (m + n) for m, n in shapes)
-    return 2 * V * d + (2 * layers + 1) * d + layers * block
-
-
-@pytest.mark.parametrize("backbone", ["full", "cola"])
-def test_parameters_are_those_of_the_closed_form_to_the_unit(backbone):
-    """Those of the others follow from their FLOPs (test_flops.py), and from the recipes of Table 1."""
-    for scale in SHAPES:
-        assert parameters(config(f"scale={scale}", f"backbone={backbone}"), V)["trainable"] == closed_form(
-            scale, backbone
-        )
-    assert closed_form("1b", "cola") == 609_310_720
-
-
 def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
     """learned alphas are gone, B that was frozen is a weight, LoRA and SLTrain are plain LLaMAs"""
-    plain, of_b = closed_form("60m", "cola"), 8 * 128 * (5 * 512 + 2 * 1376)
+    (plain, *_), (dense, *_), of_b = COUNTS["cola"], COUNTS["full"], 8 * 128 * (5 * 512 + 2 * 1376)
     for option, trained in (("on", plain), ("learnable_alpha", plain + 56), ("no_b", plain - of_b)):
-        cfg = config("backbone=cola", f"dlr={option}")
-        found = parameters(cfg, V)
+        found = parameters(config("backbone=cola", f"dlr={option}"), 32_000)
         assert (found["trainable"], found["folded"]) == (trained, plain)
     for backbone in ("lora", "sltrain"):
-        assert parameters(config(f"backbone={backbone}"), V)["folded"] == closed_form("60m", "full")
-    assert parameters(config("backbone=lora"), V)["total"] - closed_form("60m", "lora") == 8 * (
-        4 * 512**2 + 3 * 512 * 1376
-    )
+        assert parameters(config(f"backbone={backbone}"), 32_000)["folded"] == dense
+    assert parameters(config("backbone=lora"), 32_000)["total"] - plain == 8 * (4 * 512**2 + 3 * 512 * 1376)
 
 
 @pytest.mark.full
