@@ -7,25 +7,18 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.train.profile import UNTIMED
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.history import read_metrics
-from tests.conftest import forked, saved
+from tests.conftest import forked
+from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.usefixtures("no_export")
 COMMON = ("backbone=cola", "dlr=on", "train.steps=8", "eval.every=4", "checkpoint.every=100")
 PROFILE = ("profile=on", "profile.start=2", "profile.steps=3")
 CALLS = {"data": 1, "forward": 4, "backward": 4, "optimizer": 1}  # in a step
-
-
-def assert_same(one, other) -> None:
-    a, b = (saved(folder / "checkpoints" / "step_00000008") for folder in (one, other))
-    assert a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
-    for x, y in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (one, other)), strict=True):
-        assert all(x[name] == y[name] for name in x if name.startswith("train/"))
 
 
 def ranges(trace) -> Counter:
@@ -35,14 +28,13 @@ def ranges(trace) -> Counter:
 
 def test_training_is_the_same_and_its_parts_are_named(train, tmp_path, capsys):
     plain, profiled = train(tmp_path / "plain", *COMMON), train(tmp_path / "profiled", *COMMON, *PROFILE)
-    assert_same(plain, profiled)
+    assert_same(final(plain), final(profiled))
     assert not (plain / "profile").exists()
     assert sorted(path.name for path in (profiled / "profile").iterdir()) == ["profile.txt", "trace_rank0.json.gz"]
     found = ranges(profiled / "profile" / "trace_rank0.json.gz")
     assert {name: found[name] for name in CALLS} == {name: 3 * calls for name, calls in CALLS.items()}
-    assert (
-        found[UNTIMED] > 0 and found["communication"] == 3 * 2 + 1 and found["with_residual"] == 3 * 2 + 2
-    )  # one evaluation, between two traced steps
+    # one evaluation, between two traced steps
+    assert found[UNTIMED] > 0 and found["communication"] == 3 * 2 + 1 and found["with_residual"] == 3 * 2 + 2
     text = (profiled / "profile" / "profile.txt").read_text()
     assert all(name in text for name in ("forward", "backward", "optimizer", "aten::mm"))
     assert "profile.txt, and traces" in capsys.readouterr().out
@@ -53,7 +45,7 @@ def test_every_rank_leaves_its_trace(words, tmp_path):
     plain, profiled = tmp_path / "plain", tmp_path / "profiled"
     forked(words(f"run.dir={plain}", *COMMON), 2)
     forked(words(f"run.dir={profiled}", *COMMON, *PROFILE), 2)
-    assert_same(plain, profiled)
+    assert_same(final(plain), final(profiled))
     names = sorted(path.name for path in (profiled / "profile").iterdir())
     assert names == ["profile.txt", "trace_rank0.json.gz", "trace_rank1.json.gz"]
 
