@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
@@ -18,10 +16,6 @@ from dlr_pretrain import config
 from dlr_pretrain.config.compose import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
-
-REPO = Path(config.CONFIG_DIR).parent
-REAL = Path(os.environ.get("DLR_TEST_DATA", REPO.parent / "shared" / "data"))
-needs_real_data = pytest.mark.skipif(not (REAL / "c4" / "en").is_dir(), reason=f"no test data at {REAL}")
 
 NASTY = [
     "<extra_id_7> and <extra_id_0>", "</s>", "<pad><unk></s></s>", "a\0b\0", "\ud800 lone \udfff", "one\r\ntwo\r\n",
@@ -44,12 +38,16 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
     return config.parse(OmegaConf.to_container(tree, resolve=True))
 
 
+def lines_of(texts) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
 def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for i, texts in enumerate(shards):
         paths.append(folder / f"{prefix}-{split}.{i:05d}-of-{len(shards):05d}.json.gz")
-        paths[-1].write_bytes(gzip.compress(b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)))
+        paths[-1].write_bytes(gzip.compress(lines_of(texts)))
     return paths
 
 

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import io
 import itertools
-import json
 import lzma
 import random
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_corpus import NASTY, LetterTokenizer, MemorySource, global_batches, make_config, same, write_shards
+from data_corpus import NASTY, LetterTokenizer, MemorySource, global_batches, lines_of, make_config, same, write_shards
 
 from dlr_pretrain.data import formats, gunzip, open_source, sources, validation_set
 from dlr_pretrain.data.sources import HELD_OUT
@@ -22,10 +21,6 @@ from dlr_pretrain.util.errors import UserError
 
 TEXTS = [f"document {i} " + "y" * (i % 50) for i in range(300)]
 TOKENIZER = LetterTokenizer()
-
-
-def lines_of(texts) -> bytes:
-    return b"".join(json.dumps({"text": t}).encode() + b"\n" for t in texts)
 
 
 def parquet(path: Path, texts) -> None:
@@ -294,10 +289,7 @@ def test_an_empty_shard_beside_full_ones_is_left_out_with_a_note(tmp_path):
     said: list[str] = []
     source = open_source(make_config("local", data__root=tmp_path), said.append)
     assert source.train_shards == ("a.jsonl", "c.jsonl")
-    assert [line.rsplit("/", 1)[-1] for line in said] == [
-        "b.jsonl: empty, and left out",
-        "d.jsonl.gz: empty, and left out",
-    ]
+    assert [line.rsplit("/", 1)[-1].split(", ")[0] for line in said] == ["b.jsonl: empty", "d.jsonl.gz: empty"]
 
 
 @pytest.mark.parametrize("keep", [0.5, 0.999])

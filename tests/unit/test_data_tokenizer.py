@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import json
-import os
 import random
 from pathlib import Path
 
@@ -15,13 +14,11 @@ import tokenizers
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
-from data_corpus import NASTY, REAL, make_config, needs_real_data
+from data_corpus import NASTY, make_config
 
 from dlr_pretrain.data import embedding_rows, load_tokenizer, open_tokenizer
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.util.errors import UserError
-
-T5 = REAL / "tokenizer" / "spiece.model"
 
 
 def byte_level(folder: Path) -> Path:
@@ -143,29 +140,22 @@ def test_the_first_ids_of_a_text_are_those_of_its_beginning(options, cuts, tmp_p
         assert (found != whole) == cuts
 
 
-@needs_real_data
-def test_t5_and_c4_have_the_ids_of_sentencepiece_also_as_exported():
-    tokenizer, own = load_tokenizer(T5), sentencepiece.SentencePieceProcessor(model_file=str(T5))
+def test_t5_and_c4_have_the_ids_of_sentencepiece_also_as_exported(test_data):
+    path = test_data / "tokenizer" / "spiece.model"
+    tokenizer, own = load_tokenizer(path), sentencepiece.SentencePieceProcessor(model_file=str(path))
     assert tokenizer.vocab_size == 32_000 and tokenizer.encode(["Hello world"])[0].tolist() == [8774, 296]
-    assert tokenizer.fingerprint == hashlib.sha256(T5.read_bytes()).hexdigest()
+    assert tokenizer.fingerprint == hashlib.sha256(path.read_bytes()).hexdigest()
     texts = []
-    for shard in (*REAL.glob("c4/en/c4-validation*.json.gz"), *REAL.glob("webmix/webmix-validation*.json.gz")):
+    for shard in (
+        *test_data.glob("c4/en/c4-validation*.json.gz"),
+        *test_data.glob("webmix/webmix-validation*.json.gz"),
+    ):
         texts += [json.loads(line)["text"] for line in gzip.decompress(shard.read_bytes()).splitlines()]
     expected, exported = own.encode(texts), fast_tokenizer(tokenizer)
     assert len(texts) > 500 and [ids.tolist() for ids in tokenizer.encode(texts)] == expected
     assert [text[:80] for text, ids in zip(texts, expected, strict=True) if exported.encode(text).ids != ids] == []
     (ids,) = tokenizer.encode(["word " * 200_000])
     assert len(ids) == 200_000 and (ids == ids[0]).all()
-
-
-def test_a_forked_process_encodes_as_its_parent_does(model):
-    tokenizer, (reading, writing) = load_tokenizer(model), os.pipe()
-    expected = list(map(list, tokenizer.encode(NASTY)))
-    if (child := os.fork()) == 0:
-        os.write(writing, b"same" if list(map(list, tokenizer.encode(NASTY))) == expected else b"other")
-        os._exit(0)
-    assert os.read(reading, 8) == b"same" and os.waitpid(child, 0)[1] == 0
-    os.close(reading), os.close(writing)
 
 
 def test_the_end_of_documents_is_given_or_configured_or_refused(tmp_path):
