@@ -1,4 +1,4 @@
-"""The house stays as it is drawn: who imports whom, and what a new backbone takes."""
+"""The house stays as it is drawn: who imports whom."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import ast
 import subprocess
 import sys
 import tomllib
-
-import pytest
-import torch
 
 from tests.conftest import ROOT
 
@@ -67,44 +64,3 @@ def test_training_imports_no_library_that_it_does_not_use():
     code = "import sys, dlr_pretrain.train.run; print(sorted({'transformers', 'datasets', 'wandb'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
-
-
-BACKBONE = '''
-import torch
-from dlr_pretrain.models.lowrank import LowRank
-
-class Tanh(LowRank):
-    """y = B tanh(gain A x)."""
-    def activate(self, h):
-        return torch.tanh(self.knobs["gain"] * h)
-
-BACKBONE = Tanh
-'''
-
-
-def test_a_backbone_is_one_file_of_code_and_one_of_configuration(tmp_path, monkeypatch, words, capsys):
-    """It composes, checks its own knobs, trains with DLR, folds and resumes; no other file knows its name."""
-    from dlr_pretrain import models
-    from dlr_pretrain.cli import load
-    from dlr_pretrain.train.run import run
-    from dlr_pretrain.util.errors import UserError
-
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "throwaway.py").write_text(BACKBONE)
-    (tmp_path / "backbone").mkdir()
-    (tmp_path / "backbone" / "throwaway.yaml").write_text(
-        "name: throwaway\nfactorized: true\nrank: ${scale.rank}\ngain: 2.0\n"
-    )
-    monkeypatch.setattr(models, "__path__", [*models.__path__, str(tmp_path / "models")])
-
-    own = ("--config-dir", str(tmp_path), "backbone=throwaway")
-    given = words(*own, "dlr=on", "train.steps=3", f"run.dir={tmp_path}/run")
-    with pytest.raises(UserError, match=r"Did you mean backbone\.gain"):
-        load([*given, "backbone.gian=3"])
-    cfg = load(given)
-    assert cfg.backbone.gain == 2.0
-    run(cfg)
-    assert (tmp_path / "run" / "folded" / "model.safetensors").exists()
-    assert "transformers cannot load backbone=throwaway yet" in capsys.readouterr().out
-    model = models.build(cfg, 60, torch.device("cpu"))
-    assert type(model.model.layers[0].mlp.down).__name__ == "Tanh"

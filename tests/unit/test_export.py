@@ -151,6 +151,13 @@ def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"].lower() == kind
 
 
+def test_a_backbone_without_an_exported_layer_is_written_and_said_to_be_so(tmp_path, spiece, ids, monkeypatch):
+    monkeypatch.delitem(KNOBS, "cola")
+    said = export(tmp_path / "folded", COLA, trained(COLA, ROWS).state_dict(), spiece, RECORD, ids)
+    assert said.startswith("transformers cannot load backbone=cola yet")
+    assert (tmp_path / "folded/model.safetensors").exists()
+
+
 def test_a_difference_is_found_and_what_does_not_load_is_named(tmp_path, spiece, ids, monkeypatch):
     folder, weights = tmp_path / "folded", trained(COLA, ROWS).bfloat16().state_dict()
     assert float(export(folder, COLA, weights, spiece, RECORD, ids).split("agree to ")[1].split()[0]) < 1e-5
