@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import indent
+
+import torch
+from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.data import TrainLoader
+from dlr_pretrain.data import TrainLoader, ValidationSet
+from dlr_pretrain.deploy.export import deployed_dense, export
+from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
+from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.finish import Report, finish, how_to_load, write_report
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
@@ -29,6 +36,11 @@ from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
+from dlr_pretrain.util.errors import Diverged
+from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.text import loading
+
+Report = Callable[[Path], None]  # writes the report of a run directory into it
 
 
 def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory | None = None) -> None:
@@ -96,10 +108,10 @@ class Run:
         return start.saved == self.cfg.train.steps and self.ranks.on_main(lambda: readme.exists())
 
     def say_complete(self) -> None:
-        if self.ranks.on_main(lambda: not (self.dir / "report.md").exists()):  # killed between export and report
-            self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
+        if not self.ranks.on_main((self.dir / "report.md").exists):  # killed between export and report
+            self.ranks.on_main(self.write_report)
         self.console.say(f"{self.dir} is complete.")
-        self.console.say(how_to_load(self.cfg, self.dir))
+        self.say_how_to_load()
 
     def use_device(self, start: Start) -> None:
         """Use the device for the first time, and note this start."""
@@ -165,6 +177,46 @@ class Run:
         self.ranks.finishing()
         tensors = weights.folded(keep=self.ranks.is_main)
         folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.text.validation))
-        self.ranks.on_main(lambda: write_report(self.report, self.dir, self.console.say))
+        self.ranks.on_main(self.write_report)
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
-        self.console.say(how_to_load(self.cfg, self.dir))
+        self.say_how_to_load()
+
+    def write_report(self) -> None:
+        """Write the report of a run that has trained. If that fails, one line says so, and the run is complete."""
+        if self.report is None:
+            return
+        try:
+            self.report(self.dir)
+        except Exception as error:
+            fix = f"Try python scripts/report.py {self.dir} --output DIR"
+            self.console.say(f"warning: no report, {type(error).__name__}: {error}. {fix}")
+
+    def say_how_to_load(self) -> None:
+        """Say where the result is and how to load it."""
+        folded, report = self.dir / "folded", self.dir / "report.md"
+        code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
+        self.console.say(f"report      {report}\n" * report.exists() + f"export      {folded}\n\n{code}")
+
+
+def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tensor], validation: ValidationSet) -> str:
+    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``.
+
+    Returns a line that says what was folded and how it was checked. Raises UserError if the export is not what was
+    trained; it then stays in ``<run>/.folded.partial``, and the checkpoints stay as they are. Raises Diverged, and
+    writes nothing, if the last evaluation is not finite.
+    """
+    record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
+    if record.get("eval/perplexity", 0.0) is None:
+        raise Diverged(
+            f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
+            f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
+        )
+    ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
+    record.pop("time", None)
+    if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
+        record["unknown characters of the text"] = f"{unknown:.2%}"
+    checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
+    layers = len(residuals(weights.model))
+    done = f"{layers} projections" if layers else "nothing to fold"
+    merged = deployed_dense(cfg) and cfg.backbone.name != "full"
+    return f"{'merged into dense weights' if merged else done}; {checked}"
