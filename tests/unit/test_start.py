@@ -95,54 +95,37 @@ def test_shards_are_read_as_one_file_is(dense, folder, tmp_path):
     assert all(torch.equal(start.read(name), whole.read(name)) for name in whole.files)
 
 
-def rewritten(folder, change) -> None:
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
+SOUND = {"num_attention_heads": 2, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-6}
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
 
 
-def test_tensors_facts_and_files_that_do_not_fit_are_named(folder):
-    for change, message in (
-        (lambda t: t.pop("model.norm.weight"), "model.norm.weight: missing"),
-        (
-            lambda t: t.update({"lm_head.weight": torch.ones(60, 32)}),
-            "lm_head.weight: has shape",
-        ),
-    ):
-        before = (folder / FILE).read_bytes()
-        rewritten(folder, change)
-        with pytest.raises(UserError, match=message):
-            dense_start(folder, small("lora"))
-        (folder / FILE).write_bytes(before)
-    sound = {"num_attention_heads": 2, "num_key_value_heads": None, "rope_scaling": None, "rms_norm_eps": 1e-6}
-    (folder / "config.json").write_text(json.dumps(sound))
+@pytest.mark.parametrize(("backbone", "file", "change", "message"), [
+    ("lora", FILE, {"model.norm.weight": None}, "model.norm.weight: missing"),
+    ("lora", FILE, {"lm_head.weight": torch.ones(60, 32)}, "lm_head.weight: has shape"),
+    ("lora", FILE, None, "cannot be read: "),
+    ("lora", "config.json", THETA, "rope_theta is 500000.0, here 10000.0"),
+    ("lora", "config.json", LINEAR, "rope_type is linear, here default"),
+    ("lora", "config.json", None, "cannot be read: "),
+    ("sltrain", FILE, {}, "it is dense, and backbone=sltrain cannot start from dense weights"),
+])  # fmt: skip
+def test_tensors_facts_files_and_backbones_that_do_not_fit_are_named(folder, backbone, file, change, message):
+    (folder / "config.json").write_text(json.dumps(SOUND))
     dense_start(folder, small("lora"))
-    for facts, message in (
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta is 500000.0, here 10000.0"),
-        ({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is linear, here default"),
-    ):
-        (folder / "config.json").write_text(json.dumps(sound | facts))
-        with pytest.raises(UserError, match=message):
-            dense_start(folder, small("lora"))
-    for file in ("config.json", FILE):
+    if change is None:
         (folder / file).write_text("[1]")
-        with pytest.raises(UserError, match=r"cannot be read: "):
-            dense_start(folder, small("lora"))
+    elif file == FILE:
+        tensors = load_file(folder / FILE) | change
+        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / FILE)
+    else:
+        (folder / file).write_text(json.dumps(SOUND | change))
+    with pytest.raises(UserError, match=message):
+        dense_start(folder, small(backbone))
 
 
-def test_the_command_line_refuses_what_cannot_start(folder):
-    common = ["scale=tiny", "data=sample", "logger=jsonl"]
-    for words, place, problem in (
-        (("dlr=on", "precision=bf16"), folder, r"gives B its values, less the residual: dlr=on in bf16"),
-        (("backbone.init=xavier",), folder, r"backbone\.init=xavier: would be ignored"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            load([*common, *words, f"run.start_from={place}"])
-
-
-def test_a_backbone_that_has_no_place_for_dense_weights_refuses_them(folder):
-    with pytest.raises(UserError, match=r"it is dense, and backbone=sltrain cannot start from dense weights"):
-        dense_start(folder, small("sltrain"))
+def test_initial_values_that_would_be_ignored_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"backbone\.init=xavier: would be ignored"):
+        load(["scale=tiny", "data=sample", "logger=jsonl", "backbone.init=xavier", f"run.start_from={folder}"])
 
 
 @pytest.mark.usefixtures("no_export")
