@@ -17,7 +17,8 @@ from data_corpus import NASTY, global_batches, make_config, same, write_shards
 from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, prepare
-from dlr_pretrain.util.errors import EXIT_CONFIG, Stopped, UserError
+from dlr_pretrain.train.record import open_record, update_record
+from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests import conftest
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
@@ -58,7 +59,9 @@ def test_the_batches_and_the_validation_set_are_those_of_the_text(root, made, mo
     keys = {"data__packing": packing, "eval__packing": packing, "train__seq_len": 16, "train__global_batch": 12}
     text = opened(make_config(data__root=root, tokenizer__path=model, **keys))
     tokens = opened(make_config("tokens", data__root=made, **keys))
-    assert text[1].fingerprint == tokens[1].fingerprint
+    for cfg, source, tokenizer in (text, tokens):  # a run on text goes on with its tokens
+        open_record(made.parent, cfg, {"shards": source.fingerprint, "pieces": tokenizer.fingerprint})
+        update_record(made.parent, {"saved": 1})
     for block in ((documents.BLOCK_DOCUMENTS, documents.BLOCK_CHARACTERS), (7, 400)):
         monkeypatch.setattr(documents, "BLOCK_DOCUMENTS", block[0])
         monkeypatch.setattr(documents, "BLOCK_CHARACTERS", block[1])
@@ -187,7 +190,7 @@ def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would
 
 
 # ----------------------------------------------------------------------------------------------------
-# Damage, and a run
+# Damage
 
 
 def cut(path: Path) -> None:
@@ -225,20 +228,3 @@ def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made,
     (made / ONE).write_bytes(b"short")
     with pytest.raises(UserError, match=rf"{ONE}: damaged or foreign"):
         global_batches(cfg, source, tokenizer, 1, 300)
-
-
-def test_a_run_on_text_goes_on_with_tokens_made_from_it(train, words, corpus, tmp_path, no_export):
-    from dlr_pretrain.cli import load
-    from dlr_pretrain.train.run import run
-    from dlr_pretrain.util.history import read_metrics
-
-    _, source, tokenizer = opened(make_config(data__root=corpus, tokenizer__path=corpus / "spiece.model"))
-    list(prepare(source, tokenizer, tmp_path / "tokens", 1))
-    given = ("train.steps=6", "train.lr=1e-3")
-    train(tmp_path / "whole", *given)
-    with pytest.raises(Stopped):
-        train(tmp_path / "parts", *given, "train.stop_after=2")
-    on_tokens = words(f"run.dir={tmp_path / 'parts'}", *given, "data=tokens", f"data.root={tmp_path / 'tokens'}")
-    run(load([word for word in on_tokens if not word.startswith("tokenizer.path")]))
-    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
-    assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
