@@ -115,10 +115,6 @@ def test_a_batch_is_the_ranks_share_and_a_position_of_other_streams_is_refused()
         TrainLoader(cfg, source, TOKENIZER, 0, 1, batch.state)
 
 
-# ----------------------------------------------------------------------------------------------------
-# The threads
-
-
 class Waiting(MemorySource):
     """Calls ``wait`` before the first text of a shard, as a slow network waits."""
 
@@ -189,9 +185,6 @@ def test_the_thread_ends_with_the_loader_closed_or_forgotten():
             loader.close()
         assert "data" not in [thread.name for thread in threading.enumerate()]
 
-
-# ----------------------------------------------------------------------------------------------------
-# The validation set
 
 TEXTS = ["abcdefghij", "", "klm", "nopqrstuvwxyz", "ab"] * 40 + ["c"]
 

@@ -68,10 +68,6 @@ def root(tmp_path):
     return tmp_path
 
 
-# ----------------------------------------------------------------------------------------------------
-# Formats
-
-
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_every_format_gives_the_batches_of_its_texts_on_any_ranks_after_any_stop(tmp_path, monkeypatch, suffix):
     for name, texts in (("train-0", TEXTS[:120]), ("train-1", TEXTS[120:]), ("validation", ["one", "two"])):
@@ -231,10 +227,6 @@ def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(lines_of(texts) + odd)
     read = ["caf\ufffd \ufffd\ufffd", "é\ufffd\ufffd\ufffd", ""]
     assert list(local(tmp_path).texts("a.jsonl")) == texts + read
-
-
-# ----------------------------------------------------------------------------------------------------
-# What can be wrong
 
 
 BAD = {

@@ -97,10 +97,6 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     assert one.tokens.tolist() == two.tokens.tolist() and one.real_tokens == two.real_tokens
 
 
-# ----------------------------------------------------------------------------------------------------
-# Preparing
-
-
 def test_killed_after_any_shard_it_ends_as_if_undisturbed(root, model, made, tmp_path, monkeypatch):
     """A process dies at every replacement of a file in turn, and the next one goes on."""
     whole, output, deaths, replace = content(made), tmp_path / "again", 0, os.replace
@@ -187,10 +183,6 @@ def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would
     assert "(4 shards were there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
     trained = (tmp_path / "tokens.300.model").read_bytes()
     assert (tmp_path / "tokens" / TOKENIZER / "spiece.model").read_bytes() == trained
-
-
-# ----------------------------------------------------------------------------------------------------
-# Damage
 
 
 def cut(path: Path) -> None:
