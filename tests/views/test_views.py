@@ -136,10 +136,8 @@ def test_a_run_in_two_starts_is_one_curve_without_a_secret(tmp_path, train, serv
         train(run, "logger=wandb", "train.stop_after=7")
     train(run, "logger=wandb")
     said, sent = capfd.readouterr().out, server.runs[wandb_id(run)]
-    assert [(row["step"], row["train/loss"], row.get("eval/loss")) for row in sent["history"]] == [
-        (record["step"], record["train/loss"], record.get("eval/loss"))
-        for record in read_metrics(run / "metrics.jsonl")
-    ]
+    for row, record in zip(sent["history"], read_metrics(run / "metrics.jsonl"), strict=True):
+        assert all(row.get(name) == record.get(name) for name in ("step", "train/loss", "eval/loss"))
     assert sent["exit_code"] == 0 and sent["config"]["backbone"]["value"]["name"] == "lowrank"
     assert len(server.runs) == 1 and f"/runs/{wandb_id(run)}" in said and "warning" not in said
     texts = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
@@ -170,11 +168,10 @@ def test_without_a_key_nobody_is_asked_and_the_command_that_is_said_sends_the_ru
     for stop in ("train.stop_after=7", "train.stop_after=12"):
         line = [sys.executable, str(ROOT / "train.py"), *words(f"run.dir={tmp_path}/run", "logger=wandb", stop)]
         trained = subprocess.run(line, stdin=inside, stderr=inside, stdout=subprocess.PIPE, text=True, env=keyless)
-        assert trained.returncode == EXIT_STOPPED and "offline (No API key configured" in " ".join(
-            trained.stdout.split()
-        )
+        said = " ".join(trained.stdout.split())
+        assert trained.returncode == EXIT_STOPPED and "offline (No API key configured" in said
     os.close(inside), os.close(terminal)
-    sends = " ".join(trained.stdout.split()).partition("to send this run: ")[2].split()[:3]
+    sends = said.partition("to send this run: ")[2].split()[:3]
     subprocess.run(f"{sys.executable} -m {' '.join(sends)}", shell=True, check=True, capture_output=True)
     assert [row["step"] for row in server.runs[wandb_id(tmp_path / "run")]["history"]] == [*range(1, 13)]
 
@@ -190,9 +187,8 @@ def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, 
         with (run / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps(records[step]) + "\n" for step in written)
     sent = server.runs[wandb_id(run)]["history"]
-    assert [(row["step"], row["train/loss"], row["_timestamp"]) for row in sent] == [
-        (s, 1 / s, 1e9 + s) for s in (1, 2, 3, 4)
-    ]
+    rows = [(row["step"], row["train/loss"], row["_timestamp"]) for row in sent]
+    assert rows == [(s, 1 / s, 1e9 + s) for s in (1, 2, 3, 4)]
     assert not any("perf/mfu" in row or "time" in row for row in sent)
 
 
