@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import math
 import shutil
@@ -87,10 +88,6 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none_and_what_is_not_sound_is_
     assert "fails its checksum" in fold(checkpoint).err
 
 
-# ----------------------------------------------------------------------------------------------------
-# The report
-
-
 def add_copies(linear, inputs, y):
     d_out, rank = linear.weight.shape
     return y + inputs[0] @ r_transposed(d_out, rank).T / math.sqrt(math.ceil(d_out / rank))
@@ -164,6 +161,18 @@ def test_a_fold_that_changes_the_model_is_not_exported(lowrank, tmp_path, fold, 
     assert not (tmp_path / "folded").exists()
 
 
+@pytest.mark.parametrize("backbone", ["lora", pytest.param("sltrain", marks=pytest.mark.full)])
+def test_a_merge_at_the_end_of_a_run_is_held_against_what_was_trained(train, tmp_path, monkeypatch, backbone):
+    layer = importlib.import_module(f"dlr_pretrain.models.{backbone}").BACKBONE
+    given = (f"backbone={backbone}", "precision=bf16", "train.steps=4", "train.lr=1e-2", "train.warmup_steps=0")
+    train(tmp_path / "right", *given)
+    dense = layer.dense
+    monkeypatch.setattr(layer, "dense", lambda *own: 2 * dense(*own))
+    with pytest.raises(UserError, match="differ from the trained model's"):
+        train(tmp_path / "wrong", *given)
+    assert not (tmp_path / "wrong" / "folded").exists()
+
+
 def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, corpus, fold):
     text = tmp_path / "text"
     shutil.copytree(corpus, text)
@@ -176,10 +185,6 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     shutil.rmtree(text)
     assert "--tokens 0 folds without it" in fold(checkpoint).err
     assert fold(checkpoint, "--tokens", 0).returncode == 0
-
-
-# ----------------------------------------------------------------------------------------------------
-# Merged into dense weights
 
 
 @pytest.mark.parametrize(("backbone", "merge", "words"), [
