@@ -1,0 +1,139 @@
+"""The project's updates on a CUDA device that does nothing: torch, inductor and Triton are real, kernels are logged.
+
+``FAKEGPU=<launcher> pytest -m fakegpu`` runs them with a CUDA build of torch; ``<launcher> COMMAND ...`` runs a command
+on such a device. The launcher is not a part of this project: 55 KB of C, which only its developers need and only these
+tests use. What such a device shows are waits, launches, memory and graph breaks; values and speed need a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+LAUNCHER = os.environ.get("FAKEGPU", "")
+MISSING = {
+    "FAKEGPU names no launcher of a stand-in CUDA device": not LAUNCHER,
+    "torch is no CUDA build": torch.version.cuda is None,
+    "Triton finds no gcc": shutil.which("gcc") is None,
+}
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.fakegpu,
+    *(pytest.mark.skipif(missing, reason=reason) for reason, missing in MISSING.items()),
+]
+
+ROWS, LENGTH = 16, 256
+SHAPE = ["scale=60m", "scale.num_layers=2", f"train.global_batch={ROWS}"]
+BATCH = [4 * ROWS * (LENGTH + 1), 4 * ROWS, 4 * 8]  # bytes of tokens, lengths and counts
+COMPILED = ("compile=true", "backbone=cola")
+DLR_LAUNCHES = 6  # that DLR adds to an update, as docs/concepts.md says
+
+
+@pytest.fixture(scope="module")
+def update(tmp_path_factory):
+    """``update("dlr=on", ranks=2)``: what ``update.py`` prints, for each rank. The same words run once."""
+    folder = tmp_path_factory.mktemp("fakegpu")
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),  # what is tuned here is right nowhere else
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
+
+    @cache
+    def run(*words: str, ranks: int = 1) -> list[dict]:
+        given = {word.split("=")[0] for word in words}
+        words = (*(word for word in SHAPE if word.split("=")[0] not in given), *words)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        running = []
+        for rank in range(ranks):
+            job = {"FAKECUDA_LOG": folder / f"{len(list(folder.iterdir()))}.log", "FAKECUDA_DEVICES": ranks}
+            if ranks > 1:
+                job |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
+                job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            Path(job["FAKECUDA_LOG"]).touch()
+            command = [LAUNCHER, sys.executable, str(Path(__file__).with_name("update.py")), *words]
+            started = environment | {name: str(value) for name, value in job.items()}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            running.append(subprocess.Popen(command, cwd=ROOT, env=started, **pipes))
+        said = [each.communicate() for each in running]
+        assert not any(each.returncode for each in running), "\n\n".join(error[-3000:] for _, error in said)
+        return [json.loads(output.splitlines()[-1]) for output, _ in said]
+
+    return run
+
+
+@pytest.mark.parametrize("words", [
+    ("precision=fp32",),
+    ("precision=bf16", "data.mask_documents=true"),
+    ("precision=bf16_mixed", "train.micro_batch=4"),
+    ("precision=bf16_sr",),
+    ("precision=bf16", "train.accumulate=fp32", "train.micro_batch=4"),
+    ("precision=bf16", "optimizer=adamw_8bit"),
+    ("precision=bf16_sr", "optimizer=adamw_8bit"),
+], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
+def test_the_host_waits_for_nothing_and_sends_the_batch_alone(update, words, compiled):
+    if "optimizer=adamw_8bit" in words:
+        pytest.importorskip("torchao")
+    (found,) = update("backbone=cola", "dlr=on", compiled, *words)
+    assert found["waits"] == []
+    assert found["to_device"] == BATCH
+    assert found["graph_breaks"] == {} and found["recompiled"] == 0
+
+
+@pytest.mark.parametrize("words", [
+    ("optimizer=adamw_foreach",),
+    ("optimizer=muon",),
+    ("optimizer=loro", "backbone=lowrank", "backbone.init=xavier", "optimizer.exact_every=100"),
+], ids=lambda words: words[0])  # fmt: skip
+def test_other_optimizers_wait_once(update, words):
+    (found,) = update("backbone=cola", "dlr=off", "compile=false", *words)
+    assert len([wait for wait in found["waits"] if "optim/build.py" in wait]) == 1, found["waits"]
+    assert len([wait for wait in found["waits"] if "synchronizing" in wait]) == 1, found["waits"]
+
+
+def test_dlr_adds_the_launches_that_the_docs_say_and_no_product(update):
+    (on,), (off,) = (update(*COMPILED, f"dlr={dlr}") for dlr in ("on", "off"))
+    assert on["products"] == off["products"] > 0 and on["triton"] > 0
+    assert on["launches"] - off["launches"] == DLR_LAUNCHES
+
+
+@pytest.mark.parametrize("words", [
+    *((f"backbone={name}",) for name in ("lowrank", "cola", "lost", "lax", "cola_lax", "full", "lora")),
+    ("precision=bf16_mixed", "backbone=cola", "train.micro_batch=4"),
+    ("precision=fp32", "backbone=sltrain"),
+    ("backbone=cola", "train.activation_checkpointing=latent"),
+], ids=" ".join)  # fmt: skip
+def test_eager_code_takes_the_memory_of_the_plan(update, words):
+    dense = {"backbone=full", "backbone=sltrain", "backbone=lora"} & set(words)
+    (found,) = update("compile=false", "dlr=off" if dense else "dlr=on", *words)
+    assert found["peak"] == pytest.approx(found["planned"], rel=0.05)
+
+
+@pytest.mark.parametrize("compiled", ["compile=false", "compile=true"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks(update, parallel, compiled):
+    """No rank waits; each sums the counts and the loss, and DDP its buckets or FSDP each block's rows.
+
+    The plan of FSDP is a bound: it counts all that may be gathered at a time.
+    """
+    least, most = (0.95, 1.05) if parallel == "ddp" else (0.85, 1.0)
+    for found in update("backbone=cola", "dlr=on", compiled, f"parallel={parallel}", "train.micro_batch=4", ranks=2):
+        assert found["waits"] == []
+        assert found["graph_breaks"] == {} and found["recompiled"] == 0
+        assert found["collectives"] > 2
+        if compiled == "compile=false":
+            assert least * found["planned"] < found["peak"] < most * found["planned"]

@@ -1,0 +1,116 @@
+"""``update.py KEY=VALUE ...``: updates of a new model on a stand-in CUDA device; prints what a steady one did, as JSON.
+
+
+waits           calls for which the host waits for the device: as torch reports them, with their line, and what the
+                device saw of streams, events and unpinned copies
+to_device       bytes of each copy from the host
+launches        kernels, products, copies, fills and collectives
+triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
+peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
+graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
+host_ms         the host's time
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch._dynamo.utils import counters  # torch has no public count of graph breaks
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # nor of the bytes of a Triton kernel
+
+from benchmarks.protocol import warm_up_products
+from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.cli import load
+from dlr_pretrain.models import build
+from dlr_pretrain.train.metrics import Pending
+from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.util.tensors import STATE_DTYPE
+
+STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes
+LAUNCHES = {"K": "kernels", "T": "triton", "G": "products", "N": "collectives", "MEMSET": "fills", "C": "copies"}
+
+
+class TritonBytes:
+    """Sums the bytes of the tensors that Triton kernels are given; what is changed in place counts twice."""
+
+    def __init__(self):
+        self.total, self.launch = 0, CachingAutotuner.run
+        CachingAutotuner.run = lambda kernel, *args, **options: self.run(kernel, *args, **options)
+
+    def run(self, kernel: CachingAutotuner, *args, **options):
+        for name, value in zip(kernel.fn.arg_names, args, strict=False):
+            if isinstance(value, torch.Tensor):
+                self.total += value.nbytes * (2 if name.startswith("in_out") else 1)
+        return self.launch(kernel, *args, **options)
+
+
+def mark(text: str) -> None:
+    """Write a line to the device's log, and all that was logged before it."""
+    ctypes.CDLL(None).fakecuda_mark(text.encode())
+
+
+def logged(path: Path) -> list[list[str]]:
+    """The fields of each line of the device's log between the marks of the steady update."""
+    lines = path.read_text(errors="replace").split("\n")
+    return [line.split("\t") for line in lines[lines.index("# steady") + 1 : lines.index("# end")]]
+
+
+def main(words: list[str]) -> dict:
+    cfg = load([*words, "data=sample", "logger=jsonl", "device=cuda"], int(os.environ.get("WORLD_SIZE", "1")))
+    vocab_size, moved = cfg.planned_vocab_size, TritonBytes()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN itself needs a device; flash attention is torch's own
+    with Ranks(cfg) as ranks:
+        ranks.use_device()
+        warm_up_products(ranks.device)
+        workspaces = torch.cuda.memory_allocated()
+        model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize=False)
+        update, pending = trial(cfg, ranks, vocab_size, model), Pending(ranks.device)
+        update.rehearse()
+        batch, graphs = noise(cfg, ranks, vocab_size), []
+        for index in range(STEADY):
+            pending.push(index + 1, update(batch, index, 1e-3))
+            graphs.append(counters["stats"]["unique_graphs"])
+        moved.total = 0
+        torch.cuda.reset_peak_memory_stats()
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            mark("steady")
+            start = time.perf_counter()
+            pending.push(STEADY + 1, update(batch, STEADY, 1e-3))
+            seconds = time.perf_counter() - start
+            mark("end")
+            torch.cuda.set_sync_debug_mode("default")
+        peak, planned = torch.cuda.max_memory_allocated() - workspaces, memory(cfg, vocab_size, ranks.world_size)
+        ranks.gather(None)  # all ranks have ended
+    lines = logged(Path(os.environ["FAKECUDA_LOG"]))
+    kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
+    copies = [line[1:] for line in lines if line[0] == "C"]
+    waits = [f"{w.filename}:{w.lineno} {w.message}" for w in seen if "called a synchronizing" in str(w.message)]
+    waits += [" ".join(line) for line in lines if line[0] == "S"]
+    waits += [" ".join(copy) for copy in copies if copy[0] == "sync" or "PAGEABLE" in copy[1]]
+    return {
+        "waits": waits,
+        "to_device": [int(copy[2]) for copy in copies if copy[1].startswith("H2D")],
+        "launches": kinds.total(),
+        **{kind: kinds[kind] for kind in LAUNCHES.values()},
+        "triton_bytes": moved.total,
+        "peak": peak,
+        "planned": planned.total,
+        "graph_breaks": dict(counters["graph_break"]),
+        "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
+        "host_ms": 1e3 * seconds,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
