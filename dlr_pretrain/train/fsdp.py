@@ -8,6 +8,7 @@ Source: Rajbhandari et al. (ZeRO stage 3, 2020), as torch's ``fully_shard``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,6 +40,7 @@ class ShardedWeights(Weights):
         device = model.lm_head.weight.device
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one rank needs no network, and NCCL looks for one
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         summed = torch.float32 if accumulate == "fp32" else None

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.data import inputs_and_targets
@@ -77,13 +78,25 @@ def gradients(trainer: Loop) -> tuple[float, torch.Tensor]:
 def test_the_compiled_step_equals_the_eager_one(trainer, backbone, precision, loss_bound, gradient_bound):
     """Loss within a relative bound; the gradient within one of its norm. Without its residual it moves by 1.2."""
     dense = backbone in ("full", "sltrain", "lora")
-    choice = (f"precision={precision}", f"backbone={backbone}", "dlr=off" if dense else "dlr=on")
+    choice = ("scale.num_layers=2", f"precision={precision}", f"backbone={backbone}", f"dlr={'off' if dense else 'on'}")
     eager, compiled = (gradients(trainer(*choice, f"compile={c}")) for c in ("false", "true"))
     assert compiled[0] == pytest.approx(eager[0], rel=loss_bound)
     assert (compiled[1] - eager[1]).norm() < gradient_bound * eager[1].norm()
     if not dense:
-        without = gradients(trainer(*choice[:2], "dlr=off", "compile=true"))
+        without = gradients(trainer(*choice[:3], "dlr=off", "compile=true"))
         assert (without[1] - eager[1]).norm() > 0.5 * eager[1].norm()
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_cudnns_attention_gives_the_gradients_of_flash(trainer, compiled):
+    """On an H100 torch takes cuDNN's where it may."""
+    found = []
+    for kernels in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        with sdpa_kernel(kernels):
+            found.append(gradients(trainer("scale.num_layers=2", "precision=bf16", f"compile={compiled}")))
+    (flash_loss, flash), (loss, gradient) = found
+    assert loss == pytest.approx(flash_loss, rel=2e-3)
+    assert (gradient - flash).norm() < 3e-2 * flash.norm()
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
