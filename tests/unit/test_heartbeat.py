@@ -5,8 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -18,16 +17,6 @@ from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import UserError
 
 CFG = SimpleNamespace(run=SimpleNamespace(timeout_minutes=None))
-HOLDER = """
-import sys, time
-from pathlib import Path
-from types import SimpleNamespace
-from dlr_pretrain.train.heartbeat import Heartbeat
-holder = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=None)))
-holder.start(Path(sys.argv[1]), holder.take(Path(sys.argv[1])))
-print("held", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +64,13 @@ def test_a_second_start_is_refused_and_told_who_holds_it(tmp_path, request, floc
 
 
 def test_the_directory_of_a_dead_process_is_taken_over(tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout.readline() == "held\n"
-    holder.kill()
-    holder.communicate()
-    assert beat(tmp_path)["pid"] == holder.pid
+    if (holder := os.fork()) == 0:
+        try:
+            take(tmp_path)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(holder, 0)
+    assert beat(tmp_path)["pid"] == holder
     with take(tmp_path):
         assert beat(tmp_path)["pid"] == os.getpid()
 
