@@ -39,7 +39,7 @@ def make_config(data: str = "c4_local", **keys) -> config.Config:
 
 
 def lines_of(texts) -> bytes:
-    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+    return b"".join(json.dumps({"text": text, "meta": {"text": text}}).encode() + b"\n" for text in texts)
 
 
 def write_shards(folder: Path, shards: list[list[str]], split: str = "train", prefix: str = "c4") -> list[Path]:
