@@ -136,6 +136,16 @@ def script(name: str):
     return module
 
 
+def main_of(name: str, *words: object) -> int:
+    """The exit code of ``scripts/<name>.py``, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"scripts/{name}.py", *map(str, words)])
+        try:
+            return script(name).main()
+        except SystemExit as ended:  # argparse's
+            return ended.code
+
+
 def saved(checkpoint: Path) -> dict:
     """The tensors of a checkpoint: parameters by name, optimizer state as <parameter>/<entry>."""
     from dlr_pretrain.train.checkpoint import load

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,10 @@ from dlr_pretrain.data.sources import TextSource
 from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, prepare
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
-from tests import conftest
+from tests.conftest import ROOT, main_of
 
 WORDS = [" ".join(["word", "more", "text", "one"][(i * k) % 4] for k in range(i % 60)) for i in range(300)]
 SHARDS = [[*NASTY, *WORDS[:90]], WORDS[90:150], ["word " * 5000, *WORDS[150:]]]
-script = conftest.script("prepare_data")
 
 
 @pytest.fixture
@@ -163,21 +162,16 @@ def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
     assert content(made) == before and content(tmp_path / "mine") == {"spiece.model": b"precious"}
 
 
-def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would_ignore(
-    root, tmp_path, monkeypatch, capsys
-):
-    def ran(*words):
-        monkeypatch.setattr(sys, "argv", ["prepare_data.py", *words, "--output", str(tmp_path / "tokens")])
-        return script.main()
-
+def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would_ignore(root, tmp_path, capsys):
+    command = partial(main_of, "prepare_data", "--output", tmp_path / "tokens")
     for words, rule in (
         (["data=c4_local", "data.seed=1"], "data.seed=1: says nothing about texts or tokens"),
         (["data=sample", "--workers", "0"], "--workers=0: must be at least 1"),
     ):
-        assert ran(*words) == EXIT_CONFIG and rule in capsys.readouterr().err
+        assert command(*words) == EXIT_CONFIG and rule in capsys.readouterr().err
     assert not (tmp_path / "tokens").exists()
     for _ in range(2):
-        assert ran("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0
+        assert command("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0
     said = capsys.readouterr().out
     assert said.count("training a tokenizer of 300") == said.count("taking the tokenizer that was trained") == 1
     assert "(4 shards were there)" in said and f"command: data=tokens data.root={tmp_path / 'tokens'}" in said
@@ -213,7 +207,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
 def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
     cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
     other = tmp_path / "other.model"
-    other.write_bytes(conftest.ROOT.joinpath("tests/frozen/spiece.model").read_bytes())
+    other.write_bytes((ROOT / "tests/frozen/spiece.model").read_bytes())
     other_cfg, _, other_tokenizer = opened(make_config("tokens", data__root=made, tokenizer__path=other))
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)

@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import shutil
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,7 +27,7 @@ from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
-from tests.conftest import SMALL, saved, script
+from tests.conftest import SMALL, main_of, saved
 from tests.parity.reference import VOCAB, r_transposed, small
 
 FILE = "model.safetensors"
@@ -36,14 +35,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def fold(monkeypatch, capsys):
+def fold(capsys):
     """``scripts/fold.py`` in this process: its exit code and what it says."""
-    module = script("fold")
 
     def run(*words) -> SimpleNamespace:
         capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["fold.py", *map(str, words)])
-        code = module.main()
+        code = main_of("fold", *words)
         return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
 
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -18,7 +17,7 @@ from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
-from tests.conftest import script
+from tests.conftest import main_of
 from tests.parity.test_starts import COUNTS
 
 TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_batch=2", "data=sample", "logger=jsonl"]
@@ -119,18 +118,8 @@ KEYS = {
 }
 
 
-def command(*words: str) -> int:
-    """The exit code of the script, in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["scripts/plan.py", *words])
-        try:
-            return script("plan").main()
-        except SystemExit as ended:  # argparse's
-            return ended.code
-
-
 def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
-    assert command("scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json") == 0
+    assert main_of("plan", "scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json") == 0
     done = capsys.readouterr()
     found = json.loads(done.out)
     assert set(found) == KEYS and done.err == ""
@@ -174,6 +163,6 @@ def test_auto_becomes_the_largest_micro_batch_that_is_counted_to_fit(monkeypatch
     (["scale=1b", "--gpu", "8"], "--gpu: did you mean --gpus?"),
 ])  # fmt: skip
 def test_mistakes_are_told_as_by_the_training_command(words, error, capsys):
-    assert command(*words) == 2
+    assert main_of("plan", *words) == 2
     done = capsys.readouterr()
     assert done.out == "" and error in done.err and "Traceback" not in done.err

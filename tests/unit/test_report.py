@@ -20,7 +20,7 @@ from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
 from dlr_pretrain.analysis.tables import facts, groups_table, pairs_table, paper_table, speed_table, table
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.record import update_record
-from tests.conftest import script
+from tests.conftest import main_of
 
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
 PAPER = ("scale=60m", "experiment=paper", "backbone=cola", "data=c4_local", "data.root=/c4", "train.steps=11000")
@@ -154,15 +154,15 @@ def test_runs_of_other_code_or_other_text_are_named(tmp_path):
     assert any("not all of the same text (train.seq_len)" in remark for remark in read_runs([tmp_path]).remarks)
 
 
-def test_places(tmp_path, monkeypatch, capsys):
+def test_places(tmp_path, capsys):
     a_run(tmp_path / "sweep/a", *COLA)
     for place in ("sweep/a", "sweep", "sweep/*", "."):
         assert read_runs([tmp_path / place, tmp_path / "sweep/a"]).runs["name"].tolist() == ["a"]
     (tmp_path / "sweep" / "arrays").mkdir()
     found = read_runs([tmp_path / "sweep" / "a", tmp_path / "sweep" / "arrays"])  # as a shell expands sweep/*
     assert "arrays: no run directory there" in found.remarks[0]
-    monkeypatch.setattr("sys.argv", ["report.py", str(tmp_path / "nowhere"), "--output", str(tmp_path / "out")])
-    assert script("report").main() == 3 and "no run directory there" in capsys.readouterr().err
+    assert main_of("report", tmp_path / "nowhere", "--output", tmp_path / "out") == 3
+    assert "no run directory there" in capsys.readouterr().err
 
 
 def test_machines_are_not_averaged_and_speed_is_of_the_last_start_that_trained(tmp_path):
