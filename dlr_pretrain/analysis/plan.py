@@ -33,7 +33,6 @@ from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import facts, printed, recipe
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.dlr import learned_strengths
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
@@ -106,7 +105,7 @@ def folded_parameters(cfg: Config, vocab_size: int) -> int:
     if backbone(cfg).deployed_dense:
         cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
     model = build(cfg, vocab_size, torch.device("meta"))
-    return _size(model) - len(learned_strengths(model))
+    return _size(model) - sum(p.dim() == 0 for p in model.parameters())  # learned alphas
 
 
 def _size(model: torch.nn.Module) -> int:

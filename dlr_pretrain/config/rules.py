@@ -119,6 +119,9 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if sum(special.values()) > 1:
         rule = f"{' and '.join(name for name, chosen in special.items() if chosen)} exclude each other"
         yield Problem("dlr", dlr.name, rule, "Keep one of them")
+    if dlr.enabled and dlr.learn_alpha and dlr.impl != "branch":
+        rule = f"alpha is learned in the branch alone, and this is dlr.impl={dlr.impl}"
+        yield Problem("dlr.learn_alpha", True, rule, "Use dlr.impl=branch")
     if dlr.mode == "decayed_offset" and not masters:
         rule = "in bf16 the pull of a step is less than an offset's rounding: it would be dlr.mode=offset"
         yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")

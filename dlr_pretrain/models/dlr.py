@@ -68,7 +68,7 @@ def attach_dlr(
 
     Arguments for the paper's ablations: ``grouping`` says which output receives which latent ("random" depends on
     ``seed`` and the name of the module that holds the up-projection, see ``columns_of``). ``learn_alpha`` makes alpha a
-    parameter ``dlr_alpha`` of each layer; ``active`` sets its gradient. With ``train_b=False`` B is frozen at zero.
+    parameter ``dlr_alpha`` of each layer, which needs ``impl="branch"``. With ``train_b=False`` B is frozen at zero.
 
     ``keep_output`` subtracts beta R^T from B first, so that the module still computes what it computes now. It is meant
     for trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
@@ -83,10 +83,12 @@ def attach_dlr(
         raise ValueError(f"grouping={grouping!r}: must be one of {', '.join(GROUPINGS)}")
     if not math.isfinite(alpha):
         raise ValueError(f"alpha={alpha}: must be a finite number")
-    if not train_b and (learn_alpha or keep_output):
-        raise ValueError("train_b=False: B stays zero, and neither learn_alpha nor keep_output can act through it")
+    if learn_alpha and impl != "branch":
+        raise ValueError(f"learn_alpha=True: alpha is learned in the branch, and this is impl={impl!r}. Use 'branch'")
+    if not train_b and keep_output:
+        raise ValueError("train_b=False: B stays zero, and keep_output cannot act through it")
     targets = dict(_up_projections(module, match))
-    _require_fit(module, targets, learn_alpha, keep_output)
+    _require_fit(module, targets, keep_output)
     for name, linear in targets.items():
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
@@ -109,17 +111,13 @@ def active(module: nn.Module) -> Iterator[None]:
 
     At its end B is restored bit for bit, also if the body raises. Change B outside only: inside, ``optimizer.step`` and
     ``load_state_dict`` raise RuntimeError before they change any B, and other changes, casts and moves raise it at the
-    end. A forward pass outside raises RuntimeError, too. Learned alphas get their gradients at the end.
+    end. A forward pass outside raises RuntimeError, too.
 
     Raises ValueError if ``module`` has no residual.
     """
     require_residuals(module)
     with MergedResiduals(module).active():
         yield
-    gradients = {name: p.grad for name, p in module.named_parameters()}
-    for name, gradient in strength_gradients(module, gradients).items():
-        alpha = module.get_parameter(name)
-        alpha.grad = gradient.to(alpha.dtype)
 
 
 def require_residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
@@ -174,21 +172,6 @@ def marks(module: nn.Module) -> dict[str, Tensor]:
     return {full_name(name, "dlr_mark"): up.mark() for name, up in residuals(module)}
 
 
-def learned_strengths(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The learned alphas, by parameter name."""
-    return {full_name(n, "dlr_alpha"): up.dlr_alpha for n, up in residuals(module) if up.dlr_alpha is not None}
-
-
-def strength_gradients(module: nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The gradients of the learned alphas, formed from ``gradients`` (parameter name -> gradient of a weight)."""
-    found = {}
-    for name, linear in residuals(module):
-        gradient = gradients.get(full_name(name, "weight"))
-        if linear.dlr_alpha is not None and gradient is not None:
-            found[full_name(name, "dlr_alpha")] = linear.residual.strength_gradient(gradient)
-    return found
-
-
 # ----------------------------------------------------------------------------------------------------
 # The control: beta R^T as an initial value of B
 
@@ -230,7 +213,7 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
                 yield name, linear
 
 
-def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: bool, keep_output: bool) -> None:
+def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: bool) -> None:
     """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
         raise ValueError("no up-projection matches; name nn.Linear layers by match=, for instance match='*.up'")
@@ -253,5 +236,3 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], learn_alpha: 
             raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
         if keep_output and linear.weight.dtype.itemsize < 4:
             raise ValueError(f"{here}: keep_output=True is for fp32 weights, and this is {linear.weight.dtype}")
-        if learn_alpha and not linear.weight.requires_grad:
-            raise ValueError(f"{here}: alpha's gradient is taken from that of its weight, which is frozen")

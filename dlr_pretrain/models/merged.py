@@ -17,13 +17,12 @@ from dlr_pretrain.util.tensors import at_least_fp32
 
 
 class Layer(NamedTuple):
-    """An up-projection's residual, weight, state (the weight itself or its master), and learned alpha, if any."""
+    """An up-projection's residual, its weight, and its state: the weight itself or its master."""
 
     name: str
     residual: Residual
     weight: Tensor
     state: Tensor
-    alpha: Tensor | None
 
 
 class MergedResiduals:
@@ -42,9 +41,9 @@ class MergedResiduals:
         by_storage: dict[tuple[int, int], list[Layer]] = {}
         for name, up in self.carrying:
             if up.residual.impl == "weight":
-                b, alpha = state[full_name(name, "weight")], state.get(full_name(name, "dlr_alpha"))
+                b = state[full_name(name, "weight")]
                 layers = by_storage.setdefault((_storage(up.weight), _storage(b)), [])
-                layers.append(Layer(name, up.residual, up.weight, b, alpha))
+                layers.append(Layer(name, up.residual, up.weight, b))
         add = torch.compile(_add, fullgraph=True, dynamic=True) if compiled else _add
         self.storages = [_Storage(layers, add) for layers in by_storage.values()]
 
@@ -107,11 +106,11 @@ class _Storage:
             self.states = _memory(first.state)
             self.read_at = torch.cat([layer.residual.places(layer.state) for layer in layers])
         self.entries: Tensor | None = None  # B's, while residuals are merged in place
-        self.betas = None if any(layer.alpha is not None for layer in layers) else self._betas()
+        wide, rows = at_least_fp32(self.states.dtype), list(zip(layers, self.own, strict=True))
+        self.betas = torch.cat([own.new_full((len(own),), layer.residual.beta, dtype=wide) for layer, own in rows])
 
     def merge(self) -> None:
-        betas = self._betas() if self.betas is None else self.betas
-        entries = self.add(self.weights, self.states, self.write_at, self.read_at, betas)
+        entries = self.add(self.weights, self.states, self.write_at, self.read_at, self.betas)
         torch.autograd.graph.increment_version(self.own)
         self.entries = entries if self.in_place else None
         self.merged = self._seen()
@@ -130,16 +129,6 @@ class _Storage:
     def _seen(self) -> list[tuple[int, int]]:
         """For each layer where its weight lies, and how often that was written to, as autograd counts."""
         return [(own.data_ptr(), own._version) for own in self.own]
-
-    def _betas(self) -> Tensor:
-        """beta for each entry, in the dtype of the addition."""
-        wide = at_least_fp32(self.states.dtype)
-        parts = []
-        for layer, own in zip(self.layers, self.own, strict=True):
-            beta = layer.residual.strength(wide, layer.alpha)
-            wide_beta = beta if isinstance(beta, Tensor) else own.new_full((), beta, dtype=wide)
-            parts.append(wide_beta.expand(len(own)))
-        return torch.cat(parts)
 
 
 def _add(weights: Tensor, states: Tensor, write_at: Tensor, read_at: Tensor, betas: Tensor) -> Tensor:

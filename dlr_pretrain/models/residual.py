@@ -50,7 +50,8 @@ class Residual:
     def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
         own, at = self.entries(weight)
-        own[at] = plus(own[at], share * self.strength(weight.dtype, alpha), weight.dtype)
+        beta = self.beta if alpha is None else alpha.to(at_least_fp32(weight.dtype)) / self.divisor
+        own[at] = plus(own[at], share * beta, weight.dtype)
 
     def entries(self, weight: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """The rows of ``weight`` that this rank holds, and the indices of the entries (i, columns[i]) in them."""
@@ -60,22 +61,10 @@ class Residual:
         first, end = sharded.span(weight)
         return sharded.local_rows(weight), (self.rows[: end - first], self.columns[first:end])
 
-    def strength(self, dtype: torch.dtype, alpha: Tensor | None) -> Tensor | float:
-        """beta, as it is added to a weight of ``dtype``; ``alpha`` is the learned one, if any."""
-        return self.beta if alpha is None else alpha.to(at_least_fp32(dtype)) / self.divisor
-
     def places(self, weight: Tensor) -> Tensor:
         """The positions of the entries in the storage of ``weight``, counted in values from its start."""
         own, (rows, columns) = self.entries(weight)
         return int(own.storage_offset()) + rows * own.stride(0) + columns * own.stride(1)
-
-    def strength_gradient(self, gradient: Tensor) -> Tensor:
-        """dL/dalpha from the gradient of B, in fp32 (fp64 for fp64): the gradient of B is that of B + beta R^T.
-
-        If the gradient is sharded by rows, the result is the part of the rows that this rank holds.
-        """
-        own, at = self.entries(gradient)
-        return own[at].sum(dtype=at_least_fp32(gradient.dtype)) / self.divisor
 
     def duplicate(self, z: Tensor) -> Tensor:
         """R^T z, [..., rank] -> [..., d_out]. Contiguous copies are full groups of K and a tail.
@@ -141,16 +130,13 @@ class UpProjection(nn.Linear):
 
     def forward(self, z: Tensor) -> Tensor:
         """W z + bias, with W = B + beta R^T; with ``impl="branch"``, B z + bias + beta R^T z, the paper's path."""
-        residual, alpha = self.residual, self.dlr_alpha
+        residual = self.residual
         residual.require_active("an up-projection")
         y = super().forward(z)
         if residual.impl == "weight":
             return y
-        if alpha is None:
-            return y + residual.beta * residual.duplicate(z)
-        if torch.is_grad_enabled() and alpha.requires_grad and not residual.active:
-            raise RuntimeError("a learned alpha gets its gradient from `active`: run forward and backward inside it")
-        return y + alpha.detach() / residual.divisor * residual.duplicate(z)
+        beta = residual.beta if self.dlr_alpha is None else self.dlr_alpha / residual.divisor
+        return y + beta * residual.duplicate(z)
 
     def __reduce_ex__(self, protocol):  # also of copy.deepcopy
         self.residual.require_inactive("an up-projection", "copy or pickle it")

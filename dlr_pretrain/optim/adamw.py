@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,6 @@ from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
 def build(
     parameters: dict[str, Tensor],
     knobs: dict,
-    undecayed: Collection[str],
     fused: bool = True,
     compiled: bool = False,
     rounding_seed: int | None = None,
@@ -23,7 +20,7 @@ def build(
 
     Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
     """
-    groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
+    groups = decay_groups(parameters, knobs["weight_decay"])
     if rounding_seed is not None:
         return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed))]
     fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -19,13 +18,12 @@ SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with 
 def build(
     parameters: dict[str, Tensor],
     knobs: dict,
-    undecayed: Collection[str],
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Build AdamW with 8-bit moments for parameters that are large enough; all ranks decide this alike."""
     quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, knobs["block_size"])}
-    groups = decay_groups(parameters, knobs["weight_decay"], undecayed)
+    groups = decay_groups(parameters, knobs["weight_decay"])
     return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
 
 

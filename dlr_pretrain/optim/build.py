@@ -24,7 +24,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 def build(
     choice: Choice,
     parameters: Mapping[str, Tensor],
-    undecayed: Collection[str] = (),
     *,
     compiled: bool = False,
     rounding_seed: int | None = None,
@@ -32,8 +31,8 @@ def build(
 ) -> Optimizer:
     """Build the optimizer that ``choice`` names, over ``parameters`` by their checkpoint names.
 
-    Parameters named in ``undecayed`` have no weight decay. Every update receives its learning rate. If parameters are
-    sharded by rows, each rank updates its own rows; optimizers of matrices do not support sharded parameters.
+    Scalars have no weight decay. Every update receives its learning rate. If parameters are sharded by rows, each rank
+    updates its own rows; optimizers of matrices do not support sharded parameters.
 
     ``compiled`` compiles an update that is not one of torch's kernels. With ``rounding_seed`` bf16 parameters are
     rounded stochastically; optimizers other than adamw and adamw_8bit raise ValueError. ``heartbeat`` iterates over
@@ -45,7 +44,7 @@ def build(
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
     module = importlib.import_module(f"dlr_pretrain.optim.{choice.name}")
-    parts = module.build(dict(parameters), choice.knobs, undecayed, **options)
+    parts = module.build(dict(parameters), choice.knobs, **options)
     for part in parts:
         if isinstance(part, Adam):
             part.heartbeat = heartbeat

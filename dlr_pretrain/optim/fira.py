@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
 from dlr_pretrain.optim import galore
 
 
-def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
     """Fira on the matrices of the blocks, plain Adam at the same rate on all others."""
-    return [Fira(galore.groups(parameters, knobs, undecayed), knobs)]
+    return [Fira(galore.groups(parameters, knobs), knobs)]
 
 
 class Fira(galore.GaLore):

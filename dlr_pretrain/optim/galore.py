@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -12,15 +10,15 @@ from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_st
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
     """GaLore on the matrices of the blocks, plain Adam at the same rate on all others."""
-    return [GaLore(groups(parameters, knobs, undecayed), knobs)]
+    return [GaLore(groups(parameters, knobs), knobs)]
 
 
-def groups(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[dict]:
+def groups(parameters: dict[str, Tensor], knobs: dict) -> list[dict]:
     matrices = block_matrices(parameters)
-    projected = decay_groups(matrices, knobs["weight_decay"], undecayed)
-    plain = decay_groups(without(parameters, matrices), knobs["weight_decay"], undecayed)
+    projected = decay_groups(matrices, knobs["weight_decay"])
+    plain = decay_groups(without(parameters, matrices), knobs["weight_decay"])
     return [*({**group, "projected": True} for group in projected), *({**group, "projected": False} for group in plain)]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -13,16 +11,13 @@ from dlr_pretrain.optim.parameters import decay_groups, without
 A, B = ".a.weight", ".b.weight"
 
 
-def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
-    """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others.
-
-    A pair is decayed unless ``undecayed`` names its B.
-    """
+def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
+    """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others."""
     factors = {name: p for name, p in parameters.items() if name.removesuffix(B) + A in parameters and name.endswith(B)}
     partners = {id(p): parameters[name.removesuffix(B) + A] for name, p in factors.items()}
     names = {*factors, *(name.removesuffix(B) + A for name in factors)}
-    groups = decay_groups(without(parameters, names), knobs["weight_decay"], undecayed)
-    for group in decay_groups(factors, knobs["weight_decay"], undecayed):
+    groups = decay_groups(without(parameters, names), knobs["weight_decay"])
+    for group in decay_groups(factors, knobs["weight_decay"]):
         pairs = [(b, partners[id(b)]) for b in group["params"]]
         groups.append(group | {"params": [p for pair in pairs for p in pair], "paired": True})
     return [Loro(groups, knobs, parameters["model.embed_tokens.weight"].shape[1])]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from dlr_pretrain.optim import adamw
 from dlr_pretrain.optim.parameters import block_matrices, decay_groups, without
 
 
-def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]) -> list[torch.optim.Optimizer]:
+def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
     """torch's Muon on the matrices of the blocks, fused AdamW on all others.
 
     Muon's momentum has the dtype of the matrices; its Newton-Schulz iteration runs in bf16. Muon's updates have the
@@ -19,10 +17,10 @@ def build(parameters: dict[str, Tensor], knobs: dict, undecayed: Collection[str]
     """
     matrices = block_matrices(parameters)
     muon = torch.optim.Muon(
-        decay_groups(matrices, knobs["weight_decay"], undecayed),
+        decay_groups(matrices, knobs["weight_decay"]),
         momentum=knobs["momentum"],
         nesterov=knobs["nesterov"],
         ns_steps=knobs["ns_steps"],
         adjust_lr_fn="match_rms_adamw",
     )
-    return [muon, *adamw.build(without(parameters, matrices), knobs, undecayed)]
+    return [muon, *adamw.build(without(parameters, matrices), knobs)]

@@ -19,14 +19,15 @@ def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[s
     return {name: p for name, p in parameters.items() if name not in others}
 
 
-def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float, undecayed: Collection[str]) -> list[dict]:
+def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:
     """The parameter groups, by weight decay, in the form of ``torch.optim``; no group is empty.
 
-    Groups hold this rank's rows of sharded parameters.
+    Scalars (learned alphas) are not decayed: at zero the residual would be gone. Groups hold this rank's rows of
+    sharded parameters.
     """
     groups: dict[float, list[Tensor]] = {}
-    for name, p in parameters.items():
-        groups.setdefault(0.0 if name in undecayed else weight_decay, []).append(sharded.local_rows(p))
+    for p in parameters.values():
+        groups.setdefault(0.0 if p.dim() == 0 else weight_decay, []).append(sharded.local_rows(p))
     return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
 
 

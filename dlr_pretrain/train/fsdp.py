@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from dlr_pretrain.models import dlr
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.gradients import Gradients, of
 from dlr_pretrain.train.weights import Weights
@@ -75,17 +74,13 @@ class ShardedGradients(Gradients):
     @torch.no_grad()
     def collect(self) -> list[Tensor]:
         """Give each optimized tensor its gradient, in the tensor's dtype; return this rank's rows of all gradients."""
-        weights = self.weights
         scalars = [p for p in self.working if not sharded.is_sharded(p)]
-        own = dlr.strength_gradients(weights.model, {name: p.grad for name, p in weights.differentiated.items()})
-        partial = [*of(scalars), *own.values()]
-        if partial:
-            summed = torch.stack([g.float() for g in partial])
+        if scalars:
+            summed = torch.stack([g.float() for g in of(scalars)])
             dist.all_reduce(summed)
-            scalars += [weights.model.get_parameter(name) for name in own]
             for p, gradient in zip(scalars, summed.unbind(), strict=True):
                 p.grad = gradient.to(p.dtype)
-        return [sharded.local_rows(gradient) for gradient in of(weights.optimized.values())]
+        return [sharded.local_rows(gradient) for gradient in of(self.weights.optimized.values())]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         whole = [not sharded.is_sharded(p) for p in self.weights.optimized.values()]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from dlr_pretrain.models import dlr
 from dlr_pretrain.util.tensors import global_norm
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Gradients:
     def __init__(self, weights: Weights, world_size: int):
         self.weights, self.world_size = weights, world_size
         self.module: nn.Module = weights.model
-        self.working = list(weights.differentiated.values())
+        self.working = [p for p in weights.model.parameters() if p.requires_grad]
         self.buffer: Tensor | None = None
         self.sums: list[Tensor] = []  # views of the buffer
         self.prepare()
@@ -42,8 +41,8 @@ class Gradients:
             self.sums = [part.as_strided(p.shape, p.stride()) for part, p in zip(parts, self.working, strict=True)]
         elif self.world_size > 1:
             model = self.weights.model
-            left_out = [*self.weights.strengths, *(name for name, _ in model.named_buffers())]  # without gradients
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_out)
+            buffers = [name for name, _ in model.named_buffers()]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
             self.module = DistributedDataParallel(model, gradient_as_bucket_view=True)
             self.module.register_comm_hook(None, _summed)
 
@@ -77,13 +76,11 @@ class Gradients:
 
     def collect(self) -> list[Tensor]:
         """Set the gradient of each optimized tensor, in the tensor's dtype, and return all gradients."""
-        weights = self.weights
+        optimized = self.weights.optimized.values()
         sources = of(self.working) if self.buffer is None else self.sums
-        gradients = dict(zip(weights.differentiated, sources, strict=True))
-        gradients |= dlr.strength_gradients(weights.model, gradients) if weights.strengths else {}
-        for name, value in weights.optimized.items():
-            value.grad = gradients[name].to(value.dtype)
-        return of(weights.optimized.values())
+        for value, gradient in zip(optimized, sources, strict=True):
+            value.grad = gradient.to(value.dtype)
+        return of(optimized)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The l2 norm over all gradients that ``collect`` returned; the same on all ranks."""

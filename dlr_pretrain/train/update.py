@@ -45,7 +45,6 @@ class Update:
         self.optimizer = optim.build(
             cfg.optimizer,
             weights.optimized,
-            weights.undecayed,
             compiled=cfg.compile,
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
             heartbeat=ranks.heartbeat,

@@ -84,8 +84,6 @@ class Weights:
             model.to(WORKING_DTYPE[precision])
         share_memory_(model, lambda linear: hasattr(linear, "residual"))
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
-        self.strengths = list(dlr.learned_strengths(model))  # their gradients follow from those of the weights
-        self.differentiated = {n: p for n, p in model.named_parameters() if p.requires_grad and n not in self.strengths}
 
     def compile_(self, train: Train, world_size: int) -> None:
         """Compile the model in place: on one GPU as one graph, up to 350m, and otherwise block by block.
@@ -113,11 +111,6 @@ class Weights:
         """The part of the state that the optimizer updates."""
         state = self.state
         return {name: state[name] for name in self.trained}
-
-    @property
-    def undecayed(self) -> list[str]:
-        """Names without weight decay: learned scalars (alpha), because zero would remove the branch."""
-        return [name for name in self.trained if self.model.get_parameter(name).dim() == 0]
 
     @contextmanager
     def with_residual(self) -> Iterator[None]:

@@ -65,7 +65,10 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
     "backbone=cola dlr=init_offset_decay": ["dlr.mode=decayed_offset", "Use precision=bf16_mixed"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
-    "dlr=no_b dlr.learn_alpha=true": ["dlr=no_b: learn_alpha=true and train_b=false exclude each other"],
+    "dlr=no_b dlr.learn_alpha=true dlr.impl=branch": [
+        "dlr=no_b: learn_alpha=true and train_b=false exclude each other"
+    ],
+    "dlr=on dlr.learn_alpha=true": ["dlr.learn_alpha=true: alpha is learned in the branch", "Use dlr.impl=branch"],
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
     "probe=on": ["probe=on", "dlr=off lacks", "Use dlr=on"],

@@ -153,7 +153,7 @@ ABLATIONS = [  # what each line changes of its control, beside the name of the o
     {"dlr.grouping": "balanced"},
     {"dlr.scope": "attention"},
     {"dlr.scope": "mlp"},
-    {"dlr.learn_alpha": True} | MASTERS,
+    {"dlr.learn_alpha": True, "dlr.impl": "branch"} | MASTERS,
 ]
 
 

@@ -38,7 +38,7 @@ def configured(variant: str, precision: str, impl: str) -> Config:
 def fast(variant: str, precision: str) -> list[float]:
     cfg = configured(variant, precision, "weight")
     weights = Weights(build(cfg, VOCAB, CPU, STATE_DTYPE[precision]), precision)
-    optimizer = optim.build(cfg.optimizer, weights.optimized, weights.undecayed)
+    optimizer = optim.build(cfg.optimizer, weights.optimized)
     gradients, losses = weights.gradients(1), []
     for inputs in batches():
         with weights.with_residual():

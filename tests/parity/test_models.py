@@ -36,12 +36,13 @@ CARRYING = [  # a residual can be added to their B
     TEXT,  # LaX as the DLR paper's text has it
 ]  # fmt: skip
 OTHERS = ["full", "lora backbone.alpha=12", "relora backbone.alpha=12", f"sltrain backbone.alpha=12 {MANY}"]
-ABLATIONS = ["learnable_alpha", "no_b", "random dlr.grouping_seed=7", "balanced", "uncorrected", "attention", "mlp"]
+ABLATIONS = ["no_b", "random dlr.grouping_seed=7", "balanced", "uncorrected", "attention", "mlp"]
 CASES = [  # with dlr.impl=branch or parallel=fsdp each projection's own modules are called, one by one
     *(f"{variant} {how}" for variant in OTHERS for how in ("dlr=off", "parallel=fsdp")),
     *(f"{variant} {how}" for variant in CARRYING
       for how in ("dlr=off", "dlr=on dlr.alpha=1.5", "dlr=on dlr.impl=branch")),
     *(f"cola_lax backbone.gate=tensor {crossing}" for crossing in CROSSINGS),
+    "cola dlr=learnable_alpha",
     *(f"cola dlr={ablation} dlr.impl={impl}" for ablation in ABLATIONS for impl in ("weight", "branch")),
 ]  # fmt: skip
 

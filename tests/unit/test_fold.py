@@ -124,7 +124,7 @@ def test_figures_are_those_of_their_formulas_on_what_is_written(lowrank, tmp_pat
 
 
 @pytest.mark.parametrize(("backbone", "given"), [
-    ("cola_lax", ("precision=bf16_mixed", "dlr.learn_alpha=true")),
+    ("cola_lax", ("precision=bf16_mixed", "dlr.learn_alpha=true", "dlr.impl=branch")),
     ("lowrank", ("precision=bf16", "data.mask_documents=true", "eval.packing=packed")),
     ("cola", ("precision=fp32", "dlr.impl=branch")),
 ])  # fmt: skip
