@@ -1,6 +1,6 @@
 """DLR in other models and training loops: factors for their linear layers, and a mix-in for their trainer.
 
-factorize_(model, rank=128, match="*_proj")          # W becomes B A: its truncated SVD, or new random factors
+factorize_(model, rank=128, match="*_proj")          # W becomes B A, its truncated SVD
 attach_dlr(model, keep_output=True)
 class MyTrainer(TrainsWithDlr, transformers.Trainer): ...
 MyTrainer(model, ...).train()
@@ -24,22 +24,19 @@ from dlr_pretrain.util.tensors import at_least_fp32
 
 
 class Factors(nn.Module):
-    """y = B phi(A x) + bias, x [..., d_in] -> y [..., d_out].
+    """y = B A x + bias, x [..., d_in] -> y [..., d_out].
 
-    A [rank, d_in] is ``a.weight``, B [d_out, rank] is ``b.weight``, and the bias is ``b.bias``. phi is ``activation``,
-    or the identity if it is None.
+    A [rank, d_in] is ``a.weight``, B [d_out, rank] is ``b.weight``, and the bias is ``b.bias``.
     """
 
-    def __init__(self, like: nn.Linear, rank: int, activation: Callable[[Tensor], Tensor] | None):
+    def __init__(self, like: nn.Linear, rank: int):
         super().__init__()
         where = {"device": like.weight.device, "dtype": like.weight.dtype}
         self.a = nn.Linear(like.in_features, rank, bias=False, **where)
         self.b = nn.Linear(rank, like.out_features, bias=like.bias is not None, **where)
-        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        z = self.a(x)
-        return self.b(z if self.activation is None else self.activation(z))
+        return self.b(self.a(x))
 
 
 @torch.no_grad()
@@ -47,21 +44,14 @@ def factorize_(
     module: nn.Module,
     rank: int,
     match: str | Callable[[str, nn.Linear], bool],
-    *,
-    from_weights: bool = True,
-    activation: Callable[[Tensor], Tensor] | None = None,
 ) -> list[str]:
     """Replace the linear layers of ``module`` that ``match`` chooses by ``Factors`` of ``rank``; returns their names.
 
     ``match`` is a glob over names or a predicate (name, linear). B A is the best approximation of the weight of that
-    rank, and each factor takes the square roots of its singular values. With ``from_weights=False``, torch's generator
-    draws both factors with Var[(B A)_ij] = 1 / (d_in + d_out), the initialisation of CoLA and DLR. Biases are kept.
+    rank, and each factor takes the square roots of its singular values. Biases are kept.
 
-    Raises ValueError if nothing matches, if a layer is smaller than ``rank`` or used under two names, or if an
-    ``activation`` is given with ``from_weights``, because the weight was trained without one.
+    Raises ValueError if nothing matches, or if a layer is smaller than ``rank`` or used under two names.
     """
-    if from_weights and activation is not None:
-        raise ValueError("activation: B A approximates the weight only without one; set from_weights=False")
     chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
     linears = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if n and isinstance(m, nn.Linear)]
     targets = {name: linear for name, linear in linears if chosen(name, linear)}
@@ -74,13 +64,9 @@ def factorize_(
         if len(users) > 1 or sum(m is linear for _, m in linears) > 1:
             raise ValueError(f"{name}: its weight is used under two names, which factors would part")
     for name, linear in targets.items():
-        made = Factors(linear, rank, activation)
-        if from_weights:
-            b, a = factors(linear.weight, rank)
-            made.b.weight.copy_(b), made.a.weight.copy_(a)
-        else:
-            for factor in (made.a, made.b):
-                nn.init.normal_(factor.weight, std=(rank * sum(linear.weight.shape)) ** -0.25)
+        made = Factors(linear, rank)
+        b, a = factors(linear.weight, rank)
+        made.b.weight.copy_(b), made.a.weight.copy_(a)
         if linear.bias is not None:
             made.b.bias.copy_(linear.bias)
         for factor in (made.a, made.b):
@@ -93,8 +79,8 @@ def factorize_(
 def multiply_(module: nn.Module) -> int:
     """Turn each layer of ``factorize_`` into one ``nn.Linear`` again; returns their number.
 
-    W = B A is formed in fp32 (fp64 for fp64) and rounded once. Raises ValueError if there is no such layer, if a
-    residual is not folded yet, or if there is an activation between the factors.
+    W = B A is formed in fp32 (fp64 for fp64) and rounded once. Raises ValueError if there is no such layer, or if
+    a residual is not folded yet.
     """
     layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, Factors)]
     if not layers:
@@ -102,8 +88,6 @@ def multiply_(module: nn.Module) -> int:
     for name, layer in layers:
         if residuals(layer):
             raise ValueError(f"{name}: call fold_ first, its residual is not in the weight yet")
-        if layer.activation is not None:
-            raise ValueError(f"{name}: what has an activation between its factors is no matrix")
     for name, layer in layers:
         a, b = layer.a.weight, layer.b.weight
         dense = nn.Linear(a.shape[1], b.shape[0], layer.b.bias is not None, device=b.device, dtype=b.dtype)

@@ -86,10 +86,9 @@ def made(request):
     return request.param()
 
 
-@pytest.mark.parametrize("from_weights", [False, True])
-def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained(made, from_weights):
+def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained(made):
     model, match = made
-    names = factorize_(model, RANK, match, from_weights=from_weights)
+    names = factorize_(model, RANK, match)
     reference = literal(model, names, alpha=0.8)
     assert attach_dlr(model, alpha=0.8) == [f"{name}.b" for name in names]
     losses = []
@@ -134,15 +133,11 @@ def test_factors_are_the_truncated_svd_and_the_residual_can_start_without_changi
         assert abs(loss_of(moved, 0).item() - before) > 1e-3
 
 
-def test_drawn_factors_have_colas_variance_and_keep_biases():
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"up": nn.Linear(256, 512)})
-    bias = model["up"].bias.detach().clone()
-    factorize_(model, 64, "up", from_weights=False, activation=F.silu)
-    layer, x = model["up"], torch.randn(3, 256)
-    for factor in (layer.a, layer.b):
-        assert factor.weight.std().item() == pytest.approx((64 * (256 + 512)) ** -0.25, rel=0.05)
-    torch.testing.assert_close(layer(x), F.silu(x @ layer.a.weight.T) @ layer.b.weight.T + bias)
+def test_factors_of_full_rank_keep_the_output_and_the_bias():
+    model, x = layer(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    expected = model["b"](x)
+    factorize_(model, 4, "b")
+    torch.testing.assert_close(model["b"](x), expected)
 
 
 def test_a_llama_that_was_factorised_and_folded_is_a_lowrank_llama_of_this_package(tmp_path):
@@ -368,7 +363,6 @@ def test_a_state_of_other_columns_or_another_divisor_is_refused_by_name(learn_al
     (layer, {"rank": 9, "match": "b"}, r"rank=9: b has a weight of shape \[10, 4\]"),
     (layer, {"rank": 0, "match": "b"}, "rank=0"),
     (layer, {"rank": 2, "match": "*.nothing"}, "no linear layer"),
-    (layer, {"rank": 2, "match": "b", "activation": F.silu}, "set from_weights=False"),
     (tied, {"rank": 2, "match": "*.b"}, "its weight is used under two names"),
 ])  # fmt: skip
 def test_what_cannot_be_factorised_is_refused(make, given, message):
@@ -376,7 +370,7 @@ def test_what_cannot_be_factorised_is_refused(make, given, message):
         factorize_(make(), **given)
 
 
-def test_what_is_no_matrix_or_not_folded_is_not_multiplied_out():
+def test_what_is_not_folded_is_not_multiplied_out():
     model = layer()
     with pytest.raises(ValueError, match="no layers of factorize_"):
         multiply_(model)
@@ -385,8 +379,4 @@ def test_what_is_no_matrix_or_not_folded_is_not_multiplied_out():
     assert not model["b"].a.weight.requires_grad and not model["b"].b.weight.requires_grad  # frozen ones stay frozen
     attach_dlr(model, match="b.b")
     with pytest.raises(ValueError, match=r"b: call fold_ first"):
-        multiply_(model)
-    model = layer()
-    factorize_(model, 3, "b", from_weights=False, activation=F.silu)
-    with pytest.raises(ValueError, match="is no matrix"):
         multiply_(model)
