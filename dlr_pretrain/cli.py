@@ -19,24 +19,22 @@ from dlr_pretrain.config.command_line import CommandLine, read
 from dlr_pretrain.config.compose import VERSION_BASE, check, configure
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.config.written import shorter_run
-from dlr_pretrain.util.errors import EXIT_INTERRUPTED, Diverged, Stopped, UserError, record, say
+from dlr_pretrain.util.errors import Diverged, UserError, command, record, report, say_once
 
 
 def main(run: Callable[[Config], None]) -> int:
     """Read ``sys.argv``, check it, and call ``run`` with the configuration of each job; returns the exit code."""
-    try:
-        line = read(sys.argv[1:])
-        if line.multirun and world_size() > 1:
-            rule = "a sweep under torchrun would run all its jobs in the same ranks"
-            raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
-        if line.multirun or line.shows:  # Hydra would run the first jobs of a sweep before it composes the last
-            check(line, world_size())
-        return _hand_to_hydra(line, run)
-    except UserError as error:
-        return _report(error)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        return EXIT_INTERRUPTED
+    return command(lambda: _main(run))
+
+
+def _main(run: Callable[[Config], None]) -> int:
+    line = read(sys.argv[1:])
+    if line.multirun and world_size() > 1:
+        rule = "a sweep under torchrun would run all its jobs in the same ranks"
+        raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
+    if line.multirun or line.shows:  # Hydra would run the first jobs of a sweep before it composes the last
+        check(line, world_size())
+    return _hand_to_hydra(line, run)
 
 
 def load(words: list[str], ranks: int | None = 1, machine: bool = True) -> Config:
@@ -70,15 +68,15 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
         try:
             cfg = configure(composed, HydraConfig.get(), line, world_size())
             if note := shorter_run(cfg):
-                _say(note)
+                say_once(note)
             run(cfg)
         except Diverged as error:
-            code = _report(error)
+            code = report(error)
             if not line.multirun:
                 sys.exit(code)
             diverged.append(str(cfg.run.dir))
         except UserError as error:
-            sys.exit(_report(error))
+            sys.exit(report(error))
         except Exception as error:
             record(error)
             raise
@@ -86,17 +84,5 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag
     hydra.main(version_base=VERSION_BASE, config_path=str(CONFIG_DIR), config_name="train")(task)()
     if diverged:
-        _say(f"error: of this sweep, these diverged: {', '.join(diverged)}")
+        say_once(f"error: of this sweep, these diverged: {', '.join(diverged)}")
     return Diverged.exit_code if diverged else 0
-
-
-def _report(error: UserError) -> int:
-    """Print an error that a user can fix, record it for torchrun, and return its exit code."""
-    _say(str(error) if isinstance(error, Stopped) else f"error: {error}")
-    record(error)
-    return error.exit_code
-
-
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        say(text, sys.stderr)

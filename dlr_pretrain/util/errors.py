@@ -95,12 +95,11 @@ def leave(error: UserError, say: bool = True) -> NoReturn:
 
 
 def command(act: Callable[[], int | None]) -> int:
-    """Run ``act`` and return the script's exit code: the value of ``act`` (None: 0), or the code of what ended it.
+    """Run ``act`` and return the command's exit code: the value of ``act`` (None: 0), or the code of what ended it.
 
-    An error that a user can fix is printed in one line, which names the rank unless it is rank 0. If the reader of the
-    output has gone, as after ``| head``, no error is printed.
+    An error that a user can fix is printed in one line. If the reader of the output has gone, as after ``| head``, no
+    error is printed.
     """
-    rank = os.environ.get("RANK", "0")
     try:
         code = act() or 0
         sys.stdout.flush()
@@ -109,14 +108,23 @@ def command(act: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        kind = "" if isinstance(error, Stopped) else "error: " if rank == "0" else f"error on rank {rank}: "
-        print(f"{kind}{error}", file=sys.stderr)
-        record(error)
-        return getattr(error, "exit_code", EXIT_FAILED)
+        return report(error)
     except KeyboardInterrupt:
-        if rank == "0":
-            print("\ninterrupted", file=sys.stderr)
+        say_once("\ninterrupted")
         return EXIT_INTERRUPTED
+
+
+def report(error: UserError | OSError) -> int:
+    """Print an error that a user can fix, record it for torchrun, and return its exit code."""
+    say_once(str(error) if isinstance(error, Stopped) else f"error: {error}")
+    record(error)
+    return getattr(error, "exit_code", EXIT_FAILED)
+
+
+def say_once(text: str) -> None:
+    """Print to stderr on rank 0: ranks end together, and torchrun's summary has the error of one that fails alone."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text, sys.stderr)
 
 
 def at_least_1(text: str) -> int:

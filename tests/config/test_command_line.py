@@ -200,7 +200,7 @@ def test_errors_have_one_line_and_their_own_code_and_a_bug_has_its_traceback(stu
     for error, code, said in (
         ('errors.UserError("the shard is cut off")', 3, "error: the shard is cut off\n"),
         ('errors.Stopped("stopped after step 7")', 75, "stopped after step 7\n"),
-        ("KeyboardInterrupt", 130, "interrupted\n"),
+        ("KeyboardInterrupt", 130, "\ninterrupted\n"),
     ):
         done = stub(f"raise {error}")
         assert (done.returncode, done.stderr) == (code, said)
