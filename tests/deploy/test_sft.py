@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from safetensors.torch import load_file
 from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.deploy.sft import fine_tune, prompt_of, read_rows
 from dlr_pretrain.util.errors import UserError
-from tests.conftest import script
+from tests.conftest import main_of
 from tests.deploy.models import exported, of_kind
 
 pytestmark = pytest.mark.full
@@ -97,10 +96,9 @@ def test_updates_are_those_of_the_formulas(folders, data, tmp_path, backbone):
         assert (tuned[name] - p).norm() < 1e-3 * p.norm(), name
 
 
-def test_the_commands_give_folders_and_text(folders, data, tmp_path, monkeypatch, capsys):
+def test_the_commands_give_folders_and_text(folders, data, tmp_path, capsys):
     def command(name: str, *words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
-        return script(name).main(), *capsys.readouterr()
+        return main_of(name, *words), *capsys.readouterr()
 
     words = f"--data {data} --seeds 1 2 --output {tmp_path}/sft --epochs 1 --batch 8 --lr 3e-3 --length 300".split()
     assert command("sft", folders["cola"], *words)[0] == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import lm_eval.tasks
 
 from dlr_pretrain.deploy import zero_shot
 from dlr_pretrain.deploy.folder import open_folder
-from tests.conftest import script
+from tests.conftest import main_of
 from tests.deploy.models import exported, of_kind, tokenizer_of
 
 pytestmark = pytest.mark.full
@@ -106,15 +105,9 @@ def test_accuracies_are_those_of_scores_written_by_hand(folders, data, rows, as_
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(capsys):
     """Runs scripts/evaluate.py here: exit code, standard output, standard error."""
-    module = script("evaluate")
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words)])
-        return module.main(), *capsys.readouterr()
-
-    return run
+    return lambda *words: (main_of("evaluate", *words), *capsys.readouterr())
 
 
 def test_several_seeds_give_mean_and_standard_deviation(command, tmp_path, folders, data):
