@@ -46,7 +46,7 @@ def beat(run_dir) -> dict:
 
 def write_beat(run_dir, when: float) -> None:
     """As a process of another machine does."""
-    (run_dir / ".beats").mkdir(exist_ok=True)
+    (run_dir / ".beats").mkdir(parents=True, exist_ok=True)
     record = {"host": "elsewhere", "pid": 7, "machine": "other", "token": "theirs", "time": when}
     descriptor = os.open(run_dir / ".beats" / "0", os.O_WRONLY | os.O_CREAT)
     os.pwrite(descriptor, json.dumps(record).ljust(module.BEAT_BYTES).encode(), 0)

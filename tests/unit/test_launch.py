@@ -21,6 +21,7 @@ from dlr_pretrain.launch.state import JOB, Status, last_job, look
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from tests.conftest import ROOT
+from tests.unit.test_heartbeat import write_beat
 
 
 @pytest.fixture
@@ -65,12 +66,6 @@ def write_state(run: PlannedRun, name: str, reason: str = "", saved: int = 10) -
     records = [{"step": i, "train/loss": 4 - i / 100} for i in (9, 10)]
     records[0] |= {"eval/loss": 3.0, "eval/perplexity": 20.1}
     (run.dir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-
-
-def beat(run: PlannedRun, seconds_ago: float) -> None:
-    (run.dir / ".beats").mkdir(parents=True, exist_ok=True)
-    written = {"host": "elsewhere", "pid": 1, "machine": "other", "token": "theirs", "time": time.time() - seconds_ago}
-    (run.dir / ".beats" / "0").write_text(json.dumps(written))
 
 
 def test_a_matrix_is_the_product_of_its_values_in_order(tmp_path):
@@ -137,7 +132,7 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, tmp_pa
     write_state(failed, "failed", "the disk is full")
     write_state(diverged, "diverged", "step 11: loss nan")
     note(waiting, time=0, job="9_2", log="x")
-    beat(held, seconds_ago=3)
+    write_beat(held.dir, time.time() - 3)
     queue = scheduler / "queue"
     queue.write_text("9_2 PENDING\n")
     (fresh.dir).write_text("in the way")
@@ -185,7 +180,7 @@ def test_a_run_that_does_not_say_how_it_ended_is_told_by_the_queue_its_heartbeat
     write_state(run, "running")
     assert [look(run, {"9_1": said}).state for said in ("RUNNING", "REQUEUED")] == ["running", "pending"]
     for seconds, state in ((3, "running"), (3600, "failed")):
-        beat(run, seconds)
+        write_beat(run.dir, time.time() - seconds)
         assert look(run, {}).state == state
     (run.dir / JOB).unlink()
     assert look(run, {}) == Status("failed", "it ended without a word", 10, 3.9, 20.1)
