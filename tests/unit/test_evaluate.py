@@ -40,7 +40,7 @@ def validation(rows: int, real_tokens: int):
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 16])
-def test_constant_loss_is_returned_exactly(micro_batch):
+def test_constant_loss_is_returned_exactly_and_all_ranks_call_the_model_as_often(micro_batch):
     loss, n = 2.5, 3
     model = Constant(loss)
     result = Evaluator(validation(7, 195 * 512 * n), micro_batch, ranks())(model)
@@ -48,6 +48,11 @@ def test_constant_loss_is_returned_exactly(micro_batch):
     assert result["eval/perplexity"] == math.exp(loss)
     assert result["eval/perplexity_galore"] is None  # three batches are too few
     assert set(model.calls) == {(micro_batch, 6)}  # one shape, also for the last rows
+    # Where the model is sharded, a call gathers what every rank holds: all ranks call it as often.
+    shares = Constant(loss), Constant(loss)
+    for rank, share in enumerate(shares):
+        Evaluator(validation(5, 1), 1, ranks(rank, 2))(share)
+    assert shares[0].calls == shares[1].calls and len(shares[0].calls) == 3
 
 
 def on_ranks(model, whole, micro_batch: int, world_size: int) -> dict[str, float]:
@@ -100,14 +105,6 @@ def test_halves_share_no_sequence_and_meet_at_few_places(sequences):
     assert sorted(a + b) == list(range(sequences)) and abs(len(a) - len(b)) <= min(sequences, STRIPES) / 2
     which = np.isin(np.arange(sequences), b)
     assert np.count_nonzero(which[1:] != which[:-1]) == min(sequences, STRIPES) - 1
-
-
-def test_all_ranks_call_the_model_as_often():
-    """Where it is sharded, a call gathers what every rank holds."""
-    models = Constant(1.0), Constant(1.0)
-    for rank, model in enumerate(models):
-        Evaluator(validation(5, 1), 1, ranks(rank, 2))(model)
-    assert models[0].calls == models[1].calls and len(models[0].calls) == 3
 
 
 def test_the_convention_of_the_papers_runs():
