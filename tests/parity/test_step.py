@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 import shutil
 from types import SimpleNamespace
 
@@ -11,13 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.cli import load
 from dlr_pretrain.data.streams import permutation
-from dlr_pretrain.train.run import run
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.util.history import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
-from tests.conftest import forked, on_ranks
+from tests.conftest import forked
 
 pytestmark = pytest.mark.usefixtures("no_export")
 
@@ -47,16 +44,6 @@ def test_ranks_do_not_change_the_step(train, words, tmp_path, accumulate):
     a, b = (load_file(f / "folded" / "model.safetensors") for f in (alone, shared))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
-
-
-def test_ranks_that_differ_are_refused(words, tmp_path):
-    """Each rank its own rate, as where the command differs between nodes."""
-
-    def act():
-        run(load(words(f"run.dir={tmp_path}/run", f"train.lr=0.0{os.environ['RANK']}1"), 2))
-
-    with pytest.raises(AssertionError, match=r"the ranks differ:\n *train.lr: 0.001 on rank 0, 0.011 on rank 1"):
-        on_ranks(act, 2)
 
 
 def test_precisions_train_alike_at_the_start(train, tmp_path):
