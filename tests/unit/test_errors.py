@@ -26,11 +26,6 @@ def test_what_ends_a_command_is_one_line_and_a_code(error, code, said, capsys):
     assert capsys.readouterr().err == said
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        command(lambda: 1 / 0)
-
-
 def test_a_reader_that_has_gone_is_no_error():
     code = "import sys; from dlr_pretrain.util.errors import command; sys.exit(command(lambda: print('x' * 10**6)))"
     words = [sys.executable, "-c", code]
