@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dlr_pretrain.analysis.plan import COMPILED
 from tests.conftest import ROOT
 
 LAUNCHER = os.environ.get("FAKEGPU", "")
@@ -36,7 +37,7 @@ pytestmark = [
 ROWS, LENGTH = 16, 256
 SHAPE = ["scale=60m", "scale.num_layers=2", f"train.global_batch={ROWS}"]
 BATCH = [4 * ROWS * (LENGTH + 1), 4 * ROWS, 4 * 8]  # bytes of tokens, lengths and counts
-COMPILED = ("compile=true", "backbone=cola")
+COMPILED_COLA = ("compile=true", "backbone=cola")
 DLR_LAUNCHES = {"bf16": 3, "bf16_mixed": 1}  # that DLR adds to an update: docs/concepts.md says why
 
 
@@ -107,7 +108,7 @@ def test_other_optimizers_wait_once(update, words):
 
 @pytest.mark.parametrize("precision", DLR_LAUNCHES)
 def test_dlr_adds_the_launches_that_the_docs_say_and_no_product(update, precision):
-    (on,), (off,) = (update(*COMPILED, f"precision={precision}", f"dlr={dlr}") for dlr in ("on", "off"))
+    (on,), (off,) = (update(*COMPILED_COLA, f"precision={precision}", f"dlr={dlr}") for dlr in ("on", "off"))
     assert on["products"] == off["products"] > 0 and on["triton"] > 0
     assert on["launches"] - off["launches"] == DLR_LAUNCHES[precision]
 
@@ -138,3 +139,13 @@ def test_two_ranks(update, parallel, compiled):
         assert found["collectives"] > 2
         if compiled == "compile=false":
             assert least * found["planned"] < found["peak"] < most * found["planned"]
+
+
+@pytest.mark.parametrize(("words", "share"), [
+    (("scale=60m", "scale.num_layers=8", "train.global_batch=64"), 0.72),
+    (("scale=1b", "scale.num_layers=24", "train.global_batch=32", "train.micro_batch=16"), 0.82),
+], ids=["60m", "1b"])  # fmt: skip
+def test_compiled_code_takes_the_share_that_the_plan_names(update, words, share):
+    assert f" {share} " in COMPILED
+    (found,) = update(*COMPILED_COLA, "dlr=on", *words)
+    assert found["peak"] / found["planned"] == pytest.approx(share, abs=0.02)
