@@ -87,8 +87,6 @@ class Lost(Backbone):
     gamma: float = key("share of the low-rank branch", 0.7, ge=0, le=1)
     sparsity: float = key("input channels of the sparse branch, as a share of d_in (one at least)", 0.01, gt=0, le=1)
     activation: Literal["silu", "none"] = key("between the factors", "silu")
-    init: Literal["svd", "cola"] = key("of A and B: from the SVD of a dense start W, or drawn as CoLA's", "svd")
-    channels: Literal["residual", "random"] = key("largest columns of W - B A, or random", "residual")
     residual_rank: int = key("singular values beyond the rank that choose the channels", 256, ge=1)
 
 

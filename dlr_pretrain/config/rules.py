@@ -25,7 +25,6 @@ READ_IF: list[tuple] = [
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
     ("backbone.b_gain", "dlr.train_b", True),
-    ("backbone.residual_rank", "backbone.channels", "residual"),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),
     ("scale.micro_batch", "train.micro_batch", None),

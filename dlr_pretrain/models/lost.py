@@ -34,9 +34,8 @@ class Lost(LowRank):
 
     B multiplies gamma phi(A x), so that a residual added to B (DLR) is inside the low-rank branch.
 
-    Knob ``channels`` says how I is chosen. "residual" takes the columns of largest l2 norm in a part of W: that of the
-    ``residual_rank`` singular values after the first r. "random" draws I. ``init="cola"`` draws A and B as CoLA does;
-    W_s are still columns of W.
+    I are the columns of largest l2 norm in a part of W: that of the ``residual_rank`` singular values after the first
+    r.
     """
 
     def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
@@ -56,31 +55,24 @@ class Lost(LowRank):
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         for name, p in self.named(prefix):
             dense = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
-            channels = torch.randperm(self.spec.d_in, generator=seeded.generator(f"{name}.channels"))
-            p.channels.copy_(channels[: len(p.channels)].sort().values)
             self.start_projection_from_(p, dense)
-        if self.knobs["init"] == "cola":
-            super().init_(seeded, prefix)
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        """Start as with ``init="svd"``, from the ``dense`` weights; channels that were drawn at random stay."""
         for p, weight in zip(self.projections, dense, strict=True):
             self.start_projection_from_(p, weight)
 
     def start_projection_from_(self, p: LostProjection, dense: Tensor) -> None:
         dense = dense.to(p.b.weight.device)
-        looks = self.knobs["channels"] == "residual"
-        looked_at = min(self.knobs["residual_rank"], min(dense.shape) - self.rank) if looks else 0
+        looked_at = min(self.knobs["residual_rank"], min(dense.shape) - self.rank)
         u, s, vh = leading(dense, self.rank + looked_at)
         b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
         p.b.weight.copy_(b)
         p.a.weight.copy_(a)
-        if looks:
-            rest = slice(self.rank, None)
-            scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
-            ranking = scores.sort(descending=True, stable=True).indices
-            p.channels.copy_(ranking[: len(p.channels)].sort().values)
+        rest = slice(self.rank, None)
+        scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
+        ranking = scores.sort(descending=True, stable=True).indices
+        p.channels.copy_(ranking[: len(p.channels)].sort().values)
         p.s.weight.copy_(dense[:, p.channels])
 
     def activate(self, h: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ TEXT = "cola_lax backbone.gate=tensor backbone.norm=output backbone.crossing=pos
 CARRYING = [  # a residual can be added to their B
     "lowrank", "cola", "cola backbone.swiglu_silu=false backbone.latent_scale=0.6",
     "lost", f"lost backbone.rank=8 {MANY}", f"lost backbone.rank=13 backbone.gamma=0.5 backbone.activation=none {MANY}",
-    f"lost backbone.rank=8 backbone.init=cola backbone.channels=random {MANY}",
     "lax backbone.gate=tensor", "lax backbone.gate=dense", "cola_lax backbone.gate=dense",
     TEXT,  # LaX as the DLR paper's text has it
 ]  # fmt: skip

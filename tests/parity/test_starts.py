@@ -75,10 +75,9 @@ def test_a_gain_multiplies_the_initial_b_alone():
 
 
 @pytest.mark.parametrize("looks_at", [256, 5])
-@pytest.mark.parametrize("init", ["svd", "cola"])
-def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at, init):
+def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at):
     """B A is its best approximation, with B^T B = A A^T; the channels are the largest columns of what is left."""
-    words = (f"backbone.residual_rank={looks_at}", f"backbone.init={init}", "seed=0")
+    words = (f"backbone.residual_rank={looks_at}", "seed=0")
     for name, p in projections(build(small(*LOST, *words), VOCAB, CPU, torch.float64)).items():
         a, b = p.a.weight, p.b.weight
         dense = SeededInit(0).normal(f"{name}.weight", (b.shape[0], a.shape[1]), 0.02).double()
@@ -88,12 +87,9 @@ def test_lost_starts_from_the_svd_of_a_dense_weight(looks_at, init):
         count = max(1, int(0.2 * dense.shape[1]))
         expected = sorted(sorted(range(dense.shape[1]), key=lambda i: -left[:, i].norm().item())[:count])
         assert p.channels.tolist() == expected and torch.equal(p.s.weight, dense[:, expected])
-        if init == "cola":
-            assert b.std().item() == pytest.approx((8 * sum(dense.shape)) ** -0.25, rel=0.25)
-        else:
-            torch.testing.assert_close(b @ a, u[:, :8] * s[:8] @ vh[:8], rtol=0, atol=1e-12)
-            torch.testing.assert_close(b.T @ b, torch.diag(s[:8]), rtol=0, atol=1e-12)
-            torch.testing.assert_close(a @ a.T, torch.diag(s[:8]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(b @ a, u[:, :8] * s[:8] @ vh[:8], rtol=0, atol=1e-12)
+        torch.testing.assert_close(b.T @ b, torch.diag(s[:8]), rtol=0, atol=1e-12)
+        torch.testing.assert_close(a @ a.T, torch.diag(s[:8]), rtol=0, atol=1e-12)
 
 
 def test_the_signs_of_singular_vectors_do_not_depend_on_the_library():
@@ -105,19 +101,17 @@ def test_the_signs_of_singular_vectors_do_not_depend_on_the_library():
         assert (shorter.gather(0, shorter.abs().argmax(0, keepdim=True)) > 0).all()
 
 
-@pytest.mark.parametrize(("words", "leaf", "share"), [
-    ((*LOST, "backbone.channels=random"), "channels", 0.2),
-    (("sltrain", "backbone.sparsity=0.05"), "index", 0.05),
-])  # fmt: skip
-def test_random_supports_follow_from_the_seed_and_the_name(words, leaf, share):
-    """Sorted and without repetition, among all input channels (LOST) or all entries (SLTrain)."""
+def test_random_supports_follow_from_the_seed_and_the_name():
+    """Sorted and without repetition, among all entries (SLTrain)."""
     found, middles = [], []
     for seed in (0, 1):
-        for prefix, group in named_groups(build(small(*words, f"seed={seed}"), VOCAB, CPU)):
-            places = group.spec.d_in * (1 if leaf == "channels" else group.spec.d_out)
+        for prefix, group in named_groups(
+            build(small("sltrain", "backbone.sparsity=0.05", f"seed={seed}"), VOCAB, CPU)
+        ):
+            places = group.spec.d_in * group.spec.d_out
             for _, p in group.named(prefix):
-                chosen = p.get_buffer(leaf)
-                assert len(chosen) == int(share * places) and (chosen.diff() > 0).all()
+                chosen = p.get_buffer("index")
+                assert len(chosen) == int(0.05 * places) and (chosen.diff() > 0).all()
                 assert chosen[0] >= 0 and chosen[-1] < places
                 found.append(tuple(chosen.tolist()))
                 middles.append(chosen.double().mean().item() / places)
