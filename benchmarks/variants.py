@@ -42,7 +42,7 @@ class Variant:
                 value.copy_(tensors[name])
 
     def clip_as_torch_does(self) -> None:
-        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``gradients.CACHED``), and
+        """Clip by the norm of ``clip_grad_norm_``, as peers do. On a CPU it is inexact (see ``tensors.CACHED``), and
         moves the losses of twenty fp32 updates of 60m by up to 1e-3."""
         self.trainer.gradients.norm = lambda gradients: get_total_norm(gradients).float()  # fused kernels read fp32
 

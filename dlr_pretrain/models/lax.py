@@ -32,7 +32,7 @@ class TensorGate(nn.Module):
         return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
 
     def init_(self, seeded: SeededInit, name: str) -> None:
-        """SeededInit both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
+        """Draw both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
         for key, e in self.named_parameters():
             e.copy_(seeded.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
 

@@ -203,7 +203,7 @@ class Group(ABC):
 
     @abstractmethod
     def init_(self, seeded: SeededInit, prefix: str) -> None:
-        """SeededInit the initial values of the projections, whose full names are ``prefix + name``."""
+        """Draw the initial values of the projections, whose full names are ``prefix + name``."""
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in] -> the input of ``expand``, and the tensor for the same group of the next block (or None)."""

@@ -252,7 +252,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_(self, seed: int) -> None:
-        """SeededInit every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
+        """Draw every initial value from (seed, parameter name) in fp32, and round it to the model's dtype."""
         seeded = SeededInit(seed)
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_parameter(f"{name}.weight")

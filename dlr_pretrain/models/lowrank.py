@@ -35,7 +35,7 @@ class LowRank(Group):
             self.init_factor_(seeded, f"{name}.b.weight", p.b.weight)
 
     def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
-        """SeededInit A [r, d_in] or B [d_out, r]."""
+        """Draw A [r, d_in] or B [d_out, r]."""
         gain = self.knobs.get("b_gain", 1.0) if name.endswith(".b.weight") else 1.0
         match self.knobs.get("init", "cola"):
             case "cola":

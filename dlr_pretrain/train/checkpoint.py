@@ -90,16 +90,11 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
 
 def begin(root: Path, name: str) -> Path:
     """Make a hidden folder for the parts of checkpoint ``name``; deletes those that killed runs left."""
-    clear(root)
+    for left in root.glob(".writing_*"):
+        shutil.rmtree(left, ignore_errors=True)
     made = root / f".writing_{name}_{uuid.uuid4().hex[:8]}"  # unique, because another start may still be writing
     made.mkdir(parents=True)
     return made
-
-
-def clear(root: Path) -> None:
-    """Delete the hidden folders of saves that did not end."""
-    for left in root.glob(".writing_*"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Piece]) -> dict[str, dict[str, Any]]:

@@ -178,7 +178,10 @@ class Loop:
     # State
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
-        """Save the state before update ``step``, which changed nothing, and raise the reason."""
+        """Save the state before update ``step``, which changed nothing, and raise the reason.
+
+        If a save has failed for good, its error is the reason: the run ends with the checkpoint before it.
+        """
         self.step = step - 1
         self.saver.wait()
         if self.step > self.saver.saved:
@@ -188,7 +191,7 @@ class Loop:
     def save(self, final: bool = False) -> None:
         """Save everything that the next step depends on; with ``final``, return when it is durable.
 
-        Raises UserError if the weights are not sound, or, with ``final``, if the save fails for some minutes.
+        Raises UserError if the weights are not sound, if the last save has failed for good or, with ``final``, this one.
         """
         self.guard.require_sound(self.step, self.weights)
         self.saver.save(self.step, self.snapshot(), final)

@@ -21,7 +21,6 @@ from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.history import sound_records
 
@@ -57,10 +56,10 @@ class MetricsFile:
                 self.refusal = f"{self.path} could not be written: {error}"
 
     def sync(self) -> None:
-        """Make every line durable before a checkpoint relies on it. Raises UserError if a line cannot be written."""
+        """Make every line durable before a checkpoint relies on it. Raises OSError if a line cannot be written."""
         self._append()
         if self.unwritten:
-            raise UserError(self.refusal)
+            raise OSError(self.refusal)
         os.fsync(self.file.fileno())
 
     def __enter__(self) -> MetricsFile:

@@ -6,6 +6,7 @@ import shutil
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +27,10 @@ from dlr_pretrain.util.files import wait_for, write_durably
 T = TypeVar("T")
 SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
 TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
+
+
+class _Unwritten(UserError):
+    """A disk refused a write. The next attempt may succeed."""
 
 
 class Saver:
@@ -69,7 +74,7 @@ class Saver:
             try:
                 self._together(write)
             finally:
-                self._clear()
+                self._delete(folder)
 
     def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
         """Start to save ``snapshot``, which may be overwritten when this returns; waits for the previous save first.
@@ -126,7 +131,7 @@ class Saver:
     ) -> None:
         """In a thread of its own: write ``pieces`` as the checkpoint of ``step``, in ``TRIES`` attempts.
 
-        All ranks fail together, try again together, and say so once.
+        All ranks fail together, and say so once. Only a disk that refuses is tried again.
         """
         try:
             if copied is not None:
@@ -136,9 +141,9 @@ class Saver:
                 if attempt > 0:
                     time.sleep(PAUSE)
                 try:
-                    return self._attempt(step, pieces, state)
-                except UserError as error:
-                    self._clear()
+                    self._attempt(step, pieces, state)
+                    return self.console.say(f"the checkpoint of step {step} is written") if attempt > 0 else None
+                except _Unwritten as error:
                     failed = f"checkpoint of step {step} could not be written: {error}. Free space"
                 if attempt == 0:
                     self.console.say(f"warning: {failed}: it is tried for another {(TRIES - 1) * PAUSE:.0f} s")
@@ -163,14 +168,18 @@ class Saver:
             update_record(self.run_dir, {"saved": step})
 
         folder = self._on_main(begin)
-        parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
-        self._on_main(commit)
+        try:
+            parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
+            self._on_main(commit)
+        except UserError:
+            self._delete(folder)
+            raise
         self.saved = step
 
-    def _clear(self) -> None:
-        """Delete the parts of a failed save, which fill the disk."""
+    def _delete(self, folder: Path) -> None:
+        """Delete the parts of a failed save, which fill the disk, and nothing that another start may be writing."""
         if self.ranks.is_main:
-            checkpoint.clear(self.root)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _on_main(self, act: Callable[[], T]) -> T:
         """Call ``act`` on rank 0; all ranks return its result, or raise UserError."""
@@ -178,18 +187,25 @@ class Saver:
         return result  # type: ignore[return-value]  # rank 0 has called it
 
     def _together(self, act: Callable[[], T]) -> list[T]:
-        """Call ``act`` on every rank, and return all results. If it raises on any rank, all ranks raise UserError."""
-        result = error = None
+        """Call ``act`` on every rank, and return all results.
+
+        If it raises on any rank, all ranks raise UserError: ``_Unwritten`` if disks alone have refused.
+        """
+        result = failure = None
         try:
             result = act()
-        except Exception as raised:
-            error = f"{raised}" if isinstance(raised, OSError | UserError) else f"{type(raised).__name__}: {raised}"
-        answers = self.ranks.gather((result, error), self._group)
-        failures = [(rank, error) for rank, (_, error) in enumerate(answers) if error is not None]
+        except (OSError, UserError) as error:
+            failure = isinstance(error, OSError), f"{error}"
+        except Exception as error:
+            traceback.print_exc()
+            failure = False, f"{type(error).__name__}: {error}"
+        answers = self.ranks.gather((result, failure), self._group)
+        failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
-            rank, error = failures[0]
+            of_disk, text, rank = min(failures)  # first what no other attempt can mend
             others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
-            raise UserError(f"rank {rank}: {error}{others}" if len(answers) > 1 else error)
+            kind = _Unwritten if of_disk else UserError
+            raise kind(f"rank {rank}: {text}{others}" if len(answers) > 1 else text)
         return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
 
     def __enter__(self) -> Saver:

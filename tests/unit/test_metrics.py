@@ -15,7 +15,6 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import read_metrics
 
 
@@ -73,7 +72,7 @@ def test_lines_that_a_full_disk_did_not_take_are_written_when_there_is_room(tmp_
         for step in (1, 2, 3):
             file.write({"step": step})
         assert path.read_bytes() == b'{"step": '
-        with pytest.raises(UserError, match=r"metrics\.jsonl could not be written: .*No space left"):
+        with pytest.raises(OSError, match=r"metrics\.jsonl could not be written: .*No space left"):
             file.sync()
         disk.room = 1000
         file.sync()

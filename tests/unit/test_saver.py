@@ -99,8 +99,13 @@ def test_a_save_that_never_succeeds_ends_with_the_reason_and_leaves_no_parts(tmp
 
 @pytest.mark.parametrize("kind", [RuntimeError, UserError], ids=["a rank is lost", "the run was taken over"])
 def test_what_forbids_a_save_reaches_the_caller_as_it_is_and_nothing_counts_as_saved(tmp_path, kind):
+    """At once: only a disk may take a later attempt. What the run's new holder is writing stays."""
+
     def refuse(*_):
         raise kind("Connection closed")
+
+    theirs = tmp_path / "checkpoints" / ".writing_theirs"
+    theirs.mkdir(parents=True)
 
     heartbeat = SimpleNamespace(patient=nullcontext, require_held=refuse)
     broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
@@ -108,7 +113,17 @@ def test_what_forbids_a_save_reaches_the_caller_as_it_is_and_nothing_counts_as_s
     saving.save(1, snapshot(1))
     with pytest.raises(kind, match="Connection closed"):
         saving.wait()
-    assert newest(saving.root) == (None, {})
+    assert newest(saving.root) == (None, {}) and theirs.exists() == (kind is UserError)
+
+
+def test_a_fault_that_is_not_the_disks_is_not_tried_again(tmp_path, monkeypatch):
+    attempts = []
+    monkeypatch.setattr(checkpoint, "write_part", lambda *_: attempts.append(1) or {}["a"])
+    saving = saver_of(tmp_path)
+    saving.save(1, snapshot(1))
+    with pytest.raises(UserError, match=r"^KeyError: 'a'$"):
+        saving.wait()
+    assert len(attempts) == 1 and not list(saving.root.iterdir())
 
 
 @pytest.mark.usefixtures("no_export")
