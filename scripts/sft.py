@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dlr_pretrain.deploy.folder import need
 from dlr_pretrain.deploy.sft import DATASET, RECORD, fine_tune, read_rows
-from dlr_pretrain.util.errors import at_least_1, command, tell
+from dlr_pretrain.util.errors import at_least_1, command, write_to_stderr
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def run(folder: Path, data: str, output: Path, seeds: list[int], **recipe) -> No
     rows = read_rows(data)
     for seed in seeds:
         if (output / f"s{seed}" / RECORD).exists():
-            tell(f"note: {output}/s{seed} is there already, and stays as it is")
+            write_to_stderr(f"note: {output}/s{seed} is there already, and stays as it is")
         else:
             fine_tune(folder, output / f"s{seed}", rows, seed, **recipe)
 

@@ -107,7 +107,7 @@ def read_runs(places: Sequence[str | Path]) -> Runs:
     if not rows:
         raise UserError("no run could be read. " + " ".join(remarks))
     runs = _grouped(pd.DataFrame(rows), remarks)
-    return Runs(runs, pd.concat(metrics, ignore_index=True), [*remarks, *_to_know(runs)])
+    return Runs(runs, pd.concat(metrics, ignore_index=True), [*remarks, *_remarks_on(runs)])
 
 
 def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
@@ -164,10 +164,10 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "mfu": recent["perf/mfu"].median(),
         "memory": recent["perf/max_memory_gb"].max(),
     }
-    return row | _how_far(row["planned"], manifest, records), metrics
+    return row | _progress_of(row["planned"], manifest, records), metrics
 
 
-def _how_far(planned: int, manifest: dict, records: list[dict]) -> dict:
+def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     """The state of a run and its last figures."""
     last = records[-1] if records else {"step": 0}
     evaluated = next((record for record in reversed(records) if "eval/loss" in record), {"step": 0})
@@ -238,7 +238,7 @@ def differing_text(runs: pd.DataFrame) -> list[str]:
     return differing([one | padded if one["eval.packing"] == "pad" else one for one in scored])
 
 
-def _to_know(runs: pd.DataFrame) -> Iterator[str]:
+def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
     """Remarks on what means would hide: unfinished and diverged runs, mixed code or evaluation text."""
     for run in runs.to_dict("records"):
         if run["state"] == "unfinished":

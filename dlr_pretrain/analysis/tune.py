@@ -14,7 +14,7 @@ from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare,
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import ORIGIN, identity, read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import Status, look
+from dlr_pretrain.launch.state import Status, status_of
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.util.history import read_metrics
@@ -49,13 +49,13 @@ def tune(argv: Sequence[str]) -> int:
         records = {str(run.dir): read_record(run.dir) for run in runs.values()}
         require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
 
-    def bring(some: dict[Cell, PlannedRun]) -> list[Trial]:
+    def train_or_queue(some: dict[Cell, PlannedRun]) -> list[Trial]:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
         jobs = start(sorted(some.values(), key=lambda run: run.number), given, for_sbatch, same_text)
         same_text()
-        return [trial(cell, run, look(run, jobs)) for cell, run in some.items()]
+        return [trial(cell, run, status_of(run, jobs)) for cell, run in some.items()]
 
-    trials = bring(runs)
+    trials = train_or_queue(runs)
     fresh: dict[Cell, Line] = {}
     for method in methods:
         lr = choose(design, trials, method)["lr"]
@@ -66,7 +66,7 @@ def tune(argv: Sequence[str]) -> int:
     if fresh:
         confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
         runs |= confirming
-        trials += bring(confirming)
+        trials += train_or_queue(confirming)
     found = compare(design, trials) | {"remarks": about(methods, runs.values())}
     words = [own_words(of[0]) for of in methods.values()]
     found["shared"] = shlex.join(word for word in words[0] if all(word in own for own in words))

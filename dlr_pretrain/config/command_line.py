@@ -58,9 +58,9 @@ def read(argv: list[str]) -> CommandLine:
     loose = []
     for word in rest:
         if word.startswith("-"):
-            line.problems.append(_stranger(word))
+            line.problems.append(_unknown_flag(word))
         elif word.startswith("~") or ("=" in word and key_of(word)):
-            _admit(word, line)
+            _add(word, line)
         else:
             loose.append(word)
     if loose:
@@ -103,7 +103,7 @@ def options(group: str, config_dir: str | None = None) -> list[str]:
     return [path.with_suffix("").as_posix() for path in dict.fromkeys(files)]
 
 
-def _stranger(flag: str) -> Problem:
+def _unknown_flag(flag: str) -> Problem:
     """The problem of a flag that is not Hydra's."""
     name, _, value = flag.lstrip("-").partition("=")
     meant = nearest(name, [*GROUPS, *KEYS])
@@ -111,7 +111,7 @@ def _stranger(flag: str) -> Problem:
     return Problem(flag, MISSING, "not a flag of this command", fix)
 
 
-def _admit(word: str, line: CommandLine) -> None:
+def _add(word: str, line: CommandLine) -> None:
     """Add a well-formed word to the line in normal form; what is wrong with its value, to the problems."""
     key, value = key_of(word), word.partition("=")[2].strip()
     if not word.startswith("~") and not re.match(r"hydra[./]", key):

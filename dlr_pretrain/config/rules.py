@@ -47,7 +47,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
 
-    Without ``machine``, the rules about this machine's files, packages and compiler, and ``unnamed``, are left out.
+    Without ``machine``, rules about this machine's files, packages and compiler are left out, and ``missing_source``.
     """
     found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_probe(cfg), *_secrets(cfg)]
     for group in OPEN_GROUPS:
@@ -56,7 +56,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     if world_size is not None:
         found += _batch(cfg, world_size)
     if machine:
-        found += list(unnamed(cfg)) or [*_machine(cfg), *_text(cfg)]
+        found += list(missing_source(cfg)) or [*_machine(cfg), *_text(cfg)]
     return found
 
 
@@ -198,7 +198,7 @@ def _secrets(cfg: Config) -> Iterator[Problem]:
             yield Problem(name, value, rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
 
 
-def unnamed(cfg: Config) -> Iterator[Problem]:
+def missing_source(cfg: Config) -> Iterator[Problem]:
     """The problem that no key names the text. A machine that trains needs the name; one that only plans does not."""
     files = cfg.data.train_files or ""
     absolute = "://" in files or os.path.isabs(files)

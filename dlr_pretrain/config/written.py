@@ -46,7 +46,7 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
     return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
 
 
-def told(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
+def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
     """The keys of ``differences`` as text."""
     return between.join(f"{name}: {shown(there)} there, {shown(here)} here" for name, (there, here) in changed.items())
 

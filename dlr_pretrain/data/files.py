@@ -76,7 +76,7 @@ def _find_remote(root: str, address: str) -> list[File]:
     base = _file_system(root)[1] if "://" in root else os.path.dirname(path.split("*")[0])
     look = partial(system.glob, path, detail=True) if "*" in path else lambda: {path: system.info(path)}
     try:
-        found = insist(look, address)
+        found = retry(look, address)
     except FileNotFoundError:
         return []
     return [
@@ -117,13 +117,13 @@ def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
 
     pool = ThreadPoolExecutor(1)  # as a look-up of a name has no time-out
     try:
-        return insist(lambda: pool.submit(ask).result(FIRST_CONTACT_SECONDS), name, patience=0.0)
+        return retry(lambda: pool.submit(ask).result(FIRST_CONTACT_SECONDS), name, patience=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error
 
 
-def insist(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
+def retry(ask: Callable[[], T], name: str, patience: float | None = None) -> T:
     """The answer of ``ask``, which is asked again after errors that may pass, for ``patience`` seconds.
 
     A server that answers, if only that it is busy, is always asked again: many jobs may start together.
@@ -160,7 +160,7 @@ class Retrying(AbstractBufferedFile):
         end = min(end, self.size)
         ranges = [(at, min(at + RANGE_BYTES, end)) for at in range(start, end, RANGE_BYTES)]
         try:
-            return b"".join(insist(partial(self._ask, *one), self._address) for one in ranges)
+            return b"".join(retry(partial(self._ask, *one), self._address) for one in ranges)
         except Exception as error:
             said = " ".join(str(error).split()) or type(error).__name__
             fix = "The same command continues once it answers"
@@ -193,7 +193,7 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
     if file.size is not None:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
     system, path = _file_system(file.address)  # a server that names no length sends no ranges
-    return io.BytesIO(insist(lambda: system.cat_file(path), file.address))
+    return io.BytesIO(retry(lambda: system.cat_file(path), file.address))
 
 
 def user_cache() -> Path:

@@ -43,7 +43,7 @@ def permutation(n: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-def _dealt(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
+def _assignment(shards: int, stream: int, num_streams: int) -> tuple[list[int], int, int]:
     """The indices of a stream's shards, the first document that it takes of each, and the step between documents."""
     if shards >= num_streams:
         return list(range(stream, shards, num_streams)), 0, 1
@@ -58,7 +58,7 @@ class DocumentStream:
     def __init__(self, source: Source, tokenizer: Tokenizer, seed: int, stream: int, num_streams: int):
         self._source, self._tokenizer = source, tokenizer
         self._key, self._count = (seed, stream), num_streams
-        dealt, self._residue, self._step = _dealt(len(source.train_shards), stream, num_streams)
+        dealt, self._residue, self._step = _assignment(len(source.train_shards), stream, num_streams)
         self.shards = tuple(dealt)  # indices; two streams have the same, or no shard in common
 
     def chunks(self, position: Position) -> Iterator[tuple[Position, Tokens]]:

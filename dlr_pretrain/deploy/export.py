@@ -23,7 +23,7 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
-from dlr_pretrain.util.errors import UserError, tell
+from dlr_pretrain.util.errors import UserError, write_to_stderr
 from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.text import loading
 
@@ -96,7 +96,7 @@ def export(
         names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
         older = next(name for name in names if not name.exists())
         folder.rename(older)
-        tell(f"note: the earlier {folder} is {older} now")
+        write_to_stderr(f"note: the earlier {folder} is {older} now")
     partial.rename(folder)
     sync(folder.parent)
     return checked

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.runs import PlannedRun
-from dlr_pretrain.launch.state import look
+from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
 
@@ -45,7 +45,7 @@ def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], Non
                 slots.append(slot)
                 done = len(runs) - len(waiting) - len(running)
                 failed = f" (exit code {process.returncode}: see {_log(run)})" if process.returncode else ""
-                print(f"{done}/{len(runs)}  {run.dir.name}: {look(run, {})}{failed}", flush=True)
+                print(f"{done}/{len(runs)}  {run.dir.name}: {status_of(run, {})}{failed}", flush=True)
                 after_each()
             time.sleep(0.05)
         if asked:

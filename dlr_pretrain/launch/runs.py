@@ -21,7 +21,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import key_of, read
 from dlr_pretrain.config.compose import jobs, session
-from dlr_pretrain.config.rules import unnamed
+from dlr_pretrain.config.rules import missing_source
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores
 
@@ -133,7 +133,7 @@ def _load(line: Line, machine: bool) -> Config | ConfigError:
         cfg = load(list(line.words), 1 if machine else None, machine)
     except ConfigError as error:
         return error
-    problems = [] if machine else list(unnamed(cfg))
+    problems = [] if machine else list(missing_source(cfg))
     return ConfigError(problems) if problems else cfg
 
 

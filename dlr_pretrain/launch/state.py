@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import identity
-from dlr_pretrain.config.written import differences, read_record, told
+from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.files import EXPIRY, read_beat
@@ -48,7 +48,7 @@ class Status:
         return ", ".join(filter(None, [self.state, self.reason, *numbers]))
 
 
-def look(run: PlannedRun, queue: Mapping[str, str]) -> Status:
+def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
     """The status of ``run``; ``queue`` has SLURM's state of each job."""
     try:
         records = read_metrics(run.dir / "metrics.jsonl")
@@ -64,7 +64,7 @@ def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
     record = read_record(run.dir)
     changed = differences(record.get("identity", {}), identity(run.cfg))
     if changed and "saved" in record:
-        return "failed", f"its directory holds another run: {told(changed)}"
+        return "failed", f"its directory holds another run: {describe_differences(changed)}"
     said = {} if changed else record.get("state", {})
     job = last_job(run.dir)
     if said.get("name") == "complete":

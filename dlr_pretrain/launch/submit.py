@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, look, queue
+from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, queue, status_of
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
@@ -62,7 +62,7 @@ def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
     runs = load_runs(read_table(given.what), machine=given.local)
     start(runs, given, for_sbatch)
     trained = runs if given.local and not given.status else []
-    return EXIT_FAILED if any(look(run, {}).state not in ("complete", "diverged") for run in trained) else 0
+    return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 
 
 def start(
@@ -80,7 +80,7 @@ def start(
         if not given.status:
             raise UserError(f"{error}. --local trains on this machine") from None
         print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
-    stands = [look(run, jobs) for run in runs]
+    stands = [status_of(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         print(f"{run.number:>3}  {run.dir}: {at}")
     counts = Counter(at.state for at in stands)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.gradients import Gradients, of
+from dlr_pretrain.train.gradients import Gradients, gradients_of
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
@@ -76,11 +76,11 @@ class ShardedGradients(Gradients):
         """Give each optimized tensor its gradient, in the tensor's dtype; return this rank's rows of all gradients."""
         scalars = [p for p in self.working if not sharded.is_sharded(p)]
         if scalars:
-            summed = torch.stack([g.float() for g in of(scalars)])
+            summed = torch.stack([g.float() for g in gradients_of(scalars)])
             dist.all_reduce(summed)
             for p, gradient in zip(scalars, summed.unbind(), strict=True):
                 p.grad = gradient.to(p.dtype)
-        return [sharded.local_rows(gradient) for gradient in of(self.weights.optimized.values())]
+        return [sharded.local_rows(gradient) for gradient in gradients_of(self.weights.optimized.values())]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         whole = [not sharded.is_sharded(p) for p in self.weights.optimized.values()]

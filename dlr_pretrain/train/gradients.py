@@ -60,7 +60,7 @@ class Gradients:
         with nullcontext() if last or not isinstance(self.module, DistributedDataParallel) else self.module.no_sync():
             loss = self.forward_backward(inputs, count)
         if self.buffer is not None:
-            torch._foreach_add_(self.sums, of(self.working))
+            torch._foreach_add_(self.sums, gradients_of(self.working))
             self.module.zero_grad()
             if last and self.world_size > 1:
                 with record_function("communication"):
@@ -77,10 +77,10 @@ class Gradients:
     def collect(self) -> list[Tensor]:
         """Set the gradient of each optimized tensor, in the tensor's dtype, and return all gradients."""
         optimized = self.weights.optimized.values()
-        sources = of(self.working) if self.buffer is None else self.sums
+        sources = gradients_of(self.working) if self.buffer is None else self.sums
         for value, gradient in zip(optimized, sources, strict=True):
             value.grad = gradient.to(value.dtype)
-        return of(optimized)
+        return gradients_of(optimized)
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
         """The l2 norm over all gradients that ``collect`` returned; the same on all ranks."""
@@ -88,7 +88,7 @@ class Gradients:
 
     def clear(self) -> None:
         if self.bucketed:  # the gradients are views of the buckets and must stay so
-            torch._foreach_zero_(of(self.working))
+            torch._foreach_zero_(gradients_of(self.working))
         else:
             self.module.zero_grad()
         if self.weights.masters is not None:
@@ -98,7 +98,7 @@ class Gradients:
             self.buffer.zero_()
 
 
-def of(tensors: Iterable[Tensor]) -> list[Tensor]:
+def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The gradients of ``tensors``, which have one each."""
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 

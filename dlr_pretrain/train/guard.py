@@ -102,7 +102,7 @@ class Guard:
                 self.skipped += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
-                self.console.say(f"warning: step {step}: {_told(outcome)}: the update was left out; {kept}")
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: the update was left out; {kept}")
                 self.fail(self._too_many_skipped())
         if outcome.halted:
             self.broken = (step, outcome)
@@ -206,7 +206,7 @@ class Guard:
             kinds = [type(error) for _, error in failures]
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
             raise kind(f"step {step} was not taken. {before}. {reasons}")
-        rule = f"step {step}: {_told(outcome)}: not finite. The update was not applied"
+        rule = f"step {step}: {_describe(outcome)}: not finite. The update was not applied"
         fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
         raise Diverged(f"{rule}. {before}. {fix} train.on_nonfinite=skip")
 
@@ -228,5 +228,5 @@ class Guard:
             self.fail(self._too_many_skipped())
 
 
-def _told(outcome: Outcome[float]) -> str:
+def _describe(outcome: Outcome[float]) -> str:
     return f"loss {outcome.loss:g}, gradient norm {outcome.norm:g}"

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import TypeVar
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.util.errors import RankLost, UserError, first_line, leave
+from dlr_pretrain.util.errors import RankLost, UserError, exit_process, first_line
 from dlr_pretrain.util.files import EXPIRY, read_beat
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Heartbeat:
             self._dump(f"no progress for {still:.0f} s after step {self.step}")
             if strict:  # every rank that stands still ends itself
                 lost, speaks = self._verdict(f"no step for {still:.0f} s")
-                leave(lost, say=speaks)
+                exit_process(lost, say=speaks)
 
     def _renew(self) -> None:
         """Write this rank's beat. If another start has taken the run over, this process ends."""
@@ -217,7 +217,7 @@ class Heartbeat:
             self.require_held()
             self._write(time.time())
         except UserError as error:
-            leave(error)
+            exit_process(error)
         except OSError:  # a full disk, or a file server that is away: the next renewal may succeed
             pass
 
@@ -265,7 +265,7 @@ class Heartbeat:
         self._renew()
         stacks = f"The ranks' stacks are in {self.folder / 'stacks'}"
         again = "The same command continues from the last checkpoint"
-        lost = RankLost(f"{suspicion(beats, silent)} ({reason}). {stacks}. {again}")
+        lost = RankLost(f"{describe_suspects(beats, silent)} ({reason}). {stacks}. {again}")
         return lost, self.rank == min(beats.keys() - silent, default=self.rank)
 
     def _beats(self) -> dict[int, dict]:
@@ -277,7 +277,7 @@ class Heartbeat:
         return {rank: beat for rank, beat in beats.items() if beat.get("token") == self.token}
 
 
-def suspicion(beats: dict[int, dict], silent: set[int]) -> str:
+def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
     """The ranks that the others wait for: the silent ones, else those behind, else those in no collective."""
     if not beats:
         return "a rank was lost"

@@ -191,7 +191,8 @@ class Loop:
     def save(self, final: bool = False) -> None:
         """Save everything that the next step depends on; with ``final``, return when it is durable.
 
-        Raises UserError if the weights are not sound, if the last save has failed for good or, with ``final``, this one.
+        Raises UserError if the weights are not sound, if the save before has failed for good or, with ``final``, this
+        one has.
         """
         self.guard.require_sound(self.step, self.weights)
         self.saver.save(self.step, self.snapshot(), final)

@@ -17,7 +17,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.util.errors import UserError, first_line, tell
+from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.process import available_memory
 
 RECORDED = "micro_batch"  # in manifest.json: {ranks: sequences}
@@ -96,5 +96,5 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
         )
         text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
         if not ranks.is_main:
-            tell(f"error: {text}")
+            write_to_stderr(f"error: {text}")
         raise UserError(text) from error

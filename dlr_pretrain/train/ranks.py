@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.train.heartbeat import PATIENCE, Heartbeat
 from dlr_pretrain.util import process
-from dlr_pretrain.util.errors import Stopped, UserError, tell
+from dlr_pretrain.util.errors import Stopped, UserError, write_to_stderr
 
 T = TypeVar("T")
 SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
@@ -74,7 +74,7 @@ class Ranks:
         if self.trained or not self.heartbeat.started:
             raise _stopped(AFTER if self.trained else BEFORE)
         if self.is_main:
-            tell("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
+            write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
 
     def finishing(self) -> None:
         """Note that all steps are saved: the run stops at once if it was asked to, or is from now on."""
@@ -245,7 +245,7 @@ class Ranks:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             lost, speaks = self.heartbeat.report(error)
             if speaks and not self.is_main:  # cli.py prints only rank 0's errors
-                tell(f"error: {lost}")
+                write_to_stderr(f"error: {lost}")
             return lost
         return None
 

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 import dlr_pretrain
 from dlr_pretrain.config import Config, identity, to_dict
 from dlr_pretrain.config.problems import redact
-from dlr_pretrain.config.written import MANIFEST, differences, read_record, told
+from dlr_pretrain.config.written import MANIFEST, describe_differences, differences, read_record
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError, first_line
 from dlr_pretrain.util.files import write_durably
@@ -53,7 +53,7 @@ def bind_identity(run_dir: Path, entries: dict[str, object]) -> None:
     before = record.get("identity", {})
     changed = differences(before, entries)
     if changed and "saved" in record:
-        differ = told(changed, between="\n  ")
+        differ = describe_differences(changed, between="\n  ")
         new = f"choose another run.dir and start there with run.start_from={run_dir}"
         fix = f"Restore these keys, or {new} (and run.start_optimizer=true, to go on from its last step)"
         raise UserError(f"{run_dir} holds another run:\n  {differ}\n{fix}")

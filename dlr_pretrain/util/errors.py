@@ -72,16 +72,16 @@ def say(text: str, stream: TextIO, end: str = "\n") -> None:
             os.close(null)
 
 
-def tell(text: str) -> None:
+def write_to_stderr(text: str) -> None:
     """Write a line to stderr at once. Signal handlers may call this, and it does not fail if stderr is gone."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())
 
 
-def leave(error: UserError, say: bool = True) -> NoReturn:
+def exit_process(error: UserError, say: bool = True) -> NoReturn:
     """End the process at once, from any thread, without writing anything else to the run."""
     if say:
-        tell(f"\nerror: {error}")
+        write_to_stderr(f"\nerror: {error}")
     try:
         raise error  # torchrun's handler reads the exception that is being handled
     except UserError:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs
-from dlr_pretrain.launch.state import Status, last_job, last_saved, look, queue
+from dlr_pretrain.launch.state import Status, last_job, last_saved, queue, status_of
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import ROOT, forked
 from tests.resume.test_resume import assert_same, final
@@ -125,7 +125,7 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
         return submit("--status")
 
     def status(number: int) -> Status:
-        return look(runs[number - 1], queue())
+        return status_of(runs[number - 1], queue())
 
     def job(number: int) -> str:
         return last_job(runs[number - 1].dir)["job"]

@@ -109,11 +109,11 @@ def test_a_file_lock_that_another_machine_left_behind_is_not_broken(tmp_path):
 def test_a_holder_that_was_suspended_stops_and_writes_nothing(tmp_path, monkeypatch):
     lost, told = threading.Event(), []
 
-    def leave(error):
+    def exit_process(error):
         told.append(error)
         lost.set()
 
-    monkeypatch.setattr(module, "leave", leave)
+    monkeypatch.setattr(module, "exit_process", exit_process)
     with take(tmp_path) as own:
         for when in (time.time(), 0.0):  # another start holds it, or has come and gone
             write_beat(tmp_path, when)

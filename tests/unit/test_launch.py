@@ -17,7 +17,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
 from dlr_pretrain.launch import local, submit
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_runs
-from dlr_pretrain.launch.state import JOB, Status, last_job, look
+from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
 from tests.conftest import ROOT
@@ -145,7 +145,7 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, tmp_pa
     assert submit.main(words) == 0 and not (scheduler / "asked").exists()
     said = capsys.readouterr().out
     assert "6 runs: 1 complete, 1 diverged, 3 running, 1 pending" in said
-    assert [look(run, {}).state for run in runs][:2] == ["complete", "failed"]
+    assert [status_of(run, {}).state for run in runs][:2] == ["complete", "failed"]
 
 
 def test_without_a_scheduler_nothing_is_submitted_and_the_rest_is_shown(table, monkeypatch, capsys):
@@ -162,28 +162,28 @@ def test_a_run_says_itself_how_it_ended(table, name):
     run, other = loaded(table)
     note(run, time=time.time() - 9, job="70_1", log="x")
     write_state(run, name, "a reason")
-    assert look(run, {}) == Status(name, "" if name == "complete" else "a reason", 10, 3.9, 20.1)
+    assert status_of(run, {}) == Status(name, "" if name == "complete" else "a reason", 10, 3.9, 20.1)
     note(run, time=time.time() + 9, job="71_1", log="/the.log")  # a later start that left no word
-    assert look(run, {}).state == (name if name == "complete" else "failed")
+    assert status_of(run, {}).state == (name if name == "complete" else "failed")
     write_state(other, name)
     update_record(other.dir, {"identity": {"train.lr": 9.0}})
-    assert look(other, {}).reason.startswith("its directory holds another run: train.lr: 9.0 there")
+    assert status_of(other, {}).reason.startswith("its directory holds another run: train.lr: 9.0 there")
     update_record(other.dir, {"saved": None})  # nothing was saved, so it may become this run
-    assert look(other, {}).state == "not started"
+    assert status_of(other, {}).state == "not started"
 
 
 def test_a_run_that_does_not_say_how_it_ended_is_told_by_the_queue_its_heartbeat_and_its_job(table):
     run = loaded(table)[0]
-    assert look(run, {}) == Status("not started")
+    assert status_of(run, {}) == Status("not started")
     note(run, time=time.time(), job="9_1", log="/the.log")
-    assert look(run, {"9_2": "RUNNING"}) == Status("failed", "its job has left the queue: see /the.log")
+    assert status_of(run, {"9_2": "RUNNING"}) == Status("failed", "its job has left the queue: see /the.log")
     write_state(run, "running")
-    assert [look(run, {"9_1": said}).state for said in ("RUNNING", "REQUEUED")] == ["running", "pending"]
+    assert [status_of(run, {"9_1": said}).state for said in ("RUNNING", "REQUEUED")] == ["running", "pending"]
     for seconds, state in ((3, "running"), (3600, "failed")):
         write_beat(run.dir, time.time() - seconds)
-        assert look(run, {}).state == state
+        assert status_of(run, {}).state == state
     (run.dir / JOB).unlink()
-    assert look(run, {}) == Status("failed", "it ended without a word", 10, 3.9, 20.1)
+    assert status_of(run, {}) == Status("failed", "it ended without a word", 10, 3.9, 20.1)
 
 
 def test_the_batch_scripts_ask_for_a_run_and_for_what_it_has_saved(tmp_path):
