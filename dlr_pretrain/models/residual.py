@@ -135,8 +135,11 @@ class UpProjection(nn.Linear):
         y = super().forward(z)
         if residual.impl == "weight":
             return y
-        beta = residual.beta if self.dlr_alpha is None else self.dlr_alpha / residual.divisor
-        return y + beta * residual.duplicate(z)
+        copies = residual.duplicate(z)
+        if self.dlr_alpha is None:
+            return y + residual.beta * copies
+        beta = self.dlr_alpha / residual.divisor  # perhaps wider than z: a product would round it to the dtype of z
+        return y + (beta * copies.to(beta.dtype)).to(y.dtype)
 
     def __reduce_ex__(self, protocol):  # also of copy.deepcopy
         self.residual.require_inactive("an up-projection", "copy or pickle it")

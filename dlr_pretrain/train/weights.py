@@ -82,6 +82,9 @@ class Weights:
         if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
             self.masters = _copies(dict(model.named_parameters()))
             model.to(WORKING_DTYPE[precision])
+            for name, p in model.named_parameters():
+                if p.dim() == 0:  # a learned alpha scales a whole layer: in bf16 it would move in steps of 0.004
+                    p.data = self.masters[name].clone()
         share_memory_(model, lambda linear: hasattr(linear, "residual"))
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
 

@@ -234,3 +234,16 @@ def test_a_compiled_merge_has_the_bits_of_the_eager_one(dtype, with_masters):
         assert all(torch.equal(a, b) for a, b in pairs) and not torch.equal(before[0], pairs[0][1])
     if not with_masters:
         assert all(torch.equal(a, b) for a, b in zip(before, fused.parameters(), strict=True))
+
+
+def test_under_masters_a_learned_alpha_acts_as_it_is_and_not_as_bf16_has_it():
+    cfg = small("cola", "dlr=learnable_alpha", "precision=bf16_mixed")
+    weights = Weights(build(cfg, VOCAB, CPU), "bf16_mixed")
+    outputs = []
+    for change in (0.0, 0.001):  # bf16 has nothing between 1 and 1.008
+        for name in weights.optimized:
+            if name.endswith("alpha"):
+                weights.optimized[name].data.fill_(1 + change)
+        with weights.with_residual(), torch.no_grad():
+            outputs.append(weights.model.logits(batch()[0]))
+    assert not torch.equal(*outputs)
