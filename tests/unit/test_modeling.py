@@ -65,6 +65,14 @@ def test_calls_copies_and_threads_share_no_latent(kind, ids):
     assert torch.equal(other(input_ids=ids).logits, alone)
 
 
+def test_a_hook_on_a_block_sees_its_hidden_states(ids):
+    model, seen = exported("lax"), []
+    for block in model.model.layers:
+        block.register_forward_hook(lambda _, __, output: seen.append(output))
+    states = model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert len(states) == 4 and all(torch.equal(*pair) for pair in zip(states[1:-1], seen, strict=False))
+
+
 @pytest.mark.parametrize("kind", FACTORISED)
 def test_a_model_that_was_made_empty_starts_anew(kind):
     """As FSDP and meta devices do it; also the buffer of lost, which would be raw memory."""
