@@ -27,7 +27,9 @@ HERE = Path(__file__).resolve().parent
 RECORDING = HERE / "recording.json"
 TOKENIZER = HERE / "spiece.model"
 STOPPED = 75
-REL = 1e-5  # of losses in fp32 on another machine; measured: other kernels move them by less than 3e-7
+# On another machine losses in fp32 are compared to REL in the first updates alone: training lets the rounding of other
+# kernels grow. Measured between an AMD EPYC and an Intel Xeon: below 3e-7 in 20 updates, 1.4e-5 at the 40th.
+REL, UPDATES = 1e-5, 20
 
 
 def write_corpus(folder: Path) -> None:
@@ -252,7 +254,7 @@ def unequal(a, b, bits: bool, hashed: bool) -> list[str]:
                        ("eval", a["eval"], b["eval"])):  # fmt: skip
         if x.keys() != y.keys():
             found.append(f"{kind}: other steps")
-        for step in [step for step in x if step in y]:
+        for step in [step for step in x if step in y and (bits or int(step) <= UPDATES)]:
             one, other = float.fromhex(x[step]), float.fromhex(y[step])
             if not (x[step] == y[step] if bits else math.isclose(one, other, rel_tol=REL)):
                 found.append(f"{kind} loss of step {step}: {one:.9g} and {other:.9g}")
