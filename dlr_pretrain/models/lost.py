@@ -53,27 +53,23 @@ class Lost(LowRank):
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
-        for name, p in self.named(prefix):
-            dense = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
-            self.start_projection_from_(p, dense)
+        shape = self.spec.d_out, self.spec.d_in
+        self.start_from_([seeded.normal(f"{name}.weight", shape, INIT_STD) for name, _ in self.named(prefix)])
 
     @torch.no_grad()
     def start_from_(self, dense: list[Tensor]) -> None:
-        for p, weight in zip(self.projections, dense, strict=True):
-            self.start_projection_from_(p, weight)
-
-    def start_projection_from_(self, p: LostProjection, dense: Tensor) -> None:
-        dense = dense.to(p.b.weight.device)
-        looked_at = min(self.knobs["residual_rank"], min(dense.shape) - self.rank)
-        u, s, vh = leading(dense, self.rank + looked_at)
-        b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
-        p.b.weight.copy_(b)
-        p.a.weight.copy_(a)
         rest = slice(self.rank, None)
-        scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
-        ranking = scores.sort(descending=True, stable=True).indices
-        p.channels.copy_(ranking[: len(p.channels)].sort().values)
-        p.s.weight.copy_(dense[:, p.channels])
+        for p, weight in zip(self.projections, dense, strict=True):
+            w = weight.to(p.b.weight.device)
+            looked_at = min(self.knobs["residual_rank"], min(w.shape) - self.rank)
+            u, s, vh = leading(w, self.rank + looked_at)
+            b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])
+            p.b.weight.copy_(b)
+            p.a.weight.copy_(a)
+            scores = (s[rest, None] * vh[rest]).norm(dim=0)  # U is orthonormal
+            ranking = scores.sort(descending=True, stable=True).indices
+            p.channels.copy_(ranking[: len(p.channels)].sort().values)
+            p.s.weight.copy_(w[:, p.channels])
 
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h) if self.knobs["activation"] == "silu" else h
