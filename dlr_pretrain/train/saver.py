@@ -200,9 +200,9 @@ class Saver:
             traceback.print_exc()
             failure = False, f"{type(error).__name__}: {error}"
         answers = self.ranks.gather((result, failure), self._group)
-        failures = [(*failure, rank) for rank, (_, failure) in enumerate(answers) if failure is not None]
+        failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
-            of_disk, text, rank = min(failures)  # first what no other attempt can mend
+            of_disk, rank, text = min(failures)  # first what no other attempt can mend, then the lowest rank
             others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
             kind = _Unwritten if of_disk else UserError
             raise kind(f"rank {rank}: {text}{others}" if len(answers) > 1 else text)
