@@ -1,6 +1,5 @@
 """``update.py KEY=VALUE ...``: updates of a new model on a stand-in CUDA device; prints what a steady one did, as JSON.
 
-
 waits           calls for which the host waits for the device: as torch reports them, with their line, and what the
                 device saw of streams, events and unpinned copies
 to_device       bytes of each copy from the host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,11 @@ def test_weights_are_stored_bit_for_bit_with_a_card(tmp_path, spiece):
     assert yaml.safe_load(readme.split("---")[1])["tags"] == ["pre-training", "low-rank", "cola"]
     written = yaml.safe_load(readme.split("```yaml")[1].split("```")[0])
     assert written["backbone"]["name"] == "cola" and written["train"]["seq_len"] == 256
+    dlr = replace(of_kind("cola_lax"), dlr=replace(COLA.dlr, name="on", enabled=True))
+    export(tmp_path / "dlr", dlr, trained(dlr, ROWS).state_dict(), spiece, RECORD)
+    readme = (tmp_path / "dlr/README.md").read_text()
+    assert "# LLaMA tiny, cola_lax + DLR (on), folded" in readme
+    assert "Zero-Inference-Cost Latent Residuals for Low-Rank Pre-Training" in readme
 
 
 def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_path, spiece, monkeypatch):

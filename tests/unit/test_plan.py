@@ -143,6 +143,9 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
         assert e["hours"] * 3600 == pytest.approx(140_000 * 131_072 / e["tokens_per_second"])
+    text = " ".join(render(found).split())
+    assert "1,044,264 tokens/s on 32 H100" in text and "13.09 GB" in text and "compiled code takes less" in text
+
     short = config(*TINY, "precision=fp32")
     assert plan(short, 1)["speed"] is None and "not of fp32" in " ".join(render(plan(short, 1)).split())
     assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None

@@ -123,9 +123,13 @@ def test_tensors_facts_files_and_backbones_that_do_not_fit_are_named(folder, bac
         dense_start(folder, small(backbone))
 
 
-def test_initial_values_that_would_be_ignored_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"backbone\.init=xavier: would be ignored"):
-        load(["scale=tiny", "data=sample", "logger=jsonl", "backbone.init=xavier", f"run.start_from={folder}"])
+@pytest.mark.parametrize(("words", "problem"), [
+    (("dlr=on", "precision=bf16"), r"gives B its values, less the residual: dlr=on in bf16"),
+    (("backbone.init=xavier",), r"backbone\.init=xavier: would be ignored"),
+], ids=["rounded away", "ignored"])  # fmt: skip
+def test_the_command_line_refuses_what_cannot_start(folder, words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        load(["scale=tiny", "data=sample", "logger=jsonl", *words, f"run.start_from={folder}"])
 
 
 @pytest.mark.usefixtures("no_export")
