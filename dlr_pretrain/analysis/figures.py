@@ -13,7 +13,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlr_pretrain.analysis.runs import Runs, ended, spread
-from dlr_pretrain.analysis.tables import PATHS, probed
 from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import amount
 
@@ -69,7 +68,6 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
         for name, column, x, what in FIGURES:
             if at.metrics[[column, x]].notna().all(axis=1).any():
                 yield curves(at, folder, f"{name}_{scale}", column, x, f"{scale}: {what}")
-    yield from draw_paths(found, folder)
 
 
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
@@ -116,19 +114,7 @@ def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x
 
 
 # ----------------------------------------------------------------------------------------------------
-# Other figures
-
-
-def draw_paths(found: Runs, folder: Path) -> Iterator[Picture]:
-    """rho of each probed projection over the updates, a figure for each run."""
-    for i, (run, of) in enumerate(probed(found.metrics).groupby("run", sort=False)):
-        ax = axes()
-        for projection, at in of.groupby("projection", sort=False):
-            (line,) = ax.plot(at.step, at.rho, marker="o", markersize=4, label=projection)
-            ax.plot(at.step, at.isotropic, color=line.get_color(), linestyle="--", linewidth=1)
-        ax.axhline(1, color="grey", linewidth=0.8)
-        ax.set(title=Path(run).resolve().name, xscale="log", xlabel="update", ylabel="rho = |beta R g| / |B$^T$ g|")
-        yield save(ax, folder, f"gradient_paths_{i}" if i else "gradient_paths", PATHS)
+# Learning rates
 
 
 def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw, draw_paths
+from dlr_pretrain.analysis.figures import LOSS, Picture, curves, draw
 from dlr_pretrain.analysis.runs import read_runs
 from dlr_pretrain.analysis.tables import Table, run_tables
 from dlr_pretrain.util.files import write_durably
@@ -45,7 +45,7 @@ def write_report(run_dir: Path) -> None:
     found = read_runs([run_dir])
     plots, folded = run_dir / "plots", run_dir / "folded"
     loss = curves(found, plots, "loss", "train/loss", "train/tokens", LOSS)
-    parts: list[Part] = [*run_tables(found), loss, *draw_paths(found, plots)]
+    parts: list[Part] = [*run_tables(found), loss]
     if (folded / "config.json").exists():
         parts.append(("The folded checkpoint", loading(str(folded), trust=any(folded.glob("modeling_*.py")))))
     parts.append(("Made by", shlex.join(found.runs.start.iloc[0].get("command", []))))

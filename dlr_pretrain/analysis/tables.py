@@ -19,11 +19,6 @@ CONVENTION = (
     "scripts of the GaLore family print, as in published tables: the loss of n batches is divided by n + 1. It needs "
     "enough text."
 )
-PATHS = (
-    "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, divided by that of "
-    "B^T g, which reaches it through B; the mean of ratios is over single positions. The isotropic value (dashed in "
-    "figures) is that of a gradient without a preferred direction: |beta R^T|_F / |B|_F."
-)
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 
 def run_tables(found: Runs) -> list[Table]:
     """All tables of runs, those that matter most first."""
-    own = [*pairs_table(found), groups_table(found), *paper_table(found), *paths_table(found)]
+    own = [*pairs_table(found), groups_table(found), *paper_table(found)]
     return [*own, speed_table(found), *settings_table(found), runs_table(found)]
 
 
@@ -144,27 +139,6 @@ def speed_table(found: Runs) -> Table:
         "saving; it counts padding. Memory is the peak of a rank. Compare only within a machine."
     ]
     return table("speed", "Speed and memory", rows, notes)
-
-
-def probed(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The numbers of every probe of gradient paths, a row for each run, projection and step."""
-    columns = [name for name in metrics if name.startswith("probe/")]
-    long = metrics.melt(id_vars=["run", "step"], value_vars=columns).dropna(subset="value")
-    long[["projection", "number"]] = long.variable.astype(str).str.extract(r"^probe/(.*)/(\w+)$")
-    return long.pivot(index=["run", "projection", "step"], columns="number", values="value").reset_index()
-
-
-def paths_table(found: Runs) -> Iterator[Table]:
-    """The first and the last probe of each projection of each run; nothing without probes."""
-    ends = probed(found.metrics).groupby(["run", "projection"], sort=False).nth([0, -1])
-    names = found.runs.set_index("run")["name"]
-    rows = [
-        {"Run": names[at.run], "Projection": at.projection, "Before update": int(at.step), "rho": f"{at.rho:.3f}",
-         "mean of ratios": f"{at.rho_mean:.3f}", "isotropic": f"{at.isotropic:.3f}", "cosine": f"{at.cosine:+.3f}"}
-        for at in ends.itertuples()
-    ]  # fmt: skip
-    if rows:
-        yield table("paths", "Gradient paths", rows, [PATHS])
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
     ("dlr.impl", "dlr.mode", "residual"),
-    ("probe.", "probe.enabled", True),
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
     ("backbone.b_gain", "dlr.train_b", True),
@@ -49,7 +48,7 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
 
     Without ``machine``, rules about this machine's files, packages and compiler are left out, and ``missing_source``.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_probe(cfg), *_secrets(cfg)]
+    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
     for group in OPEN_GROUPS:
         if option := OPTIONS[group].get(getattr(cfg, group).name):
             found += option.problems(cfg)
@@ -171,24 +170,6 @@ def _schedule(cfg: Config) -> Iterator[Problem]:
     if cfg.profile.enabled and end > there:
         rule = f"and profile.steps={cfg.profile.steps} after it must lie within the {there} steps of the run"
         yield Problem("profile.start", cfg.profile.start, rule)
-
-
-def probed(cfg: Config) -> list[str]:
-    """The projections that ``probe=on`` examines: those of the paper's three that carry the residual."""
-    last, part = cfg.scale.num_layers - 1, {"all": "", "attention": "self_attn", "mlp": "mlp"}[cfg.dlr.scope]
-    names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]
-    return [name for name in dict.fromkeys(names) if part in name]
-
-
-def _probe(cfg: Config) -> Iterator[Problem]:
-    if not cfg.probe.enabled:
-        return
-    if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
-        rule = f"compares the gradient's way through B with that through the residual, and dlr={cfg.dlr.name} lacks one"
-        yield Problem("probe", cfg.probe.name, rule, "Use dlr=on, or probe=off")
-    if cfg.parallel.name == "fsdp":
-        rule = "multiplies by whole weights, of which parallel=fsdp leaves a rank some rows"
-        yield Problem("probe", cfg.probe.name, rule, "Use parallel=ddp, or probe=off")
 
 
 def _secrets(cfg: Config) -> Iterator[Problem]:

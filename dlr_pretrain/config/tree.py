@@ -18,8 +18,7 @@ CONFIG_DIR = next(folder for folder in (PACKAGE / "configs", PACKAGE.parent / "c
 VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M parameters at 1B
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
-GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "probe", "profile",
-          "experiment")  # fmt: skip
+GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
 KINDS: dict[object, str] = {
     int: "a whole number",
     float: "a number",
@@ -183,13 +182,6 @@ class Logger:
 
 
 @dataclass
-class Probe:
-    name: str = key("name of the choice", fixed=True)
-    enabled: bool = key("whether gradient paths are probed", fixed=True)
-    every: int = key("updates between two probe steps; at first after 0, 1, 3, 10, 30, ...", 1000, ge=1)
-
-
-@dataclass
 class Profile:
     name: str = key("name of the choice", fixed=True)
     enabled: bool = key("whether some steps are traced", fixed=True)
@@ -223,7 +215,6 @@ class Config:
     eval: Eval
     checkpoint: Checkpoint
     log: Log
-    probe: Probe
     profile: Profile
     run: Run
     seed: int = key("initialisation, and the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)

@@ -18,7 +18,6 @@ from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
-from dlr_pretrain.train.probe import Probe
 from dlr_pretrain.train.profile import UNTIMED, Profiler
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
@@ -69,7 +68,7 @@ class Loop:
         self.weights, self.optimizer = update.weights, update.optimizer
         self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
         self.view = view
-        self.probe, self.profiler = Probe(cfg, ranks, self.weights), Profiler(cfg, saver.run_dir, ranks, console)
+        self.profiler = Profiler(cfg, saver.run_dir, ranks, console)
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
         self.batches: dict[int, Batch] = {}  # of the steps whose outcomes have not arrived
@@ -87,7 +86,6 @@ class Loop:
             self.update.rehearse()
         while self.step < cfg.train.steps:
             batch = guard.next_batch(loader)
-            self.probe_gradients(batch)
             outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.failure is not None)
             self.step += 1
             self.push(outcome, batch)
@@ -166,13 +164,6 @@ class Loop:
             self.guard.stop()
         else:
             self.report(record | found)
-
-    def probe_gradients(self, batch: Batch) -> None:
-        """Probe the weights before the update from ``batch``, if that is due."""
-        if self.probe.is_due(self.step):
-            self.ranks.synchronize()  # the throughput must count the GPU's time of earlier steps
-            with self.untimed():
-                self.meter.probed[self.step + 1] = self.probe(batch)
 
     # ------------------------------------------------------------------------------------------------
     # State

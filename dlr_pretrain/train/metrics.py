@@ -113,7 +113,6 @@ class Meter:
 
     def __init__(self, cfg: Config, ranks: Ranks, model: Llama, micro_batch: int):
         self.cfg, self.ranks = cfg, ranks
-        self.probed: dict[int, dict] = {}  # the probe's metrics, by the step that followed
         self.peak: float | None = None  # tokens per second that all GPUs could train at their peak FLOP/s, if known
         if flops := peak_flops(ranks.device, cfg.precision.name):
             per_token = flops_per_token(cfg, model.lm_head.out_features, micro_batch)
@@ -139,7 +138,7 @@ class Meter:
             "perf/mfu": speed / self.peak if speed and self.peak else None,
             "perf/max_memory_gb": self.ranks.peak_memory() / 1e9,
             "time": time.time(),
-        } | self.probed.pop(step, {})
+        }
 
     def seconds_per_step(self) -> float | None:
         """The mean of the last steps; None in the first steps."""

@@ -40,7 +40,7 @@ def problems(*argv: str, ranks: int = 1) -> list[str]:
         ["+scale=1b", "+backbone=cola", "+dlr=on", "+train.lr=0.001"],
         ["++scale=1b", "++backbone=cola", "dlr=on", "++train.lr=1e-3"],
         ["train.lr=0.0010", "dlr=on", "backbone=cola", "scale=1b"],
-        ["scale = 1b", "dlr=on", "+backbone=cola", "train={lr: 1e-3}", "probe=off", "profile=off"],
+        ["scale = 1b", "dlr=on", "+backbone=cola", "train={lr: 1e-3}", "profile=off"],
         ["scale=7b", "train.lr=1", "scale=1b", "backbone=cola", "dlr='off'", "+dlr=on", "train={lr: 1e-3}"],
     ],
 )

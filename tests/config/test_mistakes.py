@@ -71,8 +71,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "dlr=on dlr.learn_alpha=true": ["dlr.learn_alpha=true: alpha is learned in the branch", "Use dlr.impl=branch"],
     "backbone=relora backbone.merge_every=300": ["backbone.merge_every=300", "train.steps=300", "Use backbone=lora"],
     "backbone=relora backbone.merge_every=10": ["backbone.restart_warmup=10", "backbone.merge_every=10"],
-    "probe=on": ["probe=on", "dlr=off lacks", "Use dlr=on"],
-    "dlr=on probe=on parallel=fsdp": ["probe=on", "Use parallel=ddp"],
     "profile=on train.stop_after=3": ["profile.start=20", "within the 3 steps"],
     "run.start_optimizer=true": ["run.start_optimizer=true", "set run.start_from"],
     "train.lr_decay_steps=271": ["train.lr_decay_steps=271", "from 2 to 270"],

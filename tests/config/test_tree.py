@@ -94,7 +94,7 @@ def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
     before = identity(cfg)
     cfg.compile, cfg.device, cfg.run.dir, cfg.train.micro_batch = False, "cpu", "elsewhere", 1
     cfg.log.every, cfg.logger.project, cfg.checkpoint.every = 1, "other", 5
-    cfg.probe.enabled, cfg.profile.steps = True, 9
+    cfg.profile.steps = 9
     assert identity(cfg) == before
     cfg.backbone.knobs["rank"] = 16
     assert {key for key, value in identity(cfg).items() if before[key] != value} == {"backbone.rank"}

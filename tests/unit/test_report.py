@@ -218,19 +218,11 @@ def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lost, steps):
     assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_runs_own_report_says_how_to_load_it_and_what_was_probed(tmp_path):
+def test_a_runs_own_report_says_how_to_load_it(tmp_path):
     run = a_run(tmp_path / "run", *COLA_DLR)
-    numbers = {"through_b": 0.2, "through_residual": 0.1, "rho_mean": 0.55, "isotropic": 0.8412, "cosine": -0.25}
-    lines = lines_of(run)
-    for line, rho in ((lines[0], 1.5), (lines[1], 1.25), (lines[3], 0.75)):
-        line |= {f"probe/0.self_attn.q_proj/{name}": value for name, value in (numbers | {"rho": rho}).items()}
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "folded").mkdir()
     for name in ("config.json", "modeling_lowrank_llama.py"):
         (run / "folded" / name).touch()
     write_report(run)
     text = (run / "report.md").read_text()
     assert f'"{run / "folded"}", dtype="auto", trust_remote_code=True' in text and "train.py scale=tiny" in text
-    assert "| 0.self_attn.q_proj | 1 | 1.500 | 0.550 | 0.841 | -0.250 |" in text
-    assert "| 0.self_attn.q_proj | 4 | 0.750 | 0.550 | 0.841 | -0.250 |" in text and "1.250" not in text
-    assert "![gradient_paths](plots/gradient_paths.png)" in text and (run / "plots/gradient_paths.pdf").exists()
