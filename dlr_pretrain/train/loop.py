@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
-from torch.profiler import record_function
+from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
@@ -18,7 +19,6 @@ from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
-from dlr_pretrain.train.profile import UNTIMED, Profiler
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Outcome, Update
@@ -46,6 +46,18 @@ def calendar(cfg: Config, step: int) -> Due:
     )
 
 
+def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
+    """Traces the steps that ``cfg.profile`` names: each rank writes a file to ``<run>/profile``, if it can."""
+    write = tensorboard_trace_handler(str(run_dir / "profile"), f"rank_{ranks.rank}", use_gzip=True)
+
+    def write_if_possible(traced: profile) -> None:
+        with suppress(OSError, RuntimeError):
+            write(traced)
+
+    steps = schedule(wait=cfg.profile.start - 1, warmup=1, active=cfg.profile.steps, repeat=1)
+    return profile(schedule=steps, on_trace_ready=write_if_possible)
+
+
 class Loop:
     """Trains the weights of ``update`` from step ``self.step``, the number of updates so far, to the last one.
 
@@ -68,7 +80,7 @@ class Loop:
         self.weights, self.optimizer = update.weights, update.optimizer
         self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
         self.view = view
-        self.profiler = Profiler(cfg, saver.run_dir, ranks, console)
+        self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
         self.batches: dict[int, Batch] = {}  # of the steps whose outcomes have not arrived
@@ -95,10 +107,10 @@ class Loop:
             if guard.broken is not None:
                 self.end_before(*guard.broken)
             if due.merge:
-                with self.untimed():
+                with self.meter.paused():
                     self.update.merge(self.step)
             if due.save or guard.wants_save(self.step):
-                with self.untimed():
+                with self.meter.paused():
                     self.save(final=guard.leaves(self.step))
             guard.raise_if_stopped(self.step)
         guard.raise_if_failed()
@@ -108,8 +120,9 @@ class Loop:
         self.ranks.heartbeat.stepped(self.step)
         self.batches[self.step] = batch
         self.pending.push(self.step, outcome)
-        with self.meter.paused():
-            self.profiler.step()
+        if self.profiler is not None:
+            with self.meter.paused():
+                self.profiler.step()
 
     def drain(self, due: Due) -> None:
         """Record the updates whose outcomes have arrived, oldest first; all of them if something follows this step.
@@ -142,12 +155,6 @@ class Loop:
     # ------------------------------------------------------------------------------------------------
     # Beside the updates
 
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Work within this context counts as no part of a step, neither for the throughput nor in a profile."""
-        with self.meter.paused(), record_function(UNTIMED):
-            yield
-
     def evaluate(self, record: dict) -> None:
         """Evaluate, and complete and report ``record`` with the result.
 
@@ -157,7 +164,7 @@ class Loop:
         found = None
         at_once = merge_due(self.cfg, self.step) or self.step == self.cfg.train.steps
         if at_once or not self.guard.stopping:
-            with self.untimed(), self.weights.with_residual():
+            with self.meter.paused(), self.weights.with_residual():
                 found = self.evaluator(self.weights.model, not at_once)
         self.unevaluated = record if found is None else None
         if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
@@ -148,7 +148,7 @@ class Run:
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, saver, console, text.tokenizer)
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
-            opened.enter_context(loop.profiler)
+            opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 if not weights.sharded:
                     found.read_on_main(ranks)
