@@ -41,12 +41,12 @@ def comparisons(folder: Path) -> Iterator[dict]:
         trials = []
         for trial in found["trials"]:
             place = Path(trial["run"])
-            if trial["state"] != "finished":
+            if trial["state"] != "complete":
                 sys.exit(f"error: {path}: {place} has not finished. Give the command of the comparison again first")
             if place.name not in runs:
                 runs[place.name] = packed(place)
-            if (loss := runs[place.name]["metrics"]["eval/loss"][-1]) != trial["loss"]:
-                sys.exit(f"error: {path}: {place} has a loss of {loss}, and was compared with {trial['loss']}")
+            if (loss := runs[place.name]["metrics"]["eval/loss_b"][-1]) != trial["loss_b"]:
+                sys.exit(f"error: {path}: {place} has a loss of {loss}, and was compared with {trial['loss_b']}")
             trials.append({key: trial[key] for key in ("method", "lr", "seed")} | {"run": place.name})
         about = {key: found[key] for key in ("shared", "command", "design")}
         yield {"comparison": path.parent.name} | about | {"trials": trials}

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import accumulate, combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
@@ -32,7 +33,7 @@ from scipy.stats import ttest_1samp
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.runs import spread
 from dlr_pretrain.analysis.tables import facts
-from dlr_pretrain.analysis.verdict import LEVEL, Design, Trial, compare, estimate
+from dlr_pretrain.analysis.tune import LEVEL, compare, estimate
 from dlr_pretrain.util.text import table as markdown_table
 
 HERE = Path(__file__).parent
@@ -48,7 +49,7 @@ LONGER = {"": "", "train.steps=4000": ", 16.4M tokens", "scale.hidden_size=256":
 
 
 class Comparison:
-    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/verdict.py``."""
+    """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/tune.py``."""
 
     def __init__(self, line: dict, runs: dict[str, dict]):
         self.words = shlex.split(line["shared"])
@@ -56,9 +57,9 @@ class Comparison:
         for trial in line["trials"]:
             metrics = runs[trial["run"]]["metrics"]
             last = {f"loss_{half}": metrics[f"eval/loss_{half}"][-1] for half in "ab"}
-            trials.append(Trial(**trial, state="finished", **last))
-        self.design = Design(**line["design"])
-        self.found = compare(self.design, trials)
+            trials.append(trial | {"state": "complete"} | last)
+        self.design = SimpleNamespace(**line["design"])
+        self.found = compare(line["design"], trials)
         self.trials = pd.DataFrame(self.found["trials"])
         self.chosen = self.found["chosen"]
         self.effects = {c["method"]: c for c in self.found["comparisons"] if c["better"]}
@@ -69,7 +70,7 @@ class Comparison:
         return t[(t.method == method) & t.seed.isin(self.design.seeds)].set_index("lr").loss_b
 
     def held_out(self, method: str) -> list[float]:
-        return list(self.chosen[method]["held_out"]["losses"].values())
+        return list(self.chosen[method]["losses"].values())
 
 
 def together(effects: Sequence[dict]) -> list[dict]:

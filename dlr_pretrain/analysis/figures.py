@@ -123,7 +123,7 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     if len(design["rates"]) == 1:
         return
     ax = axes()
-    grid = pd.DataFrame(found["trials"], columns=["method", "lr", "seed", "state", "loss_b"])
+    grid = pd.DataFrame(found["trials"])
     grid = grid[grid.seed.isin(design["seeds"])]
     grid["ppl"] = grid.loss_b.map(perplexity, na_action="ignore")
     for i, method in enumerate(design["methods"]):

@@ -1,23 +1,40 @@
-"""The command behind ``scripts/tune.py``: train a grid of methods, rates and seeds, choose each rate, and compare."""
+"""The command behind ``scripts/tune.py``: train a grid of methods, rates and seeds, choose each rate, and compare.
+
+One half of the validation text (A) chooses a method's rate, the other half (B) is reported. Methods are compared with
+the first one, seed by seed. The result is one mapping, as in ``tune.json``:
+
+    design        methods, rates (ascending), seeds, fresh (seeds of --confirm, which alone are reported)
+    trials        of each run: method, lr, seed, run, state, reason, and loss_a and loss_b of a complete one
+    chosen        of each method: lr (null if none can be chosen), losses (on B by seed; null if it diverged), reason
+    comparisons   of each other method: against, method, by_seed, difference, better ("none shown", or null), reason
+
+Losses are in nats per token; a difference is a method's loss minus the first method's, so a negative one favours the
+method.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
+import statistics
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from dlr_pretrain.analysis.runs import TEXT, method_name
-from dlr_pretrain.analysis.verdict import ENDED, Design, Trial, choose, compare, methods_table, remarks, write
+from dlr_pretrain.analysis.figures import draw_rates
+from dlr_pretrain.analysis.report import write_page
+from dlr_pretrain.analysis.runs import TEXT, method_name, spread
+from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import ORIGIN, identity, read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import Status, status_of
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.history import perplexity, read_metrics
 
 EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8
@@ -27,6 +44,8 @@ EPILOG = """examples:
 The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
 rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
 alone, and reports them instead of the grid's. The same command continues where this one stopped."""
+LEVEL = 0.95
+ENDED = ("complete", "diverged")
 
 Cell = tuple[str, float, int]  # method, learning rate, seed
 
@@ -38,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def tune(argv: Sequence[str]) -> int:
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
-    parser.add_argument("--confirm", type=seed_list, default=(), metavar="SEEDS", help="fresh seeds, such as 44,45,46")
+    parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
     given, for_sbatch = read(parser, argv)
     methods = by_method(load_runs(read_table(given.what), machine=given.local))
@@ -49,7 +68,7 @@ def tune(argv: Sequence[str]) -> int:
         records = {str(run.dir): read_record(run.dir) for run in runs.values()}
         require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
 
-    def train_or_queue(some: dict[Cell, PlannedRun]) -> list[Trial]:
+    def train_or_queue(some: dict[Cell, PlannedRun]) -> list[dict]:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
         jobs = start(sorted(some.values(), key=lambda run: run.number), given, for_sbatch, same_text)
         same_text()
@@ -57,32 +76,32 @@ def tune(argv: Sequence[str]) -> int:
 
     trials = train_or_queue(runs)
     fresh: dict[Cell, Line] = {}
-    for method in methods:
-        lr = choose(design, trials, method)["lr"]
-        for seed in design.fresh if lr is not None else ():
-            line = runs[method, lr, design.seeds[0]].line
+    for method, seed in product(methods, given.confirm):
+        if (lr := choose(design, trials, method)["lr"]) is not None:
+            line = runs[method, lr, design["seeds"][0]].line
             words = (*(word for word in line.words if key_of(word) != "seed"), f"seed={seed}")
             fresh[method, lr, seed] = replace(line, words=words)
     if fresh:
         confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
         runs |= confirming
         trials += train_or_queue(confirming)
-    found = compare(design, trials) | {"remarks": about(methods, runs.values())}
+    found = compare(design, trials)
+    found["remarks"] = remarks(found, methods)
     words = [own_words(of[0]) for of in methods.values()]
     found["shared"] = shlex.join(word for word in words[0] if all(word in own for own in words))
     found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
     write(found, given.output)
-    print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
+    print(methods_table(found).markdown(), *(f"* {line}" for line in found["remarks"]), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
-    broken = [at for at in trials if at.state in ("failed", "stopped") or (given.local and at.state not in ENDED)]
-    for at in broken:
-        print(f"{at.method} lr={at.lr:g} seed={at.seed}: {at.state} {at.remark}".rstrip())
+    broken = [t for t in trials if t["state"] in ("failed", "stopped") or (given.local and t["state"] not in ENDED)]
+    for t in broken:
+        print("{method} lr={lr:g} seed={seed}: {state} {reason}".format(**t))
     return EXIT_FAILED if broken else 0
 
 
-def seed_list(text: str) -> tuple[int, ...]:
+def seed_list(text: str) -> list[int]:
     """Seeds with commas between them, as the type of an argument."""
-    return tuple(map(int, text.split(",")))
+    return [*map(int, text.split(","))]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -94,26 +113,29 @@ def by_method(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
 
     A method is named as in reports. Where several have one name, its own overrides are added.
     """
-    found: dict[str, dict[tuple[str, ...], list[PlannedRun]]] = {}
+    alike: dict[tuple[str, ...], list[PlannedRun]] = {}
+    names: dict[tuple[str, ...], str] = {}
     for run in runs:
-        name = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)
-        found.setdefault(name, {}).setdefault(own_words(run), []).append(run)
+        words, cfg = own_words(run), run.cfg
+        alike.setdefault(words, []).append(run)
+        names[words] = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     methods = {}
-    for name, alike in found.items():
-        for words, of in alike.items():
-            apart = " ".join(word for word in words if not all(word in others for others in alike))
-            methods[f"{name} ({apart})" if apart else name] = of
+    for words, name in names.items():
+        others = [other for other in names if names[other] == name]
+        apart = " ".join(word for word in words if not all(word in other for other in others))
+        methods[f"{name} ({apart})" if apart else name] = alike[words]
     return methods
 
 
 def own_words(run: PlannedRun) -> tuple[str, ...]:
+    """The overrides that a run shares with all runs of its method."""
     return tuple(word for word in run.line.words if key_of(word) not in ("train.lr", "seed"))
 
 
-def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[Design, dict[Cell, PlannedRun]]:
+def grid(methods: dict[str, list[PlannedRun]], fresh: Sequence[int]) -> tuple[dict, dict[Cell, PlannedRun]]:
     """The design, and the run of each of its cells; raises UserError if the methods do not compare."""
     cells = {(method, run.cfg.train.lr, run.cfg.seed): run for method, of in methods.items() for run in of}
-    rates, seeds = sorted({lr for _, lr, _ in cells}), tuple(dict.fromkeys(seed for _, _, seed in cells))
+    rates, seeds = sorted({lr for _, lr, _ in cells}), list(dict.fromkeys(seed for _, _, seed in cells))
     for method, lr, seed in product(methods, rates, seeds):
         if (method, lr, seed) not in cells:
             rule = "a fair comparison gives all methods the same rates and seeds"
@@ -122,44 +144,7 @@ def grid(methods: dict[str, list[PlannedRun]], fresh: tuple[int, ...]) -> tuple[
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
     configured = {method: identity(of[0].cfg) for method, of in methods.items()}
     require_one_text(configured, (*TEXT, *ORIGIN, "scale.vocab_size"))
-    return Design(tuple(methods), tuple(rates), seeds, fresh), cells
-
-
-def about(methods: dict[str, list[PlannedRun]], runs: Iterable[PlannedRun]) -> list[str]:
-    """What a reader must know of the runs that are compared."""
-    said, budgets = [], {}
-    for method, (run, *_) in methods.items():
-        steps, tokens = run.cfg.train.steps, run.cfg.train.global_batch * run.cfg.train.seq_len
-        budgets[method] = f"{steps:,} steps, {steps * tokens:,} tokens"
-    if len(set(budgets.values())) > 1:
-        said.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
-    seeds = {(run.cfg.seed, run.cfg.data.seed) for run in runs}
-    if len(seeds) == 1 or any(seed != order for seed, order in seeds):
-        said.append("A seed changes only the initial weights: all runs of a method see the data in one order.")
-    return said
-
-
-# ----------------------------------------------------------------------------------------------------
-# The runs
-
-
-def trial(cell: Cell, run: PlannedRun, status: Status) -> Trial:
-    """The result of a run. A run that ended because its numbers were not finite has diverged, which is a result, too.
-
-    Raises UserError if the run is complete without the numbers that a comparison needs.
-    """
-    if status.state != "complete":
-        return Trial(*cell, status.state, str(run.dir), remark=status.reason)
-    last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
-    a, b, loss = (last.get(f"eval/loss{half}") for half in ("_a", "_b", ""))
-    if last.get("step") == run.cfg.train.steps and loss is None:  # it was not finite
-        return Trial(*cell, "diverged", str(run.dir))
-    if last.get("step") != run.cfg.train.steps or None in (a, b):
-        raise UserError(
-            f"{run.dir}: complete, and its last step has no losses of both halves of the validation text. Move it "
-            f"away; raise eval.tokens={run.cfg.eval.tokens} if that is a single sequence"
-        )
-    return Trial(*cell, "finished", str(run.dir), a, b, loss)
+    return {"methods": list(methods), "rates": rates, "seeds": seeds, "fresh": list(fresh)}, cells
 
 
 def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
@@ -169,3 +154,130 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
         if identities[other].get(key) != identities[first].get(key):
             rule = "their losses do not compare. Give it for all methods, or move away runs of what the text was before"
             raise UserError(f"{key} of {other} is not that of {first}: {rule}")
+
+
+def trial(cell: Cell, run: PlannedRun, status: Status) -> dict:
+    """A run as ``trials`` describe it; one whose last loss is not finite has diverged."""
+    found = dict(zip(("method", "lr", "seed"), cell, strict=True)) | {"run": str(run.dir)}
+    found |= {"state": status.state, "reason": status.reason, "loss_a": None, "loss_b": None}
+    if status.state != "complete":
+        return found
+    last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
+    if last.get("step") != run.cfg.train.steps:
+        raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
+    if last["eval/loss"] is None:
+        return found | {"state": "diverged"}
+    return found | {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def compare(design: dict, trials: Sequence[dict]) -> dict:
+    """Each method's rate and losses, and the differences from the first method, with verdicts.
+
+    A method is better if the interval of the mean difference excludes zero. All intervals hold together at LEVEL
+    (Bonferroni).
+    """
+    chosen = {method: choose(design, trials, method) for method in design["methods"]}
+    first, *others = design["methods"]
+    comparisons = []
+    for method in others:
+        found = {"against": first, "method": method, "by_seed": {}, "difference": None, "better": None, "reason": ""}
+        comparisons.append(found)
+        if open_question := next((name for name in (first, method) if chosen[name]["reason"]), None):
+            found["reason"] = f"{open_question}: {chosen[open_question]['reason']}"
+            continue
+        losses = chosen[first]["losses"]
+        found["by_seed"] = {seed: loss - losses[seed] for seed, loss in chosen[method]["losses"].items()}
+        mean = estimate(list(found["by_seed"].values()), 1 - (1 - LEVEL) / len(others))
+        found["difference"] = mean
+        if mean["low"] is None:
+            found["reason"] = "one seed says nothing of what another would give"
+        else:
+            found["better"] = method if mean["high"] < 0 else first if mean["low"] > 0 else "none shown"
+    return {"design": design, "chosen": chosen, "comparisons": comparisons, "trials": list(trials)}
+
+
+def choose(design: dict, trials: Sequence[dict], method: str) -> dict:
+    """The rate with the lowest mean loss on half A over the seeds of the grid, and the losses on half B at this rate.
+
+    A rate with a diverged run is not chosen. ``reason`` says why nothing can be said of the method yet, or at all.
+    """
+    ended = {(t["lr"], t["seed"]): t for t in trials if t["method"] == method and t["state"] in ENDED}
+    cells = list(product(design["rates"], design["seeds"]))
+    if missing := sum(cell not in ended for cell in cells):
+        return {"lr": None, "losses": {}, "reason": f"{missing} of the {len(cells)} runs of the grid have not ended"}
+    means = {}
+    for lr in design["rates"]:
+        losses = [ended[lr, seed]["loss_a"] for seed in design["seeds"]]
+        if None not in losses:
+            means[lr] = statistics.fmean(losses)
+    if not means:
+        return {"lr": None, "losses": {}, "reason": "every rate has a run that diverged"}
+    best, reported = min(means, key=means.__getitem__), design["fresh"] or design["seeds"]
+    held_out = {seed: ended[best, seed]["loss_b"] for seed in reported if (best, seed) in ended}
+    lost = [str(seed) for seed in reported if held_out.get(seed) is None]  # a seed is never left out of a mean
+    reason = f"no loss at its chosen rate with seed {', '.join(lost)}" if lost else ""
+    return {"lr": best, "losses": held_out, "reason": reason}
+
+
+def estimate(values: Sequence[float], level: float) -> dict:
+    """The mean of at least one value, with its interval at ``level`` by Student's t; None for what one value lacks."""
+    from scipy.stats import t
+
+    n, mean = len(values), statistics.fmean(values)
+    if n == 1:
+        return {"n": n, "mean": mean, "level": level, "low": None, "high": None}
+    reach = float(t.ppf((1 + level) / 2, n - 1)) * statistics.stdev(values) / math.sqrt(n)
+    return {"n": n, "mean": mean, "level": level, "low": mean - reach, "high": mean + reach}
+
+
+# ----------------------------------------------------------------------------------------------------
+# Words
+
+
+def methods_table(found: dict) -> Table:
+    """Each method at its own rate, with its difference from the first, and the verdict."""
+    rows, verdicts = [], {c["method"]: c for c in found["comparisons"]}
+    for method, choice in found["chosen"].items():
+        rate = choice["reason"] if choice["lr"] is None else f"{choice['lr']:g}"
+        ppl = spread(math.inf if loss is None else perplexity(loss) for loss in choice["losses"].values())
+        row = {"Method": method, "Learning rate": rate, "PPL (held out)": ppl}
+        if c := verdicts.get(method):
+            if d := c["difference"]:
+                row["Δ loss"] = f"{d['mean']:+.4f} ({d['n']})"
+            if c["better"]:
+                row["Interval"] = f"{d['low']:+.4f} to {d['high']:+.4f} ({100 * d['level']:.4g} %)"
+            row["Better"] = c["better"] or f"not decided: {c['reason']}"
+        rows.append(row)
+    note = (
+        "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
+        "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
+        "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
+        "excludes zero."
+    )
+    return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
+
+
+def remarks(found: dict, methods: dict[str, list[PlannedRun]]) -> list[str]:
+    """What a reader must know before quoting a verdict."""
+    said, rates = [], found["design"]["rates"]
+    for method, choice in found["chosen"].items():
+        if len(rates) > 1 and choice["lr"] in (rates[0], rates[-1]):
+            rule = f"its best rate, {choice['lr']:g}, is at an end of the grid, and a better one may lie beyond"
+            said.append(f"{method}: {rule}. Widen train.lr= in the same command.")
+    trains = {method: of[0].cfg.train for method, of in methods.items()}
+    budgets = {method: f"{t.steps * t.global_batch * t.seq_len:,} tokens" for method, t in trains.items()}
+    if len(set(budgets.values())) > 1:
+        said.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
+    return said
+
+
+def write(found: dict, folder: Path) -> None:
+    """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    parts = [methods_table(found), *draw_rates(found, folder), ("Made by", found["command"])]
+    write_page(" / ".join(found["design"]["methods"]), found["remarks"], parts, folder, folder)

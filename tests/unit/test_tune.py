@@ -8,13 +8,13 @@ import random
 import statistics
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 
 from dlr_pretrain.analysis import tune
-from dlr_pretrain.analysis.verdict import Design, Trial, compare, estimate, methods_table, write
 from dlr_pretrain.config import identity
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_runs, read_table
 from dlr_pretrain.train.record import record_state, update_record
@@ -23,19 +23,17 @@ from tests.conftest import ROOT
 from tests.unit.test_launch import scheduler
 
 __all__ = ["scheduler"]
-RATES = (0.001, 0.003, 0.01)
-TWO = Design(("one", "two"), RATES, (1, 2, 3))
+METHODS, RATES = ["one", "two"], [0.001, 0.003, 0.01]
+TWO = {"methods": METHODS, "rates": RATES, "seeds": [1, 2, 3], "fresh": []}
 
 
-def trials(design: Design, loss, seeds=None) -> list[Trial]:
-    """A finished run for each cell; ``loss(method, lr, seed)`` gives both halves, or None for a diverged run."""
+def trials(design: dict, loss, seeds=None) -> list[dict]:
+    """A trial for each cell; ``loss(method, lr, seed)`` gives both halves, or None for a diverged run."""
     found = []
-    for method in design.methods:
-        for lr in design.rates:
-            for seed in seeds or design.seeds:
-                halves = loss(method, lr, seed)
-                numbers = (*halves, sum(halves) / 2) if halves else ()
-                found.append(Trial(method, lr, seed, "finished" if halves else "diverged", "a run", *numbers))
+    for method, lr, seed in product(design["methods"], design["rates"], seeds or design["seeds"]):
+        a, b = halves if (halves := loss(method, lr, seed)) else (None, None)
+        state = "diverged" if halves is None else "complete"
+        found.append({"method": method, "lr": lr, "seed": seed, "state": state, "loss_a": a, "loss_b": b})
     return found
 
 
@@ -47,73 +45,67 @@ def bowl(best: float, lr: float) -> float:
 def test_a_rate_is_chosen_on_one_half_and_reported_on_the_other():
     """Half B would have another best rate, and half A has other losses."""
     best = {"one": 0.001, "two": 0.003}
-    found = compare(TWO, trials(TWO, lambda m, lr, s: (bowl(best[m], lr), 10 * s - 100 * lr + (m == "two"))))
-    assert [(choice["lr"], choice["edge"]) for choice in found["chosen"].values()] == [(0.001, "lowest"), (0.003, None)]
-    assert found["chosen"]["one"]["loss_a"] == 3
-    assert found["chosen"]["two"]["held_out"]["losses"] == pytest.approx({1: 10.7, 2: 20.7, 3: 30.7})
+    found = tune.compare(TWO, trials(TWO, lambda m, lr, s: (bowl(best[m], lr), 10 * s - 100 * lr + (m == "two"))))
+    assert {method: choice["lr"] for method, choice in found["chosen"].items()} == best
+    assert found["chosen"]["two"]["losses"] == pytest.approx({1: 10.7, 2: 20.7, 3: 30.7})
     assert found["comparisons"][0]["by_seed"] == pytest.approx({1: 0.8, 2: 0.8, 3: 0.8})
 
 
 def test_ties_are_called_differences_as_often_as_the_level_says():
     """Hundreds of comparisons of a method with itself, its rate chosen among three each time by noisy losses."""
     rng = random.Random(0)
-    design = Design(("one", "two"), RATES, (1, 2, 3), fresh=(4, 5, 6))
+    design = TWO | {"fresh": [4, 5, 6]}
     called = 0
     for _ in range(800):
         noise = lambda *_: (rng.gauss(3, 0.1), rng.gauss(3, 0.1))  # noqa: E731
-        found = compare(design, trials(design, noise) + trials(design, noise, design.fresh))
+        found = tune.compare(design, trials(design, noise) + trials(design, noise, design["fresh"]))
         called += found["comparisons"][0]["better"] != "none shown"
     assert 0.027 < called / 800 < 0.073  # 5 % and three standard errors
 
 
 def test_fresh_seeds_are_reported_and_choose_nothing_and_one_that_diverges_decides_nothing():
-    design = Design(("one", "two"), RATES, (1,), fresh=(7, 8))
+    design = TWO | {"seeds": [1], "fresh": [7, 8]}
     grid = trials(design, lambda m, lr, s: (bowl(0.003, lr), 1.0))
-    fresh = [Trial(m, 0.003, s, "finished", "", -9.0, 2.0 + s, 0.0) for m in design.methods for s in design.fresh]
-    found = compare(design, grid + fresh)
-    assert found["chosen"]["one"]["lr"] == 0.003 and found["chosen"]["one"]["loss_a"] == 3
-    assert found["chosen"]["one"]["held_out"]["losses"] == {7: 9.0, 8: 10.0}
+    fresh = trials(design | {"rates": [0.003]}, lambda m, lr, s: (-9.0, 2.0 + s), [7, 8])
+    found = tune.compare(design, grid + fresh)
+    assert found["chosen"]["one"] == {"lr": 0.003, "losses": {7: 9.0, 8: 10.0}, "reason": ""}
     assert found["comparisons"][0]["by_seed"] == {7: 0.0, 8: 0.0}
-    fresh[-1] = Trial("two", 0.003, 8, "diverged")
-    found = compare(design, grid + fresh)
-    assert found["comparisons"][0]["reason"] == "two diverges at its chosen rate with seed 8"
-    assert methods_table(found).frame["PPL (held out)"][1] == "1 of 2 diverged"
-    found = compare(TWO, trials(TWO, lambda m, lr, s: None))
+    fresh[-1] |= {"state": "diverged", "loss_b": None}
+    found = tune.compare(design, grid + fresh)
+    assert found["comparisons"][0]["reason"] == "two: no loss at its chosen rate with seed 8"
+    assert tune.methods_table(found).frame["PPL (held out)"][1] == "1 of 2 diverged"
+    found = tune.compare(TWO, trials(TWO, lambda m, lr, s: None))
     assert found["comparisons"][0]["better"] is None
-    assert methods_table(found).frame.Better[1].startswith("not decided: one: every rate has a diverged run")
+    assert tune.methods_table(found).frame.Better[1] == "not decided: one: every rate has a run that diverged"
 
 
 def test_intervals_are_the_textbooks_and_those_of_several_methods_hold_together():
     """Of four methods three intervals are as wide as one of 1 - 5 % / 3."""
-    found = estimate([2.0, 4.0, 9.0], 0.95)
+    found = tune.estimate([2.0, 4.0, 9.0], 0.95)
     reach = 4.302653 * math.sqrt(13) / math.sqrt(3)
     assert (found["mean"], found["low"], found["high"]) == pytest.approx((5, 5 - reach, 5 + reach), rel=1e-6)
-    assert (estimate([2.0, 2.0], 0.95)["low"], estimate([2.0], 0.95)["low"]) == (2.0, None)
-    design = Design(("one", "two", "three", "four"), RATES, (1,))
-    found = compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two"))))
+    assert (tune.estimate([2.0, 2.0], 0.95)["low"], tune.estimate([2.0], 0.95)["low"]) == (2.0, None)
+    design = TWO | {"methods": ["one", "two", "three", "four"], "seeds": [1]}
+    found = tune.compare(design, trials(design, lambda m, lr, s: (bowl(0.003, lr), 3.0 - (m == "two"))))
     assert [c["difference"]["level"] for c in found["comparisons"]] == pytest.approx([1 - 0.05 / 3] * 3)
-    assert "not decided: one seed" in methods_table(found).frame.Better[1]
+    assert "not decided: one seed" in tune.methods_table(found).frame.Better[1]
 
 
 def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tmp_path):
     def loss(method, lr, seed):
-        lead = -0.05 if method == "two" else 0.0
-        level = bowl(0.01 if method == "one" else 0.003, lr) + lead
-        return None if (method, lr, seed) == ("two", 0.01, 3) else (level, level + seed / (500 if lead else 1000))
+        level, scatter = (bowl(0.01, lr), 1e-3) if method == "one" else (bowl(0.003, lr) - 0.05, 2e-3)
+        return None if (method, lr, seed) == ("two", 0.01, 3) else (level, level + seed * scatter)
 
-    found = compare(TWO, trials(TWO, loss)) | {"command": "tune.py"}
-    write(found, tmp_path)
+    found = tune.compare(TWO, trials(TWO, loss)) | {"command": "tune.py"}
+    tune.write(found | {"remarks": tune.remarks(found, {})}, tmp_path)
     stored = json.loads((tmp_path / "tune.json").read_text())
     difference = stored["comparisons"][0]["difference"]
     assert stored["comparisons"][0]["better"] == "two" and difference == found["comparisons"][0]["difference"]
     text = (tmp_path / "report.md").read_text()
     assert f"| {difference['mean']:+.4f} (3) |" in text and "| two |\n" in text
     values = [math.exp(3 + seed / 1000) for seed in (1, 2, 3)]
-    mean = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} (3)"
-    assert f"| one | 0.01 (edge of the grid) | {mean} |" in text
-    for said in ("two diverged at 0.01 (seed 3).", "is the highest of the grid", "half of the validation text"):
-        assert said in text
-    assert "the reported losses are slightly optimistic" in text
+    assert f"| one | 0.01 | {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} (3)" in text
+    assert "one: its best rate, 0.01, is at an end of the grid" in text and "two: its best rate" not in text
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "report.html").exists()
 
 
@@ -151,7 +143,7 @@ class Trained(list):
 def trained(monkeypatch):
     found = Trained()
     monkeypatch.setattr("dlr_pretrain.launch.submit.train", found)
-    monkeypatch.setattr("dlr_pretrain.analysis.verdict.draw_rates", lambda *_: [])
+    monkeypatch.setattr("dlr_pretrain.analysis.tune.draw_rates", lambda *_: [])
     return found
 
 
@@ -179,13 +171,16 @@ PAIR = ("backbone=cola", "dlr=off,on")
 
 def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
     path = tmp_path / "my.runs"
-    path.write_text("backbone=cola dlr=on\nbackbone=cola dlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore\n")
+    path.write_text("backbone=cola dlr=on\nbackbone=cola dlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore train.steps=9\n")
     lines = read_table([str(path), "scale=tiny", "data=sample", "train.lr=0.01,0.001", "seed=1,2"])
     methods = tune.by_method(load_runs(lines))
     assert list(methods) == ["cola+dlr", "cola+dlr (dlr.alpha=0.5)", "galore"]
-    design, runs = tune.grid(methods, (3,))
-    assert (design.rates, design.seeds, design.fresh) == ((0.001, 0.01), (1, 2), (3,)) and len(runs) == 12
+    design, runs = tune.grid(methods, [3])
+    assert design == {"methods": list(methods), "rates": [0.001, 0.01], "seeds": [1, 2], "fresh": [3]}
+    assert len(runs) == 12
     assert all((run.cfg.train.lr, run.cfg.seed) == (lr, seed) for (_, lr, seed), run in runs.items())
+    (remark,) = tune.remarks({"design": design, "chosen": {}}, methods)
+    assert remark.startswith("The budgets are not equal: cola+dlr ")
 
 
 @pytest.mark.parametrize(("rows", "own", "said"), [
@@ -207,7 +202,7 @@ def test_it_goes_on_where_it_was(command, trained):
         found = command(*PAIR, "train.lr=0.003", "seed=41,42")
         assert len(trained) == 4 and found["comparisons"][0]["better"] == "cola+dlr"
         assert found["comparisons"][0]["by_seed"] == pytest.approx({"41": -0.2, "42": -0.2})
-        assert found["chosen"]["cola"]["held_out"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
+        assert found["chosen"]["cola"]["losses"] == pytest.approx({"41": 3.506, "42": 3.5})
     wider = command(*PAIR, "train.lr=0.003,0.03", "seed=41,42")
     assert [run.cfg.train.lr for run in trained[4:]] == [0.03] * 4
     assert [t["state"] for t in wider["trials"] if t["lr"] == 0.03] == ["diverged"] * 4
@@ -265,5 +260,5 @@ def test_the_command_trains_diverges_and_compares(given, tmp_path):
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "tune.py"), *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert [t["state"] for t in found["trials"]] == ["finished", "diverged"]
+    assert [t["state"] for t in found["trials"]] == ["complete", "diverged"]
     assert found["chosen"]["cola"]["lr"] == 0.003 and (tmp_path / "out" / "curve.png").exists()
