@@ -11,7 +11,7 @@ The folder holds comparisons, each a folder with the ``tune.json`` of ``scripts/
 
 ``starts`` are the command, commit, machine and versions of each start; ``commits`` are those that trained; ``hours`` go
 from the first update to the last. ``fingerprints`` identify the text and the tokenizer. ``metrics`` holds, as columns,
-the records that figures and tables use: the first and the last, those with an evaluation or a probe, and those of every
+the records that figures and tables use: the first and the last, those with an evaluation, and those of every
 twenty-fifth update. Results of a benchmark are kept as they are. Equal input gives equal bytes.
 """
 
@@ -29,7 +29,7 @@ import numpy as np
 import yaml
 
 EVERY = 25  # updates between kept records
-COLUMNS = re.compile(r"step|train/loss|eval/loss(_[ab])?|probe/.*/(rho|rho_mean|isotropic|cosine)")
+COLUMNS = re.compile(r"step|train/loss|eval/loss(_[ab])?")
 FOLDERS = re.compile(r"(?<!\S)/\S*/")  # of an absolute path, up to its last name
 
 
@@ -67,7 +67,7 @@ def packed(folder: Path) -> dict:
     kept = [
         record for i, record in enumerate(records)
         if i in (0, len(records) - 1) or record["step"] % EVERY == 0
-        or any(name.startswith(("eval/", "probe/")) for name in record)
+        or any(name.startswith("eval/") for name in record)
     ]  # fmt: skip
     names = dict.fromkeys(name for record in kept for name in record if COLUMNS.fullmatch(name))
     return {

@@ -19,7 +19,7 @@ evidence_cpu) longer=longer half=16 three_quarters=24 vocabulary=4096 ;;
 evidence_60m) longer='' half=64 three_quarters=96 vocabulary=32100 ;;
 *) echo "error: EXPERIMENT=$experiment: evidence_cpu or evidence_60m" >&2 && exit 2 ;;
 esac
-all=(tokens pairs paper mechanism ablations $longer paths cost)
+all=(tokens pairs paper mechanism ablations $longer cost)
 [ ${#pieces[@]} -gt 0 ] || pieces=("${all[@]}")
 for piece in "${pieces[@]}"; do
   case " ${all[*]} smoke list " in
@@ -137,11 +137,6 @@ longer() { # four times the tokens, or four times the parameters: does the diffe
     tune "tokens-$rate" "${shared[@]}" train.steps=4000 eval.every=1000
     tune "parameters-$rate" "${shared[@]}" scale.hidden_size=256 scale.intermediate_size=688 scale.rank=64
   done
-}
-
-paths() { # how the gradient splits on its way to the latents, over a run; the runs of pairs have no probe
-  tune cola_lowrank backbone=cola,lowrank dlr=on "train.lr=$lower,$paper" seed=41 probe=on probe.every=100 \
-    "run.root=$root/probed"
 }
 
 cost() { # a step without DLR and with it, in turns in one process; the machine must be otherwise idle

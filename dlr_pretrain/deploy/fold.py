@@ -67,7 +67,7 @@ def fold_checkpoint(
         tokens = CPU_TOKENS if device.type == "cpu" else cfg.eval.tokens
     if tokens and residuals(meta):
         written = deployed(cfg, folded, dense, dtype)
-        found = consistency(cfg, tensors, folded, *written, _validation(cfg, run, tokens), device)
+        found = consistency(cfg, tensors, folded, *written, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in found.items()}
         told = {name.replace("_", " "): shown(value, 6) for name, value in found.items() if value is not None}
         report = [f"{name:<29} {value}" for name, value in told.items()]
@@ -78,7 +78,7 @@ def fold_checkpoint(
     return [*report, f"{'checked':<29} {checked}"]
 
 
-def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
+def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
     try:
@@ -89,7 +89,9 @@ def _validation(cfg: Config, run: Path, tokens: int) -> ValidationSet:
             raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back")
         return validation_set(few, source, load_tokenizer(run / "tokenizer"))
     except (UserError, OSError) as error:
-        raise UserError(f"the validation text of {run} cannot be read: {error}\n--tokens 0 folds without it") from error
+        raise UserError(
+            f"the validation text of {run} cannot be read: {error}\nscripts/fold.py --tokens 0 folds without it"
+        ) from error
 
 
 @torch.no_grad()
@@ -137,7 +139,7 @@ def _model(cfg: Config, tensors: Mapping[str, Tensor], device: torch.device) -> 
     return model.requires_grad_(False)
 
 
-def _batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+def batches(validation: ValidationSet, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
     """(ids, targets[, documents]) of a few sequences at a time."""
     for start in range(0, len(validation.tokens), SEQUENCES):
         some = slice(start, start + SEQUENCES)
@@ -149,7 +151,7 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
     """Perplexities of both models, and errors of the logits of "after" against "before", over all targets."""
     targets, error, size = 0, 0.0, 0.0
     losses = dict.fromkeys(models, 0.0)
-    for ids, target, *documents in _batches(validation, device):
+    for ids, target, *documents in batches(validation, device):
         scored = target != IGNORE
         logits = {name: model.logits(ids, *documents)[scored].float() for name, model in models.items()}
         for name, wide in logits.items():
@@ -167,7 +169,7 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
 
 def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
     """Median milliseconds of a forward pass of each model, its peak of memory on a GPU, and the input in words."""
-    ids, _, *documents = next(_batches(validation, device))
+    ids, _, *documents = next(batches(validation, device))
     found: dict[str, object] = {}
     for name, model in models.items():
         given = {"model": model, "inputs": (ids, *documents)}

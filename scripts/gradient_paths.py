@@ -1,0 +1,105 @@
+"""How a gradient reaches the latents of a run, at each checkpoint: ``python scripts/gradient_paths.py runs/<run>``.
+
+For y = (B + beta R^T) z and g the gradient of the mean loss with respect to y, that with respect to z is u + v:
+u = B^T g comes through B, and v = beta R g through the residual. Source: Wang et al. (2026), study of gradient paths.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from dlr_pretrain.config import parse
+from dlr_pretrain.config.written import read_config
+from dlr_pretrain.deploy.fold import batches, validation_of
+from dlr_pretrain.models import Llama, build
+from dlr_pretrain.models.dlr import marks
+from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
+from dlr_pretrain.util.errors import UserError, at_least_1, command
+from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.util.text import table
+
+
+def main() -> int:
+    about = "The gradient's two ways to the latents of a run with DLR: a table, and <run>/gradient_paths.csv."
+    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser.add_argument("run", type=Path, help="runs/<run>")
+    parser.add_argument("--checkpoints", choices=("all", "last"), default="all", help="(default: all)")
+    parser.add_argument("--sequences", type=at_least_1, default=32, help="of the run's validation text (default: 32)")
+    given = parser.parse_args()
+    return command(lambda: run(given.run, given.checkpoints, given.sequences))
+
+
+def run(folder: Path, checkpoints: str, sequences: int) -> None:
+    cfg = parse(read_config(folder))
+    if not cfg.dlr.enabled or cfg.dlr.mode != "residual" or not cfg.dlr.train_b:
+        raise UserError(f"{folder}: dlr={cfg.dlr.name} lacks B or the residual as a path. Name a run with dlr=on")
+    found = sorted(directories(folder / "checkpoints")[: 1 if checkpoints == "last" else None])
+    if not found:
+        raise UserError(f"{folder}: has no checkpoint")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    text = validation_of(folder, cfg, sequences * cfg.train.seq_len)
+    text = replace(text, tokens=text.tokens[:sequences], lengths=text.lengths[:sequences])
+    branch = replace(cfg, dlr=replace(cfg.dlr, impl="branch"))  # calls each projection by itself
+    last, rows = cfg.scale.num_layers - 1, []
+    names = list(
+        dict.fromkeys(["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"])
+    )  # the paper's
+    for checkpoint in found:
+        if damage := fault(checkpoint):
+            raise UserError(f"{checkpoint}: {damage}. Move it away")
+        state = {name: stored.whole() for name, stored in load(checkpoint).model.items()}
+        model = build(branch, len(state["lm_head.weight"]), device, initialize=False)
+        model.load_state_dict(state | marks(model))
+        measured = measure(model, names, list(batches(text, device)))
+        rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]
+    frame = pd.DataFrame(rows).sort_values("projection", kind="stable")
+    frame.to_csv(folder / "gradient_paths.csv", index=False)
+    cells = ([name, str(step), *map("{:.4g}".format, values)] for name, step, *values in frame.itertuples(index=False))
+    print(table(list(frame), cells, right=range(1, frame.shape[1])))
+
+
+def measure(model: Llama, names: list[str], inputs: list[tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
+    """By projection, over the scored positions of ``inputs``; the residuals of ``model`` are branches.
+
+    ``through_b`` and ``through_residual`` are the means of |u| and |v|, ``rho`` is the second divided by the first,
+    ``rho_mean`` the mean of the ratios, ``cosine`` that of cos(u, v). ``isotropic`` is |beta R^T|_F / |B|_F, the ratio
+    of root mean squares for a gradient without a preferred direction.
+    """
+    outputs: dict[str, Tensor] = {}
+    matrices, paths = {}, {name: [] for name in names}
+    for name in names:
+        layer = model.get_submodule(f"model.layers.{name}.b")
+        layer.register_forward_hook(lambda _, __, y, name=name: outputs.update({name: y}))
+        with torch.no_grad():
+            layer.residual.add(residual := torch.zeros_like(layer.weight), layer.dlr_alpha)
+        matrices[name] = layer.weight.detach(), residual
+    count = sum((targets != IGNORE).sum() for _, targets, *_ in inputs)
+    for ids, targets, *documents in inputs:
+        gradients = torch.autograd.grad(model(ids, targets, *documents) / count, [outputs[name] for name in names])
+        for name, g in zip(names, gradients, strict=True):
+            counts = (targets != IGNORE) & g.any(-1)
+            if "q_proj" in name:  # the first query of a document sees one key: its gradient is zero, up to rounding
+                document = documents[0] if documents else torch.zeros_like(ids)
+                counts &= document.diff(dim=1, prepend=document[:, :1] - 1) == 0
+            paths[name].append(torch.stack([g[counts] @ matrix for matrix in matrices[name]]).double())
+    found = {}
+    for name, (b, residual) in matrices.items():
+        u, v = torch.cat(paths[name], dim=1)
+        through_b, through_residual = u.norm(dim=-1), v.norm(dim=-1)
+        means = {"through_b": through_b.mean().item(), "through_residual": through_residual.mean().item()}
+        found[name] = means | {
+            "rho": means["through_residual"] / means["through_b"],
+            "rho_mean": (through_residual / through_b).mean().item(),
+            "cosine": torch.cosine_similarity(u, v, eps=0).mean().item(),
+            "isotropic": (residual.norm() / b.norm()).item(),
+        }
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""scripts/gradient_paths.py: the gradient's two ways to a latent are those of their definition, of every checkpoint."""
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from dlr_pretrain.models import build
+from tests.conftest import main_of, script
+from tests.parity.reference import CPU, VOCAB, r_transposed, small
+
+PATHS = ("0.self_attn.q_proj", "0.mlp.up_proj", "1.mlp.up_proj")
+
+
+@pytest.mark.parametrize("separated", [False, True])
+@pytest.mark.parametrize("backbone", ["lowrank", "cola_lax"])
+def test_both_paths_are_their_definition(backbone, separated):
+    """u and v are how the mean loss changes with z where only B, or only the residual, passes the change on."""
+    model = build(small(backbone, "dlr=on", "dlr.impl=branch"), VOCAB, CPU).double()
+    ids, targets = torch.randint(0, VOCAB, (2, 3, 12), generator=torch.Generator().manual_seed(0))
+    targets[:, 9:] = -100
+    documents = (torch.tensor([0] * 5 + [1] * 7).expand(3, 12),) if separated else ()
+    inputs = [(ids[:2], targets[:2], *(d[:2] for d in documents)), (ids[2:], targets[2:], *(d[2:] for d in documents))]
+    found = script("gradient_paths").measure(model, list(PATHS), inputs)
+    for name in PATHS:
+        linear, ways = model.get_submodule(f"model.layers.{name}.b"), []
+        b, residual = linear.weight.detach(), linear.residual.beta * r_transposed(*linear.weight.shape).double()
+
+        def by_two_ways(_, given, y, b=b, residual=residual, ways=ways):
+            ways += (given[0].detach().clone().requires_grad_() for _ in range(2))
+            return ways[0] @ b.T + ways[1] @ residual.T
+
+        hook = linear.register_forward_hook(by_two_ways)
+        u, v = torch.autograd.grad(model(ids, targets, *documents) / 27, ways)
+        hook.remove()
+        counts = targets != -100
+        if "q_proj" in name:
+            counts[:, [0, 5] if separated else [0]] = False
+        u, v = u[counts], v[counts]
+        sizes = u.norm(dim=-1), v.norm(dim=-1)
+        expected = {"through_b": sizes[0].mean(), "through_residual": sizes[1].mean()}
+        expected |= {"rho": sizes[1].mean() / sizes[0].mean(), "rho_mean": (sizes[1] / sizes[0]).mean()}
+        expected |= {"cosine": ((u * v).sum(-1) / sizes[0] / sizes[1]).mean(), "isotropic": residual.norm() / b.norm()}
+        assert found[name] == pytest.approx({key: value.item() for key, value in expected.items()}, rel=1e-9), name
+
+
+def test_a_run_is_measured_at_its_checkpoints_and_one_without_dlr_refused(train, tmp_path, no_export, capsys):
+    run = train(tmp_path / "run", "backbone=cola", "dlr=on", "train.steps=10", "precision=bf16")
+    for which, steps in (("last", [10] * 3), ("all", [5, 10] * 3)):
+        assert main_of("gradient_paths", run, "--checkpoints", which, "--sequences", 4) == 0
+        found = pd.read_csv(run / "gradient_paths.csv")
+        assert list(found.step) == steps and set(found.projection) == set(PATHS)
+        assert (found.rho / found.isotropic).between(0.3, 3).all()
+    assert capsys.readouterr().out.count("| 1.mlp.up_proj |") == 3
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["dlr"]["enabled"] = False
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main_of("gradient_paths", run) == 3 and "Name a run with dlr=on" in capsys.readouterr().err
