@@ -15,8 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
-from dlr_pretrain.config.command_line import CommandLine, read
-from dlr_pretrain.config.compose import VERSION_BASE, check, configure
+from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, read
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.errors import Diverged, UserError, command, record, report, say_once
 

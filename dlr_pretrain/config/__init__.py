@@ -2,7 +2,7 @@
 
 The dataclasses of ``tree`` and ``knobs`` state every key once: type, default, bounds and meaning. The YAML files under
 ``configs/`` hold what an option sets. Nothing here imports torch, so that ``--help`` and mistyped options are answered
-at once. This module does not import Hydra either, because only ``command_line`` and ``compose`` need it.
+at once. This module does not import Hydra either, because only ``command_line`` needs it.
 """
 
 from dlr_pretrain.config.parse import flatten, parse, to_dict

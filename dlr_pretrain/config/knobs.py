@@ -206,8 +206,7 @@ class Loro(Adam):
             yield Problem("optimizer.shift", shift, rule)
 
 
-# Each option's YAML file takes the defaults of its class, under a name that ``compose.register`` gives them: base_full,
-# base_lowrank, base_cola, ..., base_adamw, base_adamw_8bit, ...
+# The YAML file of an option takes the defaults of its class as base_<option>, such as base_full or base_adamw_8bit.
 OPTIONS: dict[str, dict[str, type[Option]]] = {
     "backbone": {
         "full": Backbone,

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
-from dlr_pretrain.config.command_line import key_of, read
-from dlr_pretrain.config.compose import jobs, session
+from dlr_pretrain.config.command_line import jobs, key_of, read, session
 from dlr_pretrain.config.rules import missing_source
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores

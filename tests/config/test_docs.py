@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.config.command_line import read
-from dlr_pretrain.config.compose import check
+from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.launch.runs import expand
 from tests.conftest import ROOT, commands
 

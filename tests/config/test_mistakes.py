@@ -8,8 +8,7 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import GROUPS, ConfigError
-from dlr_pretrain.config.command_line import read
-from dlr_pretrain.config.compose import check
+from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.problems import nearest, synonyms
 from tests.conftest import ROOT

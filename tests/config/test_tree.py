@@ -11,7 +11,7 @@ import yaml
 from dlr_pretrain.analysis import runs
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
-from dlr_pretrain.config.compose import default_choices
+from dlr_pretrain.config.command_line import default_choices
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.rules import validate

@@ -13,7 +13,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from dlr_pretrain import config
-from dlr_pretrain.config.compose import session
+from dlr_pretrain.config.command_line import session
 from dlr_pretrain.data import TrainLoader, inputs_and_targets
 from dlr_pretrain.data.sources import TextSource
 
