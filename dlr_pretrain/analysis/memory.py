@@ -69,20 +69,15 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
     micro_batch = cfg.micro_batch(ranks)
     summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # in DDP's buckets, or over micro-batches
-    wide = cfg.train.accumulate == "fp32"
-    buffer = 4 * entries if wide else 0
-    held, saved = summed and not wide, working == state
-    step = step_bytes(model, micro_batch, cfg.train.seq_len, held, saved, cfg.data.mask_documents)
-    source = torch.float32 if wide else working
-    casts = entries * state.itemsize if source != state else 0
-    gradients = buffer if wide else step.gradients
+    step = step_bytes(model, micro_batch, cfg.train.seq_len, summed, working == state, cfg.data.mask_documents)
+    casts = entries * state.itemsize if working != state else 0
 
     weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
     masters = everything * state.itemsize if state != working else 0
     optimizer = state_bytes(cfg.optimizer, optimized)
-    backward = step.peak + (gradients if summed or wide else 0)
-    total = weights + masters + optimizer + max(backward, gradients + casts)
-    return Memory(weights, masters, gradients + casts, optimizer, step.kept, step.peak - step.kept, total)
+    backward = step.peak + (step.gradients if summed else 0)
+    total = weights + masters + optimizer + max(backward, step.gradients + casts)
+    return Memory(weights, masters, step.gradients + casts, optimizer, step.kept, step.peak - step.kept, total)
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
@@ -100,9 +95,8 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    summed = 4 if cfg.train.accumulate == "fp32" else working.itemsize
     gathered = (root + 2 * max(blocks)) * working.itemsize
-    unshared = root * working.itemsize + max(blocks) * (working.itemsize + summed)
+    unshared = (root + 2 * max(blocks)) * working.itemsize
     rows = sum(p.numel() for p in trained.values())
 
     weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())

@@ -149,10 +149,6 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     elif isinstance(micro_batch, int) and share % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
-    fp32_sums = cfg.train.accumulate == "fp32"
-    if fp32_sums and cfg.parallel.name == "fsdp" and cfg.precision.name in ("bf16", "bf16_sr"):
-        rule = "parallel=fsdp sums micro-batches in the dtype of the state, which is bf16 here"
-        yield Problem("train.accumulate", "fp32", rule, "Use precision=bf16_mixed, or leave it out")
 
 
 def _schedule(cfg: Config) -> Iterator[Problem]:

@@ -142,7 +142,6 @@ class Train:
     )
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
-    accumulate: Literal["native", "fp32"] = key("dtype of sums over micro-batches, the gradients' or fp32", "native")
     activation_checkpointing: Literal["none", "latent", "block"] = key(
         "kept: everything, a block's input and latents (CoLA-M), or its input", "none"
     )

@@ -29,27 +29,26 @@ class ShardedWeights(Weights):
     """The parameters of ``model``, of which each rank keeps its rows; given whole in ``STATE_DTYPE[precision]``.
 
     Blocks are gathered one by one, the rest for the step. Gradients are summed over ranks, not averaged, because the
-    loss is divided by the global count: in their own dtype, or in fp32 if ``accumulate`` says so.
+    loss is divided by the global count.
     Creates a process group of a single rank if there is no process group.
     """
 
     sharded = True
 
-    def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
+    def __init__(self, model: Llama, precision: str):
         device = model.lm_head.weight.device
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # one rank needs no network, and NCCL looks for one
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        summed = torch.float32 if accumulate == "fp32" else None
-        policy = MixedPrecisionPolicy(WORKING_DTYPE[precision], summed, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(WORKING_DTYPE[precision], cast_forward_inputs=False)
         scalars = {p for p in model.parameters() if p.dim() == 0}
         for module in (*model.model.layers, model):
             shards = fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=scalars)
             shards.set_gradient_divide_factor(1.0)
             shards.set_force_sum_reduction_for_comms(True)
-        super().__init__(model, precision, accumulate)
+        super().__init__(model, precision)
 
     def gradients(self, world_size: int) -> Gradients:
         return ShardedGradients(self, world_size)
@@ -67,9 +66,6 @@ class ShardedGradients(Gradients):
 
     FSDP sums over ranks after every micro-batch, and over micro-batches in the dtype of the state.
     """
-
-    def prepare(self) -> None:
-        """FSDP's hooks do all."""
 
     @torch.no_grad()
     def collect(self) -> list[Tensor]:

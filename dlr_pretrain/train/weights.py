@@ -60,7 +60,7 @@ def place(cfg: Config, ranks: Ranks, model: Llama) -> Weights:
         from dlr_pretrain.train.fsdp import ShardedWeights  # its imports take half a second
 
         kind = ShardedWeights
-    weights = kind(model, cfg.precision.name, cfg.train.accumulate)
+    weights = kind(model, cfg.precision.name)
     if cfg.compile:
         torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
         weights.compile_(cfg.train, ranks.world_size)
@@ -68,16 +68,13 @@ def place(cfg: Config, ranks: Ranks, model: Llama) -> Weights:
 
 
 class Weights:
-    """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision.
-
-    ``accumulate`` says how gradients are summed: see ``Gradients``.
-    """
+    """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision."""
 
     sharded = False  # whether a rank holds only some rows of the parameters
     compiled = False  # by ``compile_``
 
-    def __init__(self, model: Llama, precision: str, accumulate: str = "native"):
-        self.model, self.accumulate = model, accumulate
+    def __init__(self, model: Llama, precision: str):
+        self.model = model
         self.masters: dict[str, Tensor] | None = None
         if STATE_DTYPE[precision] != WORKING_DTYPE[precision] and not self.sharded:
             self.masters = _copies(dict(model.named_parameters()))

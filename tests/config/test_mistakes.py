@@ -79,7 +79,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "data.streams=3": ["data.streams=3: must divide train.global_batch=8. Try 2"],
     "backbone.rank=4 scale.rank=3": ["scale.rank=3: would be ignored: backbone.rank is given"],
     "backbone.rank=129": ["backbone.rank=129", "narrowest layer's width, 128"],
-    "precision=bf16 parallel=fsdp train.accumulate=fp32": ["train.accumulate=fp32", "Use precision=bf16_mixed"],
     # text and files
     "run.dir=README.md": ["run.dir=README.md: is a file"],
     "data=local data.root=README.md": ["data.root=README.md: is a file", "Set data.train_files=README.md"],

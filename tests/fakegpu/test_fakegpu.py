@@ -81,7 +81,7 @@ def update(tmp_path_factory):
     ("precision=bf16", "data.mask_documents=true"),
     ("precision=bf16_mixed", "train.micro_batch=4"),
     ("precision=bf16_sr",),
-    ("precision=bf16", "train.accumulate=fp32", "train.micro_batch=4"),
+    ("precision=bf16", "train.micro_batch=4"),
     ("precision=bf16", "optimizer=adamw_8bit"),
     ("precision=bf16_sr", "optimizer=adamw_8bit"),
 ], ids=" ".join)  # fmt: skip

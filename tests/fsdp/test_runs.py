@@ -24,7 +24,7 @@ def stopped(words: list[str], ranks: int) -> None:
 
 @pytest.mark.full
 def test_interrupted_twice_equals_undisturbed(words, tmp_path):
-    given = (*CHOICE, "precision=bf16_mixed", "train.accumulate=fp32", "eval.tokens=900", "parallel=fsdp")
+    given = (*CHOICE, "precision=bf16_mixed", "eval.tokens=900", "parallel=fsdp")
     forked(words(f"run.dir={tmp_path}/whole", *given), 2)
     for stop in (4, 9):
         stopped(words(f"run.dir={tmp_path}/parts", *given, f"train.stop_after={stop}"), 2)

@@ -93,7 +93,7 @@ def losses(*words: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("words", [
     ("precision=fp32",),
     ("precision=bf16_mixed", "train.activation_checkpointing=latent"),
-    ("precision=bf16", "train.accumulate=fp32"),
+    ("precision=bf16",),
 ], ids=lambda words: words[0])  # fmt: skip
 def test_a_sharded_rank_trains_as_a_whole_one_does(words, compiled):
     whole, a = losses(*words, compiled)

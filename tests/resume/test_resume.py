@@ -51,7 +51,7 @@ def stop(train):
 
 @pytest.mark.parametrize("choice", [
     (*COLA, "precision=bf16_sr"),
-    ("backbone=sltrain", "precision=bf16_mixed", "train.accumulate=fp32"),
+    ("backbone=sltrain", "precision=bf16_mixed"),
     pytest.param(("backbone=lowrank", "dlr=on", "precision=bf16"), marks=pytest.mark.full),
     ("backbone=full", "optimizer=galore", "optimizer.rank=8", "optimizer.refresh_every=3"),
     ("backbone=full", "optimizer=adamw_8bit", "scale.hidden_size=64", "precision=bf16"),
