@@ -59,13 +59,6 @@ class Lax(Factors):
         "a two-sided product (tensor), or r x r with bias (dense)",
         "${by_scale:{60m: dense, other: tensor}}",
     )
-    norm: Literal["latent", "output", "none"] = key(
-        "over r (authors' code), d_out (DLR paper's text), or none", "latent"
-    )
-    crossing: Literal["pre_act", "post_act"] = key(
-        "before (authors' code) or after the activation (DLR's text)", "pre_act"
-    )
-    recursive: bool = key("what crosses holds all blocks before (authors' code), not only the last", True)
 
 
 @dataclass

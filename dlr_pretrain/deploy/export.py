@@ -34,8 +34,8 @@ EXPORTED = {  # the backbones that MODELING has a layer for, and the knobs that 
     "lowrank": ("rank", "latent_scale"),
     "cola": ("rank", "latent_scale"),
     "lost": ("rank", "gamma", "sparsity", "activation"),
-    "lax": ("rank", "gate", "norm", "crossing", "recursive"),
-    "cola_lax": ("rank", "gate", "norm", "crossing", "recursive"),
+    "lax": ("rank", "gate"),
+    "cola_lax": ("rank", "gate"),
 }
 AUTO_CLASSES = {
     "AutoConfig": "Config",

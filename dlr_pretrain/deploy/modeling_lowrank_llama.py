@@ -48,9 +48,7 @@ class LowRankLlamaConfig(LlamaConfig):
     """LLaMA's configuration, with the kind of low-rank layer (``backbone``), its ``rank``, and its formula's settings.
 
     lowrank, cola: s is ``latent_scale``. lost: ``gamma``, ``sparsity`` (the share of the channels of x that are in x_I)
-    and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("tensor" or "dense"), ``norm`` ("latent",
-    "output" or "none"), ``crossing`` (where latents are added, "pre_act" or "post_act"), and ``recursive`` (whether a
-    latent that is passed on contains earlier ones).
+    and phi (``activation``, "silu" or "none"). lax, cola_lax: ``gate`` ("tensor" or "dense").
     """
 
     model_type = "lowrank_llama"
@@ -64,9 +62,6 @@ class LowRankLlamaConfig(LlamaConfig):
         sparsity: float = 0.01,
         activation: str = "silu",
         gate: str = "tensor",
-        norm: str = "latent",
-        crossing: str = "pre_act",
-        recursive: bool = True,
         **kwargs,
     ):
         self.backbone = backbone
@@ -76,9 +71,6 @@ class LowRankLlamaConfig(LlamaConfig):
         self.sparsity = sparsity
         self.activation = activation
         self.gate = gate
-        self.norm = norm
-        self.crossing = crossing
-        self.recursive = recursive
         super().__init__(**kwargs)
 
     @property
@@ -87,18 +79,15 @@ class LowRankLlamaConfig(LlamaConfig):
         return self.backbone in ("lax", "cola_lax")
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str] | None:
+    def base_model_tp_plan(self) -> dict[str, str]:
         """Ranks divide the factor of a projection that touches the heads, or the wide side of the MLP.
 
-        x_I of lost are channels of the whole x, so that its products are gathered, and o and down are not divided. A
-        LayerNorm of the output needs the whole output: such a model is not divided at all.
+        x_I of lost are channels of the whole x, so that its products are gathered, and o and down are not divided.
         """
         inward = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
         if self.backbone == "lost":
             gathered = LlamaForCausalLM._tp_plan["lm_head"]  # its name differs between versions
             return {f"layers.*.{name}.{factor}": gathered for name in inward for factor in "bs"}
-        if self.crosses and self.norm == "output":
-            return None
         outward = ("self_attn.o_proj", "mlp.down_proj")
         return {f"layers.*.{n}.b": "colwise" for n in inward} | {f"layers.*.{n}.a": "rowwise" for n in outward}
 
@@ -190,35 +179,23 @@ GATES = {"tensor": TensorGate, "dense": DenseGate}
 
 
 class LaxLinear(LowRankLinear):
-    """y = B z. In the first block z = phi(A x); the others add the latent c of the previous block:
-
-    z = phi(norm(A x + G(c))), or norm(phi(A x) + G(c)) with crossing "post_act". The next block receives z, or phi(A x)
-    if ``recursive`` is false. With norm "output" the norm is applied to y instead.
-    """
+    """y = B z, z = phi(norm(A x + G(c))), where c is the z of the previous block. The first block has z = phi(A x)."""
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__(d_in, d_out, config, block, name)
         self.last = block == config.num_hidden_layers - 1
-        self.recursive, self.pre_act = config.recursive, config.crossing == "pre_act"
-        self.norm_of = config.norm if block else "none"
         if block:
             self.gate = GATES[config.gate](config.rank)
-        if self.norm_of != "none":
-            self.norm = nn.LayerNorm(config.rank if self.norm_of == "latent" else d_out, eps=1e-6)
+            self.norm = nn.LayerNorm(config.rank, eps=1e-6)
 
     def forward(self, x: Tensor, latents: Latents) -> Tensor:
         h = self.a(x)
-        z = own = self.activate(h)
         if self.block:
-            crossed = self.gate(latents.of[self.block - 1, self.name].to(h.device))
-            z = self.activate(self.normalise(h + crossed)) if self.pre_act else self.normalise(own + crossed)
+            h = self.norm(h + self.gate(latents.of[self.block - 1, self.name].to(h.device)))
+        z = self.activate(h)
         if not self.last:
-            latents.of.setdefault((self.block, self.name), z if self.recursive else own)
-        y = self.b(z)
-        return self.norm(y) if self.norm_of == "output" else y
-
-    def normalise(self, h: Tensor) -> Tensor:
-        return self.norm(h) if self.norm_of == "latent" else h
+            latents.of.setdefault((self.block, self.name), z)
+        return self.b(z)
 
 
 LAYERS = {

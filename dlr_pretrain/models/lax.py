@@ -1,7 +1,6 @@
 """LaX: latent crossing, a gated path from a projection's latent to that of the same projection in the next block.
 
-There is no activation between the factors. The order of operations follows the authors' released code; knobs select the
-variant that the DLR paper describes.
+There is no activation between the factors. The order of operations is that of the authors' released code.
 """
 
 from __future__ import annotations
@@ -68,25 +67,20 @@ class LaxProjection(Factors):
 
     def __init__(self, spec: GroupSpec, knobs: dict):
         super().__init__(spec.d_in, spec.d_out, rank := knobs["rank"])
-        crossed = spec.block > 0
-        normed = crossed and knobs["norm"] != "none"
-        self.gate: Gate | None = GATES[knobs["gate"]](rank) if crossed else None
-        self.norm = nn.LayerNorm(rank if knobs["norm"] == "latent" else spec.d_out, eps=NORM_EPS) if normed else None
+        if spec.block > 0:
+            self.gate: Gate = GATES[knobs["gate"]](rank)
+            self.norm = nn.LayerNorm(rank, eps=NORM_EPS)
 
 
 class Lax(LowRank):
-    """y = B z, z = norm(A x + G(c)), where the same projection of the previous block passes on the latent c.
+    """y = B z, z = phi(norm(A x + G(c))), where c is the z of the same projection in the previous block.
 
-    Knob ``crossing``: "pre_act", z = phi(norm(A x + G(c))); "post_act", z = norm(phi(A x) + G(c)). With ``recursive``
-    a block passes on z, which depends on all earlier latents; otherwise phi(A x). ``norm="output"`` normalises B z
-    instead of the latent.
+    phi is ``activate``. The first block, which has no c, computes z = phi(A x).
     """
 
     def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
-        crossed = spec.block > 0
-        self.latent_norm, self.output_norm = (crossed and knobs["norm"] == n for n in ("latent", "output"))
-        if grouped and crossed and knobs["gate"] == "dense":
+        if grouped and spec.block > 0 and knobs["gate"] == "dense":
             self.dense_gate = Stack([p.gate for p in projections], knobs["rank"], knobs["rank"])
 
     @staticmethod
@@ -96,24 +90,15 @@ class Lax(LowRank):
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         super().init_(seeded, prefix)
-        for name, p in self.named(prefix):
-            if p.gate is not None:
-                p.gate.init_(seeded, f"{name}.gate")
-            if p.norm is not None:
-                p.norm.reset_parameters()
+        for name, p in self.named(prefix) if self.spec.block > 0 else ():
+            p.gate.init_(seeded, f"{name}.gate")
+            p.norm.reset_parameters()
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """x [..., pad_in], carried [..., G, r] -> z [..., G, r], and the latent that crosses to the next block."""
         h = self.down(x)
-        if carried is None:
-            z = own = self.activate(h)
-        elif self.knobs["crossing"] == "pre_act":
-            z = self.activate(self.normalise(h + self.gate(carried)))
-            own = z if self.knobs["recursive"] else self.activate(h)
-        else:
-            own = self.activate(h)
-            z = self.normalise(own + self.gate(carried))
-        return z, z if self.knobs["recursive"] else own
+        z = self.activate(h if carried is None else self.normalise(h + self.gate(carried)))
+        return z, z
 
     def gate(self, c: Tensor) -> Tensor:
         """c [..., G, r] -> G(c)."""
@@ -126,23 +111,11 @@ class Lax(LowRank):
 
     def normalise(self, h: Tensor) -> Tensor:
         """h [..., G, r] -> its LayerNorm over r."""
-        if not self.latent_norm:
-            return h
         norms = [p.norm for p in self.projections]
         if not self.grouped:
             return torch.stack([norm(h_p) for norm, h_p in zip(norms, h.unbind(-2), strict=True)], dim=-2)
         normed = F.layer_norm(h, h.shape[-1:], eps=NORM_EPS)
         return torch.addcmul(stacked(norms, "bias"), normed, stacked(norms, "weight"))
-
-    def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        """z [..., G, r] -> [norm](B z), one [..., pad_out] per projection; the padding stays zero."""
-        y = super().expand(z)
-        if not self.output_norm:
-            return y
-        d_out, padding = self.spec.d_out, y[0].shape[-1] - self.spec.d_out
-        norms = [p.norm for p in self.projections]
-        y = tuple(norm(y_p[..., :d_out]) for norm, y_p in zip(norms, y, strict=True))
-        return tuple(F.pad(y_p, (0, padding)) for y_p in y) if padding else y
 
 
 BACKBONE = Lax

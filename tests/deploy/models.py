@@ -20,8 +20,8 @@ KINDS = {  # a backbone, and what is special about it
     "cola": (),
     "cola-linear": ("latent_scale=0.3", "swiglu_silu=false"),
     "lost": ("sparsity=0.1",),
-    "lax": ("gate=tensor", "norm=output", "crossing=post_act", "recursive=false"),  # the DLR paper's text
-    "lax-dense": ("gate=dense", "recursive=false"),
+    "lax": ("gate=tensor",),
+    "lax-dense": ("gate=dense",),
     "cola_lax": (),
 }
 

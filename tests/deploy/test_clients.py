@@ -169,7 +169,7 @@ def vllm_requirements(folder: Path, tmp_path: Path) -> None:
     assert all(module.is_causal for name, module in model.named_modules() if name.endswith("self_attn"))
     assert any(p.kind == p.VAR_KEYWORD for p in inspect.signature(type(model.model).forward).parameters.values())
     plan = model.config.base_model_tp_plan or {}
-    assert plan or folder.name in ("full", "lax")  # the norm of this lax is that of the output
+    assert plan or folder.name == "full"
     for name in plan:
         assert isinstance(model.model.get_submodule(name.replace("*", "1")), nn.Linear)
     assert folder.name == "full" or "AutoModel" in json.loads((folder / "config.json").read_text())["auto_map"]

@@ -125,33 +125,26 @@ def lost(cfg: Config, state: State) -> Project:
 
 
 def lax(cfg: Config, state: State) -> Project:
-    """y = B z, z = phi(norm(A x + G(c))); c is what the same projection of the block before hands on, z or phi(A x).
+    """y = B z, z = phi(norm(A x + G(c))); c is the z of the same projection in the block before.
 
-    The norm may come after B, and the sum after phi. G(c) is W c + b, or E2^T C E1 with c as a matrix C [n1, n2].
+    G(c) is W c + b, or E2^T C E1 with c as a matrix C [n1, n2].
     """
-    knobs, crossing = cfg.backbone.knobs, {}
+    crossing = {}
     phi = silu if cfg.backbone.name == "cola_lax" else (lambda h: h)
 
     def gate(name, c):
-        if knobs["gate"] == "dense":
+        if cfg.backbone.gate == "dense":
             return c @ state[f"{name}.gate.weight"].T + state[f"{name}.gate.bias"]
         e1, e2 = state[f"{name}.gate.e1"], state[f"{name}.gate.e2"]
         return (e2.T @ c.reshape(*c.shape[:-1], len(e2), len(e1)) @ e1).reshape(c.shape)
 
     def project(name, x):
         block, rest = name.removeprefix("model.layers.").split(".", 1)
-        b, h = up(cfg, state, name), x @ state[f"{name}.a.weight"].T
-        if block == "0":
-            crossing[rest] = phi(h)
-            return phi(h) @ b.T
-
-        def norm(h):
-            return layer_norm(state, f"{name}.norm", h) if knobs["norm"] == "latent" else h
-
-        crossed = gate(name, crossing[rest])
-        z = phi(norm(h + crossed)) if knobs["crossing"] == "pre_act" else norm(phi(h) + crossed)
-        crossing[rest] = z if knobs["recursive"] else phi(h)
-        return layer_norm(state, f"{name}.norm", z @ b.T) if knobs["norm"] == "output" else z @ b.T
+        h = x @ state[f"{name}.a.weight"].T
+        if block != "0":
+            h = layer_norm(state, f"{name}.norm", h + gate(name, crossing[rest]))
+        crossing[rest] = phi(h)
+        return phi(h) @ up(cfg, state, name).T
 
     return project
 

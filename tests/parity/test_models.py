@@ -23,16 +23,10 @@ from tests.parity.reference import CPU, VOCAB, disturbed, formula_loss, small, w
 
 LENGTHS = (5, 1, 9, 2, 7)  # of documents, with </s>; one is empty
 MANY = "backbone.sparsity=0.2"  # 6 of 32 channels and 18 of 91: projections of a group share some
-CROSSINGS = [
-    f"backbone.norm={norm} backbone.crossing={crossing} backbone.recursive={recursive}"
-    for norm in ("latent", "output", "none") for crossing in ("pre_act", "post_act") for recursive in ("true", "false")
-]  # fmt: skip
-TEXT = "cola_lax backbone.gate=tensor backbone.norm=output backbone.crossing=post_act backbone.recursive=false"
 CARRYING = [  # a residual can be added to their B
     "lowrank", "cola", "cola backbone.swiglu_silu=false backbone.latent_scale=0.6",
     "lost", f"lost backbone.rank=8 {MANY}", f"lost backbone.rank=13 backbone.gamma=0.5 backbone.activation=none {MANY}",
-    "lax backbone.gate=tensor", "lax backbone.gate=dense", "cola_lax backbone.gate=dense",
-    TEXT,  # LaX as the DLR paper's text has it
+    *(f"{backbone} backbone.gate={gate}" for backbone in ("lax", "cola_lax") for gate in ("tensor", "dense")),
 ]  # fmt: skip
 OTHERS = ["full", "lora backbone.alpha=12", "relora backbone.alpha=12", f"sltrain backbone.alpha=12 {MANY}"]
 ABLATIONS = ["no_b", "random dlr.grouping_seed=7", "balanced", "uncorrected", "attention", "mlp"]
@@ -40,7 +34,6 @@ CASES = [  # with dlr.impl=branch or parallel=fsdp each projection's own modules
     *(f"{variant} {how}" for variant in OTHERS for how in ("dlr=off", "parallel=fsdp")),
     *(f"{variant} {how}" for variant in CARRYING
       for how in ("dlr=off", "dlr=on dlr.alpha=1.5", "dlr=on dlr.impl=branch")),
-    *(f"cola_lax backbone.gate=tensor {crossing}" for crossing in CROSSINGS),
     "cola dlr=learnable_alpha",
     *(f"cola dlr={ablation} dlr.impl={impl}" for ablation in ABLATIONS for impl in ("weight", "branch")),
 ]  # fmt: skip
@@ -163,7 +156,7 @@ def assert_same_step(compiled: Llama, eager: Llama, rel: float, grad_rel: float,
     "cola dlr=on train.activation_checkpointing=latent",
     *(pytest.param(case, marks=pytest.mark.full) for case in (
         "cola dlr=on dlr.impl=branch", f"lost backbone.rank=8 {MANY} dlr=on",
-        f"{TEXT} dlr=on train.activation_checkpointing=latent",
+        "cola_lax backbone.gate=tensor dlr=on train.activation_checkpointing=latent",
     )),
 ])  # fmt: skip
 def test_compiled_equals_eager_with_a_graph_for_all_blocks(case, whole, monkeypatch):
