@@ -22,8 +22,6 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, Tokenizer, TrainLoader
 from dlr_pretrain.train.console import Console
-from dlr_pretrain.train.heartbeat import INTERVAL
-from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Outcome
@@ -139,15 +137,6 @@ class Guard:
             return None
         rule = f"the last {self.skipped_in_a_row} updates were not finite"
         return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
-
-    def write(self, metrics: MetricsFile, record: dict) -> None:
-        """Write ``record``. If another start has taken the run over, the next update ends this one."""
-        try:
-            with suppress(OSError):  # the disk may not answer; a checkpoint asks again
-                self.ranks.heartbeat.require_held(at_most=2 * INTERVAL)
-            metrics.write(record)
-        except UserError as error:
-            self.fail(error)
 
     def wants_save(self, step: int) -> bool:
         """Whether to save after ``step``, beside the regular saves."""

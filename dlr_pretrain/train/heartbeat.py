@@ -59,7 +59,6 @@ class Heartbeat:
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
         self._file = -1  # of this rank's beat; -1 while there is none
         self._machine = machine()
-        self._renewed = 0.0  # when this process last wrote its beat
         self._patient = 0  # contexts in which it may wait long
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._stopped = threading.Event()
@@ -118,21 +117,14 @@ class Heartbeat:
         """Whether this process has taken a run directory; it may have lost it since."""
         return self.rank == 0 and self._file >= 0
 
-    def require_held(self, at_most: float = 0.0) -> None:
+    def require_held(self) -> None:
         """On a rank that ``holds`` a run directory: raise UserError if another start has taken it over.
 
-        This process may write nothing more then. Reads the lease, unless it was renewed less than ``at_most`` seconds
-        ago. Call this before a write that counts, such as that of a checkpoint's manifest.
+        This process may write nothing more then. Call this before a write that counts, such as that of a checkpoint.
         """
-        away = time.time() - self._renewed
-        if not self.holds or away < at_most:
-            return
-        lease = read_beat(self.folder, 0)
+        lease = read_beat(self.folder, 0) if self.holds else {}
         if lease.get("token", self.token) != self.token:
-            raise UserError(
-                f"{self.folder} was taken over by {holder(lease)}, after this process had been away for {away:.0f} s. "
-                "It writes nothing more"
-            )
+            raise UserError(f"{self.folder} was taken over by {holder(lease)}. This process writes nothing more")
 
     def _wait_for_holder(self) -> None:
         first, until = read_beat(self.folder, 0), 0.0
@@ -227,7 +219,6 @@ class Heartbeat:
         record |= {"host": socket.gethostname(), "pid": os.getpid(), "machine": self._machine, "token": self.token}
         os.pwrite(self._file, json.dumps(record | {"time": when}).ljust(BEAT_BYTES).encode(), 0)
         os.fsync(self._file)
-        self._renewed = time.time()
 
     # ------------------------------------------------------------------------------------------------
     # When training stands still

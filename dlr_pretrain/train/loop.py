@@ -147,7 +147,7 @@ class Loop:
     def report(self, record: dict) -> None:
         """Write and show ``record``."""
         if self.metrics is not None:
-            self.guard.write(self.metrics, record)
+            self.metrics.write(record)
         if self.view is not None:
             self.view.log(record)
         self.console.step(record, self.meter.seconds_per_step())

@@ -29,16 +29,12 @@ SPEED_WINDOW = 20  # steps over which it is averaged
 
 
 class MetricsFile:
-    """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes.
+    """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes."""
 
-    ``missing`` counts the trained steps, from ``first_step`` to ``resumed_step``, whose lines were lost.
-    """
-
-    def __init__(self, path: Path, resumed_step: int = 0, first_step: int = 1):
+    def __init__(self, path: Path, resumed_step: int = 0):
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
         kept = [record for record in sound_records(path)[0] if record["step"] <= resumed_step]
-        self.missing = len(set(range(first_step, resumed_step + 1)) - {record["step"] for record in kept})
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 

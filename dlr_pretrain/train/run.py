@@ -150,8 +150,6 @@ class Run:
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
-                if not weights.sharded:
-                    found.read_on_main(ranks)
                 loop.resume(found)
             streams = found.state["streams"] if found is not None else None
             loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
@@ -160,14 +158,10 @@ class Run:
 
     def open_metrics(self, opened: ExitStack, start: Start) -> None:
         """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both. On rank 0 only."""
-        step, first = 0, read_record(self.dir).get("started_from", {"step": 0})["step"] + 1
-        if start.checkpoint is not None:
-            step = start.checkpoint.step - (start.checkpoint.state["unevaluated"] is not None)
-        metrics = self.metrics = MetricsFile(self.dir / "metrics.jsonl", step, first)
-        opened.enter_context(metrics)
-        if metrics.missing:
-            lost = f"metrics.jsonl has lost {metrics.missing:,} of the {step:,} steps that are trained"
-            self.console.say(f"warning: {lost}. The weights have them, and the curves a gap")
+        step = start.step
+        if start.checkpoint is not None and start.checkpoint.state["unevaluated"] is not None:
+            step -= 1  # its line is written after its evaluation
+        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", step))
         self.view = open_view(self.cfg, self.dir, self.console, step)
         if self.view is not None:
             opened.enter_context(self.view)

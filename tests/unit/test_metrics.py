@@ -1,4 +1,4 @@
-"""metrics.jsonl holds every trained step once, and says what it lost; throughput counts what it says."""
+"""metrics.jsonl holds every trained step once; throughput counts what it says."""
 
 from __future__ import annotations
 

@@ -171,7 +171,9 @@ PAIR = ("backbone=cola", "dlr=off,on")
 
 def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
     path = tmp_path / "my.runs"
-    path.write_text("backbone=cola dlr=on\nbackbone=cola dlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore train.steps=9\n")
+    path.write_text(
+        "backbone=cola dlr=on\nbackbone=cola dlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore train.steps=9\n"
+    )
     lines = read_table([str(path), "scale=tiny", "data=sample", "train.lr=0.01,0.001", "seed=1,2"])
     methods = tune.by_method(load_runs(lines))
     assert list(methods) == ["cola+dlr", "cola+dlr (dlr.alpha=0.5)", "galore"]
