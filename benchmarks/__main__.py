@@ -22,9 +22,7 @@ KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", 
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
     "compare": "a training step beside those of each --peer",
-    "fold": "logits before and after folding, and of the plain base",
     "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
-    "data": "batches of the given source, and its resume, on one core",
 }
 Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
 
@@ -40,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers-dir", type=Path, help="compare: folder of the checkouts ($PEERS_DIR, or peers)")
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
-    made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
     made.add_argument("--json", type=Path, help="write everything to this file, too")
     return made
 
@@ -68,13 +65,6 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
     return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"] if v["overrides"])
 
 
-def fold(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    from benchmarks import folding
-
-    found = folding.measure(cfg, given.rounds, given.warmup)
-    return found, results.FOLDS, all(variant["equal"] in (True, None) for variant in found["variants"])
-
-
 def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import isolated, variants
     from dlr_pretrain.analysis.memory import peak_bytes
@@ -83,15 +73,6 @@ def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Meas
     plans = {name: peak_bytes(cfg := load(of), cfg.planned_vocab_size, ranks=1) for name, of in chosen.items()}
     found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
     return {"variants": found}, results.MEMORY, True
-
-
-def data(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    from benchmarks import data
-
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
-    batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": given.rounds}
-    return {"batch": batch, "variants": list(data.measures(cfg, given.tokens, given.rounds))}, results.DATA, True
 
 
 def say(text: str) -> None:
@@ -103,7 +84,7 @@ def measure(given: argparse.Namespace) -> int:
     named = {word.lstrip("+").partition("=")[0] for word in given.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
-    part = {"step": step, "compare": compare, "fold": fold, "memory": memory, "data": data}[given.part]
+    part = {"step": step, "compare": compare, "memory": memory}[given.part]
     found, columns, right = part(given, overrides, load(overrides))
     results.write(results.about() | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
     return 0 if right else EXIT_FAILED

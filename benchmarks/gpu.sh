@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU programme: tests, steps, peers, folding and memory, in pieces of under ten minutes each.
+# The GPU programme: tests, steps, peers and memory, in pieces of under ten minutes each.
 #
 #   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
 #
@@ -85,8 +85,6 @@ kept="--variant train.activation_checkpointing=block --variant train.activation_
 bench step-1b-kept step $large train.global_batch=16 dlr=on $kept --variant train.activation_checkpointing=none
 seven="scale=7b backbone=cola dlr=on train.global_batch=8 train.micro_batch=8"
 bench step-7b-kept step $seven $kept --rounds 10
-bench fold-60m fold $small train.global_batch=128 dlr=on
-bench fold-1b fold $large train.global_batch=16 dlr=on
 latent=train.activation_checkpointing=latent
 bench memory-1b memory $large train.global_batch=16 dlr=on $eager # the plan's figures are of eager code
 bench memory-7b memory $seven --variant "$latent $eager" \
@@ -98,7 +96,7 @@ adapter=benchmarks/adapters
 compare compare-60m-dlr DLR scale=60m backbone=cola $peers --peer $adapter/dlr.py --peer $adapter/dlr.py:build_off \
   --peer $adapter/dlr.py:build_random
 compare compare-1b-dlr DLR scale=1b backbone=cola dlr=on train.global_batch=16 --peer $adapter/dlr.py
-bench compare-60m-hf compare scale=60m backbone=full train.global_batch=64 --peer $adapter/hf.py
+bench compare-60m-hf compare scale=60m backbone=full train.global_batch=64 --peer $adapter/dlr.py:build_dense
 PYTHONPATH="$PYTHONPATH${TF448:+:$TF448}"
 compare compare-60m-cola CoLA scale=60m backbone=cola $peers --peer $adapter/cola.py --peer $adapter/cola.py:build_lean
 compare compare-60m-cola-eager CoLA scale=60m backbone=cola $peers compile=false --peer $adapter/cola.py

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
 from dlr_pretrain.util.text import table as markdown_table
@@ -77,13 +76,6 @@ STEPS: Columns = {  # ratio: seconds over the first variant's of the same round,
     "MFU, large products": lambda v: share(v, "measured"),
     "parity / bound": parity,  # largest relative difference of a loss in 20 updates
 }
-FOLDS: Columns = {
-    "logits of": lambda v: v["name"],
-    "ms": lambda v: f"{v['ms']:.4g}",
-    "ratio to the base": ratio,
-    "largest difference from the folded": lambda v: None if v["difference"] is None else f"{v['difference']:.1e}",
-    "equal bit for bit": lambda v: {True: "yes", False: "NO", None: ""}[v["equal"]],
-}
 MEMORY: Columns = {
     "variant": lambda v: v["name"],
     "peak GB": lambda v: f"{v['peak'] / 1e9:.2f}",
@@ -91,11 +83,4 @@ MEMORY: Columns = {
     "peak / plan's": lambda v: f"{v['peak'] / v['plan']:.3f}",
     "first step s": lambda v: f"{v['first_step_s']:.3g}",
     "step s": lambda v: f"{v['step_s']:.3g}",
-}
-DATA: Columns = {
-    "measure": lambda v: f"{v['name']}, {v['unit']}",
-    "median": lambda v: f"{median(v['values']):.4g}",
-    "lowest": lambda v: f"{min(v['values']):.4g}",
-    "highest": lambda v: f"{max(v['values']):.4g}",
-    "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
 }

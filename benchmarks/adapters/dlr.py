@@ -1,7 +1,7 @@
 """The DLR authors' layers on the LLaMA of transformers (github.com/nanguoyu/DLR in ``$PEERS_DIR/DLR``).
 
 They publish no training script: the step is the lean one. ``build`` has DLR on, ``build_off`` off, ``build_random`` the
-random map.
+random map; ``build_dense`` is the LLaMA of transformers itself.
 """
 
 import sys
@@ -35,6 +35,10 @@ def ours_random(scale):
     return [EPS, "backbone=cola", "dlr=random"]
 
 
+def ours_dense(scale):
+    return [EPS, "backbone=full", "dlr=off"]
+
+
 def build(scale, device, dtype, batch, T, compile, layers=None, scope="all", expand="uniform"):
     sys.path.insert(0, CHECKOUT)
     from dlr import DLRModel
@@ -50,6 +54,10 @@ def build_off(*shape, **options):
 
 def build_random(*shape, **options):
     return build(*shape, **options, expand="random_reuse")
+
+
+def build_dense(scale, device, dtype, batch, T, compile, layers=None):
+    return Step(llama(scale, layers).to(device=device, dtype=dtype), compile, lean=True)
 
 
 def llama(scale, layers):

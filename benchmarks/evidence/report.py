@@ -263,38 +263,6 @@ def dlr_at_250(runs: dict[int, list[dict]]) -> dict[int, float]:
     return found
 
 
-def probed(piece: Piece) -> dict[str, dict[str, pd.DataFrame]]:
-    """Run ("lowrank+dlr (train.lr=0.01)") -> projection -> the numbers of each probe, by the update that follows."""
-    (comparison,) = piece.comparisons
-    found = {}
-    for trial in comparison.trials.sort_values(["method", "lr"], ascending=[False, True]).itertuples():
-        metrics = pd.DataFrame(piece.runs[trial.run]["metrics"]).set_index("step")
-        layers = dict.fromkeys(name.split("/")[1] for name in metrics if name.startswith("probe/"))
-        variant = f" (train.lr={trial.lr:g})" if trial.lr != comparison.design.rates[0] else ""
-        found[trial.method + variant] = {
-            layer: metrics.filter(like=f"/{layer}/").rename(columns=lambda n: n.split("/")[2]).dropna()
-            for layer in layers
-        }
-    return found
-
-
-def paths(piece: Piece) -> str:
-    """The first and the last probe of each projection."""
-    rows = [
-        [f"tiny {run}", layer, str(step), *(f"{n[key]:.3f}" for key in ("rho", "rho_mean", "isotropic")),
-         f"{n.cosine:+.3f}"]
-        for run, layers in probed(piece).items() for layer, found in layers.items()
-        for step, n in found.iloc[[0, -1]].iterrows()
-    ]  # fmt: skip
-    note = (
-        "rho is the mean norm of beta R g, the gradient that reaches a latent through the residual, divided by that of "
-        "B^T g, which reaches it through B; the mean of ratios is over single positions. The isotropic value (dashed "
-        "in figures) is that of a gradient without a preferred direction at that step's weights: |beta R^T|_F / |B|_F."
-    )
-    header = ["Run", "Projection", "Before update", "rho", "Mean of ratios", "Isotropic", "Cosine"]
-    return table(header, rows, [note], (3, 4, 5, 6))
-
-
 def cost(piece: Piece) -> str:
     """A row a backbone, whose variants are: without DLR, again without DLR, with DLR."""
     rows = []
@@ -402,7 +370,7 @@ def draw_rates(piece: Piece) -> Figure:
 # ----------------------------------------------------------------------------------------------------
 # The page
 
-TABLES = {f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, paths, cost, smoke)}
+TABLES = {f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, cost, smoke)}
 FIGURES = {"differences": draw_differences, "rates": draw_rates}
 read = cache(Piece)
 

@@ -102,20 +102,30 @@ def test_every_variant_of_a_step_is_measured_in_each_round(bench, capsys, monkey
 
 
 ADAPTER = """
-from benchmarks.adapters.ours import Ours
+from benchmarks.peers import as_batch
+from benchmarks.variants import Variant
+from dlr_pretrain.cli import load
+from dlr_pretrain.train.ranks import Ranks
+
+class Step:
+    def __init__(self, scaled):
+        cfg = load({overrides!r} + ["dlr=off", "seed=7"])
+        self.variant, self.scaled = Variant("peer", cfg, Ranks(cfg)), scaled
+
+    def tensors(self):
+        return {{n: p.detach().clone() for n, p in self.variant.trainer.weights.state.items()}}
+
+    def step(self, ids):
+        return self.scaled * self.variant.step(as_batch(ids, ids.numel()))
 
 def ours(scale):
     return ["dlr=off"]
 
-def build(scale, device, dtype, batch, T, compile, layers=None, scaled=1.0):
-    built = Ours({overrides!r} + ["dlr=off", "seed=7"])
-    built.tensors = lambda: {{n: p.detach().clone() for n, p in built.variant.trainer.weights.state.items()}}
-    step = built.step
-    built.step = lambda ids: scaled * step(ids)
-    return built
+def build(scale, device, dtype, batch, T, compile, layers=None):
+    return Step(1.0)
 
 def build_wrong(*shape, **options):
-    return build(*shape, **options, scaled=1.1)
+    return Step(1.1)
 """
 
 
@@ -130,22 +140,6 @@ def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(bench, t
     assert found["peer"]["parity"]["passes"] and not found["peer_wrong"]["parity"]["passes"]
     assert bench(*given, "--peer", f"{file}:build_other")[0] == EXIT_CONFIG
     assert "It has build, build_wrong" in capsys.readouterr().err
-
-
-def test_logits_are_the_same_bits_before_and_after_folding(bench):
-    code, found = bench("fold", *joined(TINY, ["precision=bf16"]), *QUICK, "dlr=on")
-    assert code == 0 and found["with the residual, as in training"]["equal"] is True
-    assert found["branch, unfolded"]["difference"] > 0
-
-
-@pytest.mark.full
-def test_a_data_source_is_measured(bench, corpus, monkeypatch):
-    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)  # pytest keeps its cores
-    place = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
-    given = ["data=c4_local", *place, "train.global_batch=8", "train.seq_len=16", "--tokens", "2000", "--rounds", "2"]
-    code, found = bench("data", *given)
-    assert code == 0 and len(found) == 2
-    assert all(len(measure["values"]) == 2 and min(measure["values"]) > 0 for measure in found.values())
 
 
 WIDE = [  # layers, not the logits, take most of the memory
