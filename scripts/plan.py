@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from difflib import get_close_matches
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.util.errors import at_least_1, command
@@ -25,10 +24,6 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
     parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
-    for word in words:
-        name = word.partition("=")[0]
-        if word.startswith("--") and (meant := get_close_matches(name, parser._option_string_actions)):
-            parser.error(f"{name}: did you mean {meant[0]}?")
     if given.table1:
         if words or given.gpus or given.mfu:
             parser.error("--table1 is of the recipes as they stand: give nothing but --json with it")

@@ -12,18 +12,14 @@ from tqdm import tqdm
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
-from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource, prepare
-from dlr_pretrain.util.errors import UserError, command
+from dlr_pretrain.util.errors import UserError, at_least_1, command
 from dlr_pretrain.util.process import cores
 
-LONGEST_LINE = 4192  # about: sentencepiece's max_sentence_length in bytes
 TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
-FEWEST_TOKENS = 300  # so that letters, digits and signs have one each
-OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
 
 
 def main() -> int:
@@ -33,10 +29,12 @@ def main() -> int:
         epilog="Source and tokenizer are named as for train.py.",
     )
     parser.add_argument("--output", type=Path, required=True, help="the folder to write: data.root of data=tokens")
-    parser.add_argument("--workers", type=int, default=cores(), help=f"processes, a shard each (default: {cores()})")
+    parser.add_argument(
+        "--workers", type=at_least_1, default=cores(), help="processes, a shard each (default: %(default)s)"
+    )
     parser.add_argument(
         "--train-tokenizer",
-        type=int,
+        type=at_least_1,
         metavar="TOKENS",
         help="with a sentencepiece model of this vocabulary, trained on the first shards: <output>.<TOKENS>.model",
     )
@@ -45,10 +43,6 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace, overrides: list[str]) -> None:
-    for name, least in (("workers", 1), ("train_tokenizer", FEWEST_TOKENS)):
-        if (value := getattr(given, name)) is not None and value < least:
-            raise ConfigError([Problem(f"--{name.replace('_', '-')}", value, f"must be at least {least}")])
-    refuse_unused(overrides)
     cfg = load([*overrides, "logger=jsonl"])  # the default logger needs a package that this command does not
     if cfg.data.source == "tokens":
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
@@ -79,9 +73,6 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
         texts.append(text)
         if (characters := characters + len(text)) > TRAINING_TEXT:
             break
-    too_long = sum(len(line) for text in texts for line in text.split("\n") if len(line) > LONGEST_LINE)
-    if too_long:
-        say(f"sentencepiece leaves lines of over {LONGEST_LINE:,} characters out: {100 * too_long / characters:.2g} %")
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # another command may train it, too
         draft = Path(folder, path.name)
@@ -92,18 +83,6 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
         if not path.exists():
             draft.replace(path)
     return path
-
-
-def refuse_unused(overrides: list[str]) -> None:
-    """Raise ConfigError for keys of a run that say nothing about its texts and tokens."""
-    given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
-    problems = [
-        Problem(key, value, "says nothing about texts or tokens", "Leave it out, and give it to train.py")
-        for key, value in given.items()
-        if key in OF_RUNS or key.split(".")[0] not in ("data", "tokenizer")
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def say(text: str) -> None:

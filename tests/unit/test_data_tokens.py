@@ -162,13 +162,9 @@ def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
     assert content(made) == before and content(tmp_path / "mine") == {"spiece.model": b"precious"}
 
 
-def test_the_command_continues_trains_a_tokenizer_once_and_refuses_what_it_would_ignore(root, tmp_path, capsys):
+def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsys):
     command = partial(main_of, "prepare_data", "--output", tmp_path / "tokens")
-    for words, rule in (
-        (["data=c4_local", "data.seed=1"], "data.seed=1: says nothing about texts or tokens"),
-        (["data=sample", "--workers", "0"], "--workers=0: must be at least 1"),
-    ):
-        assert command(*words) == EXIT_CONFIG and rule in capsys.readouterr().err
+    assert command("data=sample", "--workers", "0") == EXIT_CONFIG and "at least 1" in capsys.readouterr().err
     assert not (tmp_path / "tokens").exists()
     for _ in range(2):
         assert command("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0

@@ -161,7 +161,7 @@ def test_auto_becomes_the_largest_micro_batch_that_is_counted_to_fit(monkeypatch
     (["backbone=colla"], "error: backbone=colla: must be one of"),
     (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
-    (["scale=1b", "--gpu", "8"], "--gpu: did you mean --gpus?"),
+    (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip
 def test_mistakes_are_told_as_by_the_training_command(words, error, capsys):
     assert main_of("plan", *words) == 2
