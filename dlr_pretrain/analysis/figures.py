@@ -125,7 +125,7 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     ax = axes()
     grid = pd.DataFrame(found["trials"])
     grid = grid[grid.seed.isin(design["seeds"])]
-    grid["ppl"] = grid.loss_b.map(perplexity, na_action="ignore")
+    grid["ppl"] = grid.loss_b.astype(float).map(perplexity, na_action="ignore")
     for i, method in enumerate(design["methods"]):
         of, style = grid[grid.method == method], {"color": COLOURS[i]}
         means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()

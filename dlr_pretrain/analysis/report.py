@@ -23,20 +23,13 @@ Part = Table | Picture | tuple[str, str]  # a table, a figure, or a title and co
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of the runs in ``places``, as ``read_runs`` takes them, into ``output``; returns the remarks.
 
-    ``index.html`` and ``report.md`` have everything; ``tables/`` has each table as Markdown, CSV and LaTeX, and the
-    numbers of each run in all digits as ``numbers.csv``; ``figures/`` has each figure in the formats of
-    ``figures.IMAGES``.
+    ``index.html`` and ``report.md`` have everything; ``numbers.csv`` has the numbers of each run in all digits, and
+    ``figures/`` each figure in the formats of ``figures.IMAGES``.
     """
-    found, folder = read_runs(places), output / "tables"
-    folder.mkdir(parents=True, exist_ok=True)
-    tables = run_tables(found)
-    for table in tables:
-        (folder / f"{table.name}.md").write_text(table.markdown(), encoding="utf-8")
-        (folder / f"{table.name}.tex").write_text(table.latex(), encoding="utf-8")
-        table.frame.to_csv(folder / f"{table.name}.csv", index=False)
-    found.runs[NUMBERS].to_csv(folder / "numbers.csv", index=False)
-    parts = [*tables, *draw(found, output / "figures"), ("Made by", command)]
+    found = read_runs(places)
+    parts = [*run_tables(found), *draw(found, output / "figures"), ("Made by", command)]
     write_page("Pre-training runs", found.remarks, parts, output, output / "figures", "index")
+    found.runs[NUMBERS].to_csv(output / "numbers.csv", index=False)
     return found.remarks
 
 
@@ -59,6 +52,7 @@ def write_page(
 
     ``remarks`` are what a reader must know first.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     body = "\n".join(_html(part, figures) for part in parts)
     items = "".join(f"<li>{html.escape(remark)}</li>" for remark in remarks)

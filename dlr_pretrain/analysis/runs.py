@@ -15,20 +15,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from dlr_pretrain.config.tree import Data
 from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.history import sound_records
 from dlr_pretrain.util.text import plural
 
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer
-METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "train/real_tokens", "train/skipped",
-           "perf/tokens_per_second", "perf/mfu", "perf/max_memory_gb", "eval/loss", "eval/perplexity",
-           "eval/perplexity_galore")  # fmt: skip
+METRICS = ("step", "time", "train/loss", "train/grad_norm", "train/tokens", "perf/tokens_per_second", "perf/mfu",
+           "perf/max_memory_gb", "eval/loss", "eval/perplexity")  # fmt: skip
 # The keys that decide which text is evaluated, and how much of a document a position sees.
 TEXT = ("data.shards", "tokenizer.pieces", "eval.tokens", "eval.packing", "train.seq_len", "data.mask_documents")
 NONE = "–"  # what a table shows where there is no value
-SCALES = ("tiny", "60m", "130m", "350m", "1b", "7b")
-METHODS = ("full", "lora", "relora", "galore", "fira", "sltrain", "loro", "lowrank", "cola", "lost", "lax", "cola_lax")
 
 
 def method_name(backbone: str, dlr: str, optimizer: str) -> str:
@@ -85,15 +83,15 @@ class Runs:
     remarks: list[str]
 
     def groups(self) -> list[tuple[pd.Series, pd.DataFrame]]:
-        """The first run of each group, for what its runs share, and all of them, in the order of scale and method."""
+        """The first run of each group, for what its runs share, and all of them, in the order of scale and name."""
         return [(of.iloc[0], of) for _, of in self.runs.groupby("key", sort=False)]
 
 
 def read_runs(places: Sequence[str | Path]) -> Runs:
     """The runs in ``places``: run directories, folders of them (such as ``run.root``), or globs of either.
 
-    Of several runs with the same configuration and seed, the one with the most steps is kept. Raises UserError for a
-    place without a run, and if no run can be read.
+    Of several runs with the same configuration and seed, the one with the most steps is kept. Raises UserError if no
+    run can be read.
     """
     rows, metrics, remarks = [], [], []
     for folder in _folders(places, remarks):
@@ -116,13 +114,10 @@ def _folders(places: Sequence[str | Path], remarks: list[str]) -> list[Path]:
     for place in map(str, places):
         tops = [place] if Path(place).exists() else sorted(glob(place))
         own = [path for top in tops for up in ("", "*/", "*/*/") for path in sorted(Path(top).glob(f"{up}config.yaml"))]
-        found |= {path.parent.resolve(): path.parent for path in own if path.parent.resolve() not in found}
-        if own:
-            continue
-        rule = f"{place}: no run directory there (one has a config.yaml)"
-        if len(places) == 1 or not Path(place).is_dir():
-            raise UserError(f"{rule}. Name runs, or the folder above")
-        remarks.append(rule)  # a shell expands runs/* to all folders
+        for path in own:
+            found.setdefault(path.parent.resolve(), path.parent)
+        if not own:
+            remarks.append(f"{place}: no run directory there (one has a config.yaml)")
     return list(found.values())
 
 
@@ -143,17 +138,15 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
     trained = {at: start for at, start in began.items() if at <= metrics.time.max()} or began or {0.0: {}}
     recent = metrics[metrics.time >= max(trained)]  # since the last start that did more than export
     last = trained[max(trained)]
-    method = method_name(*(config[group]["name"] for group in ("backbone", "dlr", "optimizer")))
+    seed, order = config["seed"], config["data"]["seed"]
     row = {
         "run": str(folder),
         "name": folder.resolve().name,
         "scale": config["scale"]["name"],
-        "method": method,
-        "base": method.partition("+")[0],
+        "method": method_name(*(config[group]["name"] for group in ("backbone", "dlr", "optimizer"))),
         "dlr": config["dlr"]["name"],
-        "seed": config["seed"],
+        "seed": str(seed) if order == Data.seed else f"{seed}/{order}",
         "planned": config["train"]["steps"],
-        "config": config,
         "identity": manifest["identity"],
         "start": last,
         "code": tuple(dict.fromkeys(_commit(start.get("git")) for start in trained.values())),
@@ -170,19 +163,16 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
 def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     """The state of a run and its last figures."""
     last = records[-1] if records else {"step": 0}
-    evaluated = next((record for record in reversed(records) if "eval/loss" in record), {"step": 0})
-    whole = evaluated["step"] >= planned
-    diverged = manifest.get("state", {}).get("name") == "diverged" or (whole and evaluated.get("eval/loss") is None)
+    final = next((r for r in reversed(records) if "eval/loss" in r and r["step"] >= planned), {})
+    diverged = manifest.get("state", {}).get("name") == "diverged" or (final and final["eval/loss"] is None)
     found = {
-        "state": "diverged" if diverged else "finished" if whole else "unfinished",
+        "state": "diverged" if diverged else "finished" if final else "unfinished",
         "step": last["step"],
         "tokens": last.get("train/tokens", 0),
         "skipped": last.get("train/skipped") or 0,
-        "last_loss": evaluated.get("eval/loss"),
-        "last_ppl": evaluated.get("eval/perplexity"),
     }
     for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
-        found[name] = math.inf if diverged else evaluated.get(f"eval/{key}") if whole else math.nan
+        found[name] = math.inf if diverged else final.get(f"eval/{key}", math.nan)
     return found
 
 
@@ -196,13 +186,9 @@ def _commit(git: str | None) -> str:
 
 def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     """``runs`` in order and without doubles, with more columns: ``key`` is equal in a group, ``pair`` in groups that
-    differ in DLR alone, ``shared`` is the identity without the seed, and ``label`` is the group's name."""
-    same = [{key: value for key, value in i.items() if key not in ("seed", *ORIGIN)} for i in runs.identity]
-    for _, of in runs.groupby([_text(shared, "data.seed", "dlr.") for shared in same]):
-        follows = all(identity.get("data.seed") == seed for identity, seed in zip(of.identity, of.seed, strict=True))
-        if follows and of.seed.nunique() > 1:  # the order of the data follows the seed (data.seed=${seed})
-            for i in of.index:
-                same[i]["data.seed"] = "seed"
+    differ in DLR alone, ``shared`` is the identity without the seeds, and ``label`` is the group's name."""
+    left_out = ("seed", "data.seed", *ORIGIN)
+    same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
     runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[_text(shared, "dlr.") for shared in same])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
     double = runs.duplicated(["key", "seed"])
@@ -217,18 +203,15 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
             for i, shared in of.shared.items():
                 apart = [_override(key, shared[key]) for key in dict.fromkeys([*own, *rate]) if key in shared]
                 names[i] = f"{method} ({', '.join(apart)})" if apart else method
-    order = [(_rank(r.scale, SCALES), _rank(r.base, METHODS), r.method, names[r.Index]) for r in runs.itertuples()]
-    runs = runs.assign(label=names, order=order)
-    return runs.sort_values(["order", "seed"]).reset_index(drop=True)
+    runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
+    return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
 
 
 def differing(identities: Iterable[dict]) -> list[str]:
-    """The keys whose values are not the same in all ``identities``, without those of a scale that repeat another."""
+    """The keys whose values are not the same in all ``identities``."""
     identities = list(identities)
     keys = dict.fromkeys(key for identity in identities for key in identity)
-    found = [key for key in keys if len({_text(identity.get(key)) for identity in identities}) > 1]
-    leaves = {key.rpartition(".")[2] for key in found if not key.startswith("scale.")}
-    return [key for key in found if not (key.startswith("scale.") and key.rpartition(".")[2] in leaves)]
+    return [key for key in keys if len({_text(identity.get(key)) for identity in identities}) > 1]
 
 
 def differing_text(runs: pd.DataFrame) -> list[str]:
@@ -256,12 +239,7 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
 
 
 def _override(key: str, value: object) -> str:
-    shown = f"{value:.8}…" if isinstance(value, str) and len(value) == 64 else value  # a digest
-    return f"{key.removesuffix('.name')}={'null' if shown is None else Path(str(shown)).name}"
-
-
-def _rank(name: str, known: Sequence[str]) -> tuple[int, str]:
-    return (known.index(name) if name in known else len(known)), name
+    return f"{key.removesuffix('.name')}={'null' if value is None else str(value)[:24]}"  # digests are long
 
 
 def _text(value: object, *without: str) -> str:

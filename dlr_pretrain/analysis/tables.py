@@ -23,7 +23,7 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class Table:
-    """``frame`` has text in each cell; ``name`` is the stem of the table's files."""
+    """``frame`` has text in each cell; ``name`` is the table's anchor in the page."""
 
     name: str
     title: str
@@ -33,11 +33,6 @@ class Table:
     def markdown(self) -> str:
         rows = markdown_table(list(self.frame), self.frame.to_numpy().tolist())
         return "\n".join([f"## {self.title}", "", rows, "", *(f"* {note}" for note in self.notes)])
-
-    def latex(self) -> str:
-        """A table environment for booktabs."""
-        whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}")
-        return whole.replace("Δ", r"$\Delta$")  # the other signs are known to LaTeX
 
 
 def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:
@@ -52,8 +47,7 @@ def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()
 
 def run_tables(found: Runs) -> list[Table]:
     """All tables of runs, those that matter most first."""
-    own = [*pairs_table(found), groups_table(found), *paper_table(found)]
-    return [*own, speed_table(found), *settings_table(found), runs_table(found)]
+    return [*pairs_table(found), groups_table(found), *paper_table(found), *settings_table(found), runs_table(found)]
 
 
 def groups_table(found: Runs) -> Table:
@@ -69,9 +63,7 @@ def groups_table(found: Runs) -> Table:
             "M tokens": shown(of.tokens.max() / 1e6, ",.4g"),
             "M parameters": shown(of.parameters.max() / 1e6, ",.4g"),
             "PFLOPs": shown(of.flops.max() / 1e15, ",.3g"),
-            "Precision": group.config["precision"]["name"],
-            "Packing": group.config["data"]["packing"],
-            "lr": shown(group.config["train"]["lr"], "g"),
+            "lr": shown(group.shared["train.lr"], "g"),
         })  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
     return table("groups", "What was trained", rows, notes)
@@ -93,7 +85,7 @@ def pairs_table(found: Runs) -> Iterator[Table]:
     for group, of in found.groups():
         if group.dlr != "on" or group.pair not in plain:
             continue
-        scale, base, label = group.scale, group.base, group.label
+        scale, label, base = group.scale, group.label, group.method.partition("+")[0]
         without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[group.pair], of))
         rows.append({
             "Scale": scale,
@@ -104,41 +96,24 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "Δ paper": shown(theirs.get((scale, f"{base}+dlr"), nan) - theirs.get((scale, base), nan), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
-            notes.append(f"{label} at {scale}: without a partner, and not in the difference: seed {odd}")
+            notes.append(f"{label} at {scale}: without a partner, and not in the difference: seed {', '.join(odd)}")
     if rows:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)
 
 
 def runs_table(found: Runs) -> Table:
-    """Each run and how far it came."""
+    """Each run: how far it came, and what it took."""
     rows = [
-        {"Run": run.name, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
-         "Loss": shown(run.last_loss, ".4f"), "PPL": shown(run.last_ppl, ",.2f"), "Machine": run.machine}
-        for _, run in found.runs.rename(columns={"name": "folder"}).iterrows()
+        {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
+         "Loss": shown(run.loss, ".4f"), "PPL": shown(run.ppl, ",.2f"), "tokens/s": shown(run.speed, ",.0f"),
+         "MFU": shown(run.mfu, ".3f"), "GB a rank": shown(run.memory, ".2f"), "Machine": run.machine}
+        for run in found.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
-    return table("runs", "Runs", rows, ["Loss and perplexity (unbiased) are those of the last evaluation."])
-
-
-def speed_table(found: Runs) -> Table:
-    """Speed and memory: a row for each group and machine, since no mean is taken over machines."""
-    rows = []
-    for group, of in found.groups():
-        for machine, on_it in of.groupby("machine", sort=False):
-            rows.append(
-                {
-                    "Scale": group.scale,
-                    "Method": group.label,
-                    "Machine": machine,
-                    "GB a rank": spread(on_it.memory.dropna()),
-                    "tokens/s": spread(on_it.speed.dropna(), ",.0f"),
-                    "MFU": spread(on_it.mfu.dropna(), ".3f"),
-                }
-            )
     notes = [
-        "tokens/s is the median since the last start of each run, of means over 20 steps without evaluation and "
-        "saving; it counts padding. Memory is the peak of a rank. Compare only within a machine."
+        "tokens/s is the median since the last start, of means over 20 steps without evaluation and saving; it counts "
+        "padding. Memory is the peak of a rank. Compare only within a machine."
     ]
-    return table("speed", "Speed and memory", rows, notes)
+    return table("runs", "Runs", rows, notes)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -1,30 +1,85 @@
-"""scripts/report.py: its numbers are those of the runs, and what no mean may hide is named."""
+"""scripts/report.py: its numbers are those of the runs, and what no mean may hide is named.
+
+Run directories come without training: invented figures, written by the trainer's own writers.
+"""
 
 from __future__ import annotations
 
-import csv
 import html
 import json
 import math
 import re
 import shutil
 import statistics
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from random import Random
+from time import gmtime, strftime
 
+import pandas as pd
 import pytest
-from run_folders import SHORT, a_record, a_run, configured, moment, pairs_of_runs
+import torch
 
 from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.report import write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
-from dlr_pretrain.analysis.tables import facts, groups_table, pairs_table, paper_table, speed_table, table
+from dlr_pretrain.analysis.tables import facts, groups_table, pairs_table, paper_table, run_tables, table
+from dlr_pretrain.cli import load
+from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
-from dlr_pretrain.train.record import update_record
+from dlr_pretrain.train.evaluate import galore_perplexity
+from dlr_pretrain.train.metrics import MetricsFile
+from dlr_pretrain.train.record import open_record, record_start, update_record
 from tests.conftest import main_of
 
+SHORT = ("scale=tiny", "scale.vocab_size=8192", "data=sample", "train.steps=60", "eval.every=20", "logger=jsonl")
 COLA, COLA_DLR = (*SHORT, "backbone=cola", "dlr=off"), (*SHORT, "backbone=cola", "dlr=on")
 PAPER = ("scale=60m", "experiment=paper", "backbone=cola", "data=c4_local", "data.root=/c4", "train.steps=11000")
 PERPLEXITY, CONVENTION = "eval/perplexity", "eval/perplexity_galore"
+FINGERPRINTS = {"data.shards": "0" * 64, "tokenizer.pieces": "1" * 64, "data.order": 1}
+BEGAN = 1_790_000_000.0
+
+
+def moment(seconds: float) -> str:
+    """A time after the runs began, as the manifest has it."""
+    return strftime("%Y-%m-%dT%H:%M:%SZ", gmtime(BEGAN + seconds))
+
+
+@cache
+def configured(*words: str) -> Config:
+    return load(list(words), machine=False)
+
+
+def a_run(
+    folder: Path, *words: str, seed: int = 41, level: float = 4.0, step: int | None = None, final: float | None = None,
+    judged: int = 10_000_000, code: str = "abc",
+) -> Path:  # fmt: skip
+    """A run of ``words`` up to ``step`` (its last), whose loss falls to about ``level``; ``final`` is the last
+    evaluation's loss instead, and an evaluation is of ``judged`` tokens."""
+    cfg = configured(*words)
+    cfg = replace(cfg, seed=seed, run=replace(cfg.run, dir=str(folder)))
+    folder.mkdir(parents=True)
+    open_record(folder, cfg, FINGERPRINTS)
+    record_start(folder, 1, torch.device("cpu"), "some text")
+    start = {"time": moment(0), "command": ["train.py", *words, f"seed={seed}"], "world_size": 1}
+    start |= {"device": "CPU, 4 cores", "git": code, "packages": {"torch": "2.13.0"}}
+    update_record(folder, {"starts": [start], "parameters": 1_000_000, "flops_per_token": 6e6})
+    noise = Random(f"{seed} {level}").gauss
+    with MetricsFile(folder / "metrics.jsonl", 0) as file:
+        for at in range(1, (step or cfg.train.steps) + 1):
+            positions = at * cfg.train.global_batch * cfg.train.seq_len
+            loss = level + 5 * math.exp(-12 * at / cfg.train.steps) + noise(0, 0.03)
+            record = {
+                "step": at, "train/loss": loss, "train/grad_norm": abs(noise(0.6, 0.1)), "train/skipped": 0,
+                "train/tokens": positions, "perf/tokens_per_second": noise(1000, 5) if at > 10 else None,
+                "perf/mfu": None, "perf/max_memory_gb": 1.25, "time": BEGAN + at / 2,
+            }  # fmt: skip
+            if at % cfg.eval.every == 0 or at == cfg.train.steps:
+                loss = final if final is not None and at == cfg.train.steps else loss + noise(0.1, 0.02)
+                record |= {"eval/loss": loss, PERPLEXITY: math.exp(loss), CONVENTION: galore_perplexity(loss, judged)}
+            file.write(record)
+    return folder
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -35,7 +90,11 @@ def lines_of(folder: Path) -> list[dict]:
 def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
     """Two pairs of two seeds, one of each difficult kind, and the report of them."""
     root = tmp_path_factory.mktemp("runs")
-    pairs_of_runs(root, "cola", "lowrank")
+    for backbone, level in (("cola", 4.0), ("lowrank", 4.1)):
+        for dlr, gain in (("off", 0.0), ("on", 0.1)):
+            for seed in (41, 42):
+                words = (*SHORT, f"backbone={backbone}", f"dlr={dlr}")
+                a_run(root / f"{backbone}-{dlr}-s{seed}", *words, seed=seed, level=level - gain)
     a_run(root / "unfinished", *COLA_DLR, seed=43, step=30)
     shutil.copytree(root / "cola-on-s41", root / "copy")
     a_run(root / "fp32", *COLA_DLR, "precision=fp32", seed=41, level=3.0)
@@ -53,46 +112,38 @@ def made(tmp_path_factory) -> tuple[Path, Path, list[str]]:
 
 def test_the_tables_have_the_numbers_of_the_runs(made):
     root, output, _ = made
-
-    def rows(name: str, key: str) -> dict[str, dict]:
-        with (output / f"tables/{name}.csv").open() as file:
-            return {row[key]: row for row in csv.DictReader(file)}
-
+    found = read_runs([root])
+    groups, (pairs,) = groups_table(found).frame.set_index("Method"), pairs_table(found)
     for method, stem in {"cola": "cola-off", "lowrank+dlr": "lowrank-on"}.items():
         records = [lines_of(root / f"{stem}-s{seed}")[-1] for seed in (41, 42)]
         for header, name in (("PPL", PERPLEXITY), ("PPL (convention)", CONVENTION)):
             values = [record[name] for record in records]
             shown = f"{statistics.fmean(values):,.2f} ± {statistics.stdev(values):.2f} (2)"
-            assert rows("groups", "Method")[method][header] == shown
+            assert groups[header][method] == shown
     last = [[lines_of(root / f"lowrank-{dlr}-s{s}")[-1][PERPLEXITY] for s in (41, 42)] for dlr in ("off", "on")]
     each = [b - a for a, b in zip(*last, strict=True)]
     shown = f"{statistics.fmean(each):+.2f} ± {statistics.stdev(each):.2f} (2)"
-    assert rows("pairs", "Backbone")["lowrank"]["Δ PPL"] == shown
+    assert pairs.frame.set_index("Backbone")["Δ PPL"]["lowrank"] == shown
     exact = lines_of(root / "cola-on-s42")[-1][PERPLEXITY]
-    assert float(rows("numbers", "name")["cola-on-s42"]["ppl"]) == exact
+    assert pd.read_csv(output / "numbers.csv").set_index("name").ppl["cola-on-s42"] == exact
 
 
-def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
-    _, output, _ = made
+def test_both_formats_say_the_same_and_the_page_needs_nothing_else(made):
+    root, output, _ = made
     page, report = ((output / name).read_text() for name in ("index.html", "report.md"))
-    for name in ("groups", "pairs", "speed", "settings", "runs"):
-        marked = (output / f"tables/{name}.md").read_text()
-        rows = [line.strip("| ").split(" | ") for line in marked.splitlines() if line.startswith("| ")]
-        assert marked.strip() in report
-        for row in [rows[0], *rows[2:]]:
-            assert all(f">{html.escape(cell)}<" in page for cell in row)
-        assert (output / f"tables/{name}.tex").read_text().count(r"\\") == len(rows) - 1
-        assert len((output / f"tables/{name}.csv").read_text().splitlines()) == len(rows) - 1
+    tables = {table.name: table for table in run_tables(read_runs([root]))}
+    assert list(tables) == ["pairs", "groups", "settings", "runs"]  # none of the paper without a run beside it
+    for shown in tables.values():
+        assert shown.markdown().strip() in report and html.escape(shown.title) in page
+        assert all(f">{html.escape(cell)}<" in page for cell in [*shown.frame, *shown.frame.to_numpy().flat])
     links = re.findall(r'(?:src|href)="(.*?)"', page)
     assert links and all(link.startswith("data:image/png;base64,") for link in links) and "<script" not in page
     for name in ("loss_tokens_tiny", "loss_flops_tiny", "perplexity_tiny", "gradient_norm_tiny"):
         for form, begins in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
             assert (output / f"figures/{name}.{form}").read_bytes().startswith(begins)
         assert f'id="{name}"' in page
-    assert not list(output.glob("tables/table1*"))  # no table of the paper without a run beside it
-    found = table("t", "50 % of {c}", [{"Name": "a|b_c", "Δ x": "1.50 ± 0.25 (2)", "none": None}])
-    assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found.markdown() and "none" not in found.markdown()
-    assert r"a|b\_c & 1.50 ± 0.25 (2) \\" in found.latex() and r"$\Delta$ x" in found.latex()
+    found = table("t", "title", [{"Name": "a|b_c", "x": "1.50 ± 0.25 (2)", "none": None}]).markdown()
+    assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found and "none" not in found
 
 
 def test_what_is_odd_is_named_and_in_no_mean(made):
@@ -102,8 +153,7 @@ def test_what_is_odd_is_named_and_in_no_mean(made):
                   "damaged: 1 damaged line", "broken is left out", "same configuration and seed"):  # fmt: skip
         assert words in text and words in (output / "report.md").read_text()
         assert words in (output / "index.html").read_text()
-    found = read_runs([root])
-    rows = groups_table(found).frame.set_index("Method")
+    rows = groups_table(read_runs([root])).frame.set_index("Method")
     assert rows.Seeds["cola+dlr (precision=bf16)"] == "41, 42"
     assert rows.PPL["cola+dlr (precision=fp32)"] == f"{lines_of(root / 'fp32')[-1][PERPLEXITY]:,.2f} (1)"
     assert rows.PPL["lax+dlr"] == "1 of 1 diverged"
@@ -122,15 +172,18 @@ def test_a_diverged_seed_is_in_the_mean_of_its_group(tmp_path):
     assert row["PPL"].endswith("(2)") and "PPL (convention)" not in row
 
 
-def test_a_group_is_named_by_what_sets_it_apart(tmp_path):
+def test_a_group_is_named_by_what_sets_it_apart_and_the_order_of_the_data_is_part_of_the_seed(tmp_path):
     a_run(tmp_path / "a", *COLA)
-    a_run(tmp_path / "b", *COLA, "scale.hidden_size=256", "scale.rank=64")
+    a_run(tmp_path / "b", *COLA, "scale.hidden_size=256")
     a_run(tmp_path / "c", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001")
-    assert read_runs([tmp_path]).runs.label.tolist() == [
-        "cola (scale.hidden_size=128, backbone.rank=32, train.lr=0.005)",
-        "cola (scale.hidden_size=256, backbone.rank=64, train.lr=0.005)",
-        "lost (train.lr=0.001)",
+    a_run(tmp_path / "d", *SHORT, "backbone=lost", "dlr=off", "train.lr=0.001", "data.seed=7")
+    found = read_runs([tmp_path]).runs
+    assert found.label.tolist() == [
+        "cola (scale.hidden_size=128, train.lr=0.005)",
+        "cola (scale.hidden_size=256, train.lr=0.005)",
+        *["lost (train.lr=0.001)"] * 2,
     ]
+    assert found.seed.tolist() == ["41", "41", "41", "41/7"]
 
 
 def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
@@ -140,7 +193,7 @@ def test_each_partner_of_a_plain_group_has_its_row(tmp_path):
     (table,) = pairs_table(read_runs([tmp_path]))
     assert table.frame.Backbone.tolist() == ["cola (dlr.alpha=0.5)", "cola (dlr.alpha=4.0)"]
     assert table.frame["Δ PPL"][0].endswith("(1)") and table.frame["Δ PPL"][1] == NONE
-    assert "not in the difference: seed [41, 42]" in "\n".join(table.notes)
+    assert "not in the difference: seed 41, 42" in "\n".join(table.notes)
     assert not list(pairs_table(read_runs([tmp_path / "plain"])))
 
 
@@ -165,16 +218,14 @@ def test_places(tmp_path, capsys):
     assert "no run directory there" in capsys.readouterr().err
 
 
-def test_machines_are_not_averaged_and_speed_is_of_the_last_start_that_trained(tmp_path):
-    a_run(tmp_path / "a", *COLA)
-    other = a_run(tmp_path / "b", *COLA, seed=42)
+def test_speed_and_machine_are_of_the_last_start_that_trained(tmp_path):
+    other = a_run(tmp_path / "b", *COLA)
     (first,) = read_record(other)["starts"]
     later = [first | {"time": moment(at), "device": device} for at, device in ((20, "H100"), (3600, "exported"))]
     update_record(other, {"starts": [first, *later]})
-    rows = speed_table(read_runs([tmp_path])).frame
-    assert rows.Machine.tolist() == ["1 x CPU, 4 cores", "1 x H100"]
+    (row,) = run_tables(read_runs([tmp_path]))[-1].frame.to_dict("records")
     rates = [record["perf/tokens_per_second"] for record in lines_of(other)[39:]]  # two steps a second
-    assert rows["tokens/s"][1] == f"{statistics.median(rates):,.0f} (1)"
+    assert (row["Machine"], row["tokens/s"]) == ("1 x H100", f"{statistics.median(rates):,.0f}")
 
 
 def test_the_papers_table_stands_beside_runs_that_it_shares_a_row_with(tmp_path):
@@ -206,23 +257,16 @@ def test_a_mean_is_over_the_same_seeds_at_every_step(tmp_path):
 @pytest.mark.parametrize(("steps", "lost"), [(0, ()), (1, ()), (60, ("train/loss", "eval/loss", "eval/perplexity"))])
 @pytest.mark.filterwarnings("error")
 def test_a_run_has_a_report_whatever_it_has_logged(tmp_path, lost, steps):
-    """No step; an unfinished last line; a metric of one's own; numbers that are not finite, which are null."""
-    run, cfg = a_run(tmp_path / "run", *COLA, step=1), configured(*COLA)
-    lines = [
-        a_record(cfg, step, 4.0, None, 10_000_000, lambda *_: 0.0) | {"mine": "text"} for step in range(1, steps + 1)
-    ]
-    lines = [line | {name: None for name in lost if name in line} for line in lines]
+    """No step; an unfinished last line; a metric of one's own; numbers that are not finite, which are null. The report
+    says how to load what was exported."""
+    run = a_run(tmp_path / "run", *COLA)
+    lines = [line | {"mine": "text"} | {name: None for name in lost if name in line} for line in lines_of(run)[:steps]]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 70, "train/lo')
-    write_report(run)
-    assert f"{steps} of 60" in (run / "report.md").read_text() and (run / "report.html").exists()
-    assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_runs_own_report_says_how_to_load_it(tmp_path):
-    run = a_run(tmp_path / "run", *COLA_DLR)
     (run / "folded").mkdir()
     for name in ("config.json", "modeling_lowrank_llama.py"):
         (run / "folded" / name).touch()
     write_report(run)
     text = (run / "report.md").read_text()
+    assert f"{steps} of 60" in text and (run / "report.html").exists()
     assert f'"{run / "folded"}", dtype="auto", trust_remote_code=True' in text and "train.py scale=tiny" in text
+    assert (run / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
