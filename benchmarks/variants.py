@@ -13,7 +13,7 @@ from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import trial
+from dlr_pretrain.train.update import trial
 
 LR = 1e-3
 

@@ -37,10 +37,11 @@ from dlr_pretrain.config import Config, ConfigError
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
+from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.memory import explained, largest_that_fits
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.trial import noise, trial_loop
+from dlr_pretrain.train.update import noise
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural

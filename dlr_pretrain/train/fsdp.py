@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.train.gradients import Gradients, gradients_of
-from dlr_pretrain.train.weights import Weights
+from dlr_pretrain.train.weights import Gradients, Weights, gradients_of
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import WORKING_DTYPE, global_norm
 

@@ -21,7 +21,7 @@ from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.update import Outcome, Update
+from dlr_pretrain.train.update import Outcome, Update, trial
 from dlr_pretrain.train.views import View
 
 # (model, interruptible) -> metrics of an evaluation; None if a request to stop interrupted it
@@ -225,3 +225,11 @@ class Loop:
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
         self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
         self.guard.resume(self.step, state["skipped"])
+
+
+def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metrics: MetricsFile | None = None) -> Loop:
+    """The training loop of a new model, whose checkpoints go to ``run_dir``. Its evaluations return a loss of 0."""
+    console = Console(cfg, enabled=False)
+    saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
+    guard, update = Guard(cfg, ranks, saver, console, None), trial(cfg, ranks, vocab_size)
+    return Loop(cfg, ranks, update, lambda *_: {"eval/loss": 0.0}, metrics, saver, guard, console)

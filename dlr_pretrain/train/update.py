@@ -11,13 +11,13 @@ from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
-from dlr_pretrain.models import dlr
+from dlr_pretrain.models import Llama, build, dlr
 from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
 from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.weights import Weights
-from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.train.weights import Weights, place
+from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE
 
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
@@ -141,3 +141,20 @@ class Update:
             with self.weights.with_residual():
                 self.gradients.add(nothing, torch.ones((), device=device), last=True)
             self.gradients.clear()
+
+
+def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None) -> Update:
+    """The updates of ``model`` (default: a new one), for checks and measurements without the data of a run."""
+    if model is None:
+        model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name])
+    return Update(cfg, ranks, place(cfg, ranks, model))
+
+
+def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
+    """This rank's batch of random tokens."""
+    rows = cfg.train.global_batch // ranks.world_size
+    generator = torch.Generator().manual_seed(ranks.rank)
+    tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
+    lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
+    separator = 1 if cfg.data.mask_documents else None  # any id
+    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)

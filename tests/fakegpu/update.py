@@ -31,7 +31,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.train.update import noise, trial
 from dlr_pretrain.util.tensors import STATE_DTYPE
 
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes

@@ -20,10 +20,9 @@ from dlr_pretrain.models import active, build, fold_
 from dlr_pretrain.models.llama import attention, attention_bias
 from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.train import checkpoint
-from dlr_pretrain.train.loop import Loop
+from dlr_pretrain.train.loop import Loop, trial_loop
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import trial_loop
 from tests.golden.regenerate import VOCAB, batches
 
 DEVICE = torch.device("cuda", 0)

@@ -23,7 +23,7 @@ from dlr_pretrain.deploy.folder import open_folder
 from dlr_pretrain.models import build
 from dlr_pretrain.train import memory
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.trial import noise, trial
+from dlr_pretrain.train.update import noise, trial
 from tests.conftest import ROOT, saved
 from tests.deploy.models import exported, of_kind, tokenizer_of
 from tests.golden.regenerate import VOCAB, batches

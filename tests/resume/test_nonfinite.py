@@ -14,9 +14,9 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, load_tokenizer
 from dlr_pretrain.train.checkpoint import load
 from dlr_pretrain.train.evaluate import Evaluator
-from dlr_pretrain.train.gradients import Gradients
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.weights import Gradients
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
 from dlr_pretrain.util.history import read_metrics
 from tests.conftest import saved

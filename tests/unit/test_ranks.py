@@ -68,7 +68,7 @@ def test_ranks_that_differ_in_any_key_or_in_their_device_are_refused(words, tmp_
 
 
 @pytest.mark.usefixtures("no_export")
-@pytest.mark.parametrize("stage", ["text.open_source", "run.build_weights", "gradients.Gradients.add"])
+@pytest.mark.parametrize("stage", ["text.open_source", "run.build_weights", "weights.Gradients.add"])
 def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, monkeypatch, stage):
     before = signal.getsignal(signal.SIGTERM)
 
@@ -76,7 +76,7 @@ def test_a_signal_before_the_first_step_is_followed_at_once(train, tmp_path, mon
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except Stopped as error:
-            if stage == "gradients.Gradients.add":  # as a compiler does in the first step
+            if stage == "weights.Gradients.add":  # as a compiler does in the first step
                 raise RuntimeError("backend='inductor' raised") from error
             raise
         pytest.fail("the stage goes on")
