@@ -1,6 +1,6 @@
 """Everything that may end a run before its last step, or leave out one of its updates.
 
-An update whose loss or gradient is not finite is masked on the device. Here it is counted, its batch is kept, and it
+An update whose loss or gradient is not finite is skipped on the device. Here it is counted, its batch is kept, and it
 ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank that fails, because its data or its disk
 do, carries the failure into its next update, which changes nothing on any rank: so all ranks end at the same step. A
 request to stop is seen by all ranks in the update during which it came.
@@ -43,27 +43,23 @@ class Guard:
     saver: Saver
     console: Console
     tokenizer: Tokenizer | None
-    failure: UserError | None = None  # why this rank must end the run
-    broken: tuple[int, Outcome[float]] | None = None  # the step and outcome of the update that ends the run
-    stopping: bool = False  # a rank was asked to stop
+    error: UserError | None = None  # why this rank must end the run
+    ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of an update that ends the run, not applied
+    stop_requested: bool = False  # of any rank; the same on all
     skipped: int = 0  # updates that were left out, as are
     skipped_in_a_row: int = 0
     last_skipped: int = 0  # the step of the last of them
 
     def fail(self, error: UserError | None) -> None:
         """Note why this rank must end the run; the first reason counts."""
-        self.failure = self.failure or error
-
-    def stop(self) -> None:
-        """Note that a rank was asked to stop; all ranks call this at the same step."""
-        self.stopping = True
+        self.error = self.error or error
 
     @record_function("data")
     def next_batch(self, loader: TrainLoader) -> Batch:
         """The next batch; an empty one if this rank has failed, so that all ranks learn of it in the update."""
         try:
             self.saver.raise_error()
-            if self.failure is None:
+            if self.error is None:
                 return self._take(loader)
         except UserError as error:
             self.fail(error)
@@ -84,49 +80,39 @@ class Guard:
     # ------------------------------------------------------------------------------------------------
     # After an update
 
-    def see(self, step: int, outcome: Outcome[float], batch: Batch, before: dict[str, list[int]]) -> bool:
-        """Take in the outcome of an update; returns whether the run goes on from it.
-
-        ``before`` is the position in the data before ``batch``.
-        """
-        if outcome.stops:
-            self.stop()
+    def see(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
+        """Take in the outcome of an update; returns whether the run goes on from it."""
+        self.stop_requested = self.stop_requested or outcome.stops > 0
         skip = self.cfg.train.on_nonfinite == "skip"
-        failed = outcome.halted and skip  # masked because a rank has failed
         finite = math.isfinite(outcome.loss) and math.isfinite(outcome.norm)
-        if outcome.masked and not finite and not failed:
-            kept = self._keep_batch(step, outcome, batch, before)
+        if not finite and not (outcome.ends and skip):  # that one was skipped because a rank has failed
+            self._keep_batch(step, outcome, batch)
             if skip:
                 self.skipped += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
-                self.console.say(f"warning: step {step}: {_describe(outcome)}: the update was left out; {kept}")
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: left out; its batch is in {self.folder}")
                 self.fail(self._too_many_skipped())
-        if outcome.halted:
-            self.broken = (step, outcome)
-        return self.broken is None
+        if outcome.ends:
+            self.ended_by = (step, outcome)
+        return self.ended_by is None
 
-    def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch, before: dict[str, list[int]]) -> str:
-        """Write this rank's part of a batch for inspection; returns the words that say where it is."""
+    def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> None:
+        """Write this rank's part of a batch for inspection, if the disk takes it."""
         if self.tokenizer is None or not batch.state:
-            return ""
+            return
         rows = [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
         content = {
             "step": step,
             "loss": str(outcome.loss),
             "grad_norm": str(outcome.norm),
-            "from": {stream: before.get(stream) for stream in batch.state},
-            "to": batch.state,
             "tokens": rows,
             "text": [self.tokenizer.decode(row) for row in rows],
         }
-        path = self.folder / f"step_{step:08d}_rank_{self.ranks.rank}.json"
-        try:
+        with suppress(OSError):
             self.folder.mkdir(exist_ok=True)
+            path = self.folder / f"step_{step:08d}_rank_{self.ranks.rank}.json"
             write_durably(path, json.dumps(content, indent=1, ensure_ascii=False))
-        except OSError as error:
-            return f"its batch could not be written: {error}"
-        return f"its batch is in {path}"
 
     @property
     def folder(self) -> Path:
@@ -140,11 +126,11 @@ class Guard:
 
     def wants_save(self, step: int) -> bool:
         """Whether to save after ``step``, beside the regular saves."""
-        return self.stopping or step == self.cfg.train.stop_after
+        return self.stop_requested or step == self.cfg.train.stop_after
 
     def leaves(self, step: int) -> bool:
         """Whether the run ends after ``step``, finished or not."""
-        return self.stopping or step in (self.cfg.train.stop_after, self.cfg.train.steps)
+        return self.stop_requested or step in (self.cfg.train.stop_after, self.cfg.train.steps)
 
     def require_sound(self, step: int, weights: Weights) -> None:
         """Before a save: raise UserError if weights are not finite, or differ between ranks.
@@ -177,7 +163,7 @@ class Guard:
         where = f"stopped after step {step} of {self.cfg.train.steps}"
         if step == self.cfg.train.steps:
             return
-        if self.stopping:
+        if self.stop_requested:
             raise Stopped(f"{where} (asked to stop); saved. The same command continues")
         stop_after = self.cfg.train.stop_after
         if stop_after is not None and step >= stop_after:  # also if the run resumes beyond it
@@ -186,24 +172,20 @@ class Guard:
     def raise_reason(self, step: int, outcome: Outcome[float]) -> NoReturn:
         """Raise why update ``step`` ends the run, on every rank. The state before it is saved."""
         before = f"The {step - 1:,} steps before it are saved" if step > 1 else "Nothing was trained"
-        failures = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.failure)) if error]
-        if failures and all(isinstance(error, Stopped) for _, error in failures):
-            where = f"stopped after step {step - 1} of {self.cfg.train.steps}"
-            raise Stopped(f"{where} ({failures[0][1]}); saved")
-        if failures:
-            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in failures)
-            kinds = [type(error) for _, error in failures]
+        errors = [(rank, error) for rank, error in enumerate(self.ranks.gather(self.error)) if error]
+        if errors:
+            reasons = "; ".join(f"rank {rank}: {error}" for rank, error in errors)
+            kinds = {type(error) for _, error in errors}
             kind = next((kind for kind in (Diverged, Stalled) if kind in kinds), UserError)
-            raise kind(f"step {step} was not taken. {before}. {reasons}")
+            raise (Stopped if kinds == {Stopped} else kind)(f"step {step} was not taken. {before}. {reasons}")
         rule = f"step {step}: {_describe(outcome)}: not finite. The update was not applied"
         fix = f"Lower train.lr={self.cfg.train.lr:g}, look at its batch in {self.folder}, or leave such steps out with"
         raise Diverged(f"{rule}. {before}. {fix} train.on_nonfinite=skip")
 
     def raise_if_failed(self) -> None:
-        """After the last step: raise the failure of a rank, which no later update can carry."""
-        for failure in self.ranks.gather(self.failure):
-            if failure is not None:
-                raise failure
+        """After the last step: raise the error of a rank, which no later update can carry."""
+        for error in filter(None, self.ranks.gather(self.error)):
+            raise error
 
     # ------------------------------------------------------------------------------------------------
     # State

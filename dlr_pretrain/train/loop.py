@@ -83,7 +83,6 @@ class Loop:
         self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
-        self.batches: dict[int, Batch] = {}  # of the steps whose outcomes have not arrived
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
         self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
@@ -98,14 +97,14 @@ class Loop:
             self.update.rehearse()
         while self.step < cfg.train.steps:
             batch = guard.next_batch(loader)
-            outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.failure is not None)
+            outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.error is not None)
             self.step += 1
             self.push(outcome, batch)
 
             due = calendar(cfg, self.step)
             self.drain(due)
-            if guard.broken is not None:
-                self.end_before(*guard.broken)
+            if guard.ended_by is not None:
+                self.end_before(*guard.ended_by)
             if due.merge:
                 with self.meter.paused():
                     self.update.merge(self.step)
@@ -118,8 +117,7 @@ class Loop:
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
         """Send the outcome of the update on their way to the host, while the device goes on."""
         self.ranks.heartbeat.stepped(self.step)
-        self.batches[self.step] = batch
-        self.pending.push(self.step, outcome)
+        self.pending.push(self.step, outcome, batch)
         if self.profiler is not None:
             with self.meter.paused():
                 self.profiler.step()
@@ -129,9 +127,8 @@ class Loop:
 
         Stops at an update that ends the run.
         """
-        for step, outcome in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
-            batch = self.batches.pop(step)
-            if not self.guard.see(step, outcome, batch, self.streams):
+        for step, outcome, batch in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
+            if not self.guard.see(step, outcome, batch):
                 break
             self.streams = batch.state
             self.tokens += self.update.tokens
@@ -163,12 +160,12 @@ class Loop:
         """
         found = None
         at_once = merge_due(self.cfg, self.step) or self.step == self.cfg.train.steps
-        if at_once or not self.guard.stopping:
+        if at_once or not self.guard.stop_requested:
             with self.meter.paused(), self.weights.with_residual():
                 found = self.evaluator(self.weights.model, not at_once)
         self.unevaluated = record if found is None else None
         if found is None:
-            self.guard.stop()
+            self.guard.stop_requested = True
         else:
             self.report(record | found)
 

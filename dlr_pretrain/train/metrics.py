@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
@@ -77,28 +78,26 @@ class Pending:
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.lag = 1 if self.on_gpu else 0
-        self.queue: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
+        self.queue: deque[tuple[int, Tensor, torch.cuda.Event | None, Batch]] = deque()
 
-    def push(self, step: int, outcome: Outcome[Tensor]) -> None:
-        values = torch.stack([value.double() for value in outcome])  # fp64 holds any count of tokens
-        if not self.on_gpu:
-            self.queue.append((step, values, None))
-            return
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self.queue.append((step, host, event))
+    def push(self, step: int, outcome: Outcome[Tensor], batch: Batch) -> None:
+        values, copied = torch.stack([value.double() for value in outcome]), None  # fp64 holds any count of tokens
+        if self.on_gpu:
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values, copied = host.copy_(values, non_blocking=True), torch.cuda.Event()
+            copied.record()
+        self.queue.append((step, values, copied, batch))
 
-    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, Outcome[float]]]:
-        """The steps that are due, oldest first, with their outcomes: all but ``lag``, or all if ``everything()``.
+    def ready(self, everything: Callable[[], bool]) -> Iterator[tuple[int, Outcome[float], Batch]]:
+        """The steps that are due, oldest first, with outcome and batch: all but ``lag``, or all if ``everything()``.
 
         Waits until the GPU has finished each step.
         """
         while len(self.queue) > (0 if everything() else self.lag):
-            step, values, event = self.queue.popleft()
-            if event is not None:
-                event.synchronize()
-            yield step, Outcome(*values.tolist())
+            step, values, copied, batch = self.queue.popleft()
+            if copied is not None:
+                copied.synchronize()
+            yield step, Outcome(*values.tolist()), batch
 
 
 class Meter:

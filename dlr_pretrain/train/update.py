@@ -27,8 +27,8 @@ class Outcome(NamedTuple, Generic[Scalar]):
 
     loss: Scalar  # mean over the targets of all ranks, in nats
     norm: Scalar  # of the gradient before clipping
-    masked: Scalar  # 1: the update changed nothing
-    halted: Scalar  # 1: nor does any later one
+    skipped: Scalar  # 1: the update changed nothing
+    ends: Scalar  # 1: nor does any later one, the run ends
     real_tokens: Scalar  # of all ranks
     stops: Scalar  # ranks that were asked to stop
 
@@ -49,13 +49,13 @@ class Update:
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
             heartbeat=ranks.heartbeat,
         )
-        self.halted = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
+        self.ends = torch.zeros((), device=ranks.device)  # becomes 1 with the update that ends the run
 
     def __call__(self, batch: Batch, index: int, lr: float, failed: bool = False) -> Outcome[Tensor]:
         """One optimizer update from one global batch, of which ``batch`` holds this rank's rows.
 
-        With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read the
-        mask and the clip factor. ``index`` counts the updates of the run from 0.
+        With adamw and adamw_8bit the host never waits for the device. With other optimizers it waits once, to read
+        whether to skip, and the clip factor. ``index`` counts the updates of the run from 0.
 
         An update whose loss or gradient is not finite changes nothing. If ``train.on_nonfinite`` is "stop", no later
         update changes anything either. If this or another rank has ``failed``, this update and all later ones change
@@ -69,8 +69,8 @@ class Update:
 
         micro_batches = list(zip(*(rows.split(self.micro_batch) for rows in inputs), strict=True))
         loss = self.ranks.sum(self.forward_backward(micro_batches, count))
-        norm, masked = self.step(loss, index, lr, failures)
-        return Outcome(loss, norm, masked, self.halted, real_tokens, stops)
+        norm, skipped = self.step(loss, index, lr, failures)
+        return Outcome(loss, norm, skipped, self.ends, real_tokens, stops)
 
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
         """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
@@ -87,32 +87,32 @@ class Update:
 
     @record_function("optimizer")
     def step(self, loss: Tensor, index: int, lr: float, failures: Tensor) -> tuple[Tensor, Tensor]:
-        """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was masked."""
+        """Step with the summed, clipped gradients; returns their norm before clipping, and whether it was skipped."""
         norm = self.gradients.norm(self.gradients.collect())
-        masked = self.mask(torch.isfinite(loss) & torch.isfinite(norm), failures)
-        self.optimizer.update(lr, masked, self.clip_factor(norm), index=index)
+        skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
+        self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
         if self.cfg.dlr.mode == "decayed_offset":
             knobs: dict = self.cfg.optimizer.knobs
-            share = lr * knobs["weight_decay"] * (1 - masked)
+            share = lr * knobs["weight_decay"] * (1 - skipped)
             dlr.decay_towards_offsets(self.weights.model.offsets, self.weights.optimized, share)
         self.gradients.clear()
-        return norm, masked
+        return norm, skipped
 
     def clip_factor(self, norm: Tensor) -> Tensor | None:
         """The factor that scales a gradient of ``norm`` down to the bound, at most 1; None if there is no bound."""
         bound = self.cfg.train.clip
         return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
 
-    def mask(self, finite: Tensor, failures: Tensor) -> Tensor:
-        """Returns 1 if this update is to be left out, else 0. After a halt every update is left out.
+    def skip(self, finite: Tensor, failures: Tensor) -> Tensor:
+        """Returns 1 if this update is to be left out, else 0. After one that ends the run every update is left out.
 
-        Halts the run if a rank failed, or if the update is not ``finite`` and ``train.on_nonfinite`` is "stop".
+        That is one after a rank failed, or one that is not ``finite`` if ``train.on_nonfinite`` is "stop".
         """
-        halt = failures > 0
+        ends = failures > 0
         if self.cfg.train.on_nonfinite == "stop":
-            halt = halt | ~finite
-        self.halted = torch.maximum(self.halted, halt.float())
-        return torch.maximum(self.halted, (~finite).float())
+            ends = ends | ~finite
+        self.ends = torch.maximum(self.ends, ends.float())
+        return torch.maximum(self.ends, (~finite).float())
 
     def merge(self, step: int) -> None:
         """ReLoRA's merge after update ``step``: the factors' product goes into the frozen weights, they start anew.

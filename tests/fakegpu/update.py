@@ -76,7 +76,7 @@ def main(words: list[str]) -> dict:
         update.rehearse()
         batch, graphs = noise(cfg, ranks, vocab_size), []
         for index in range(STEADY):
-            pending.push(index + 1, update(batch, index, 1e-3))
+            pending.push(index + 1, update(batch, index, 1e-3), batch)
             graphs.append(counters["stats"]["unique_graphs"])
         moved.total = 0
         torch.cuda.reset_peak_memory_stats()
@@ -85,7 +85,7 @@ def main(words: list[str]) -> dict:
             torch.cuda.set_sync_debug_mode("warn")
             mark("steady")
             start = time.perf_counter()
-            pending.push(STEADY + 1, update(batch, STEADY, 1e-3))
+            pending.push(STEADY + 1, update(batch, STEADY, 1e-3), batch)
             seconds = time.perf_counter() - start
             mark("end")
             torch.cuda.set_sync_debug_mode("default")

@@ -130,11 +130,11 @@ def test_an_update_that_is_not_finite_on_one_rank_changes_nothing_on_any():
             return gradients
 
         updates.gradients.collect = poisoned
-        loss, norm, masked, *_ = (value.item() for value in updates(second, 1, 1e-3))
-        assert masked == 1 and not torch.isfinite(torch.tensor(norm)) and loss == pytest.approx(3.7, abs=0.3)
+        found = updates(second, 1, 1e-3)
+        assert found.skipped == 1 and not found.norm.isfinite() and found.loss.item() == pytest.approx(3.7, abs=0.3)
         assert_bits(whole_state(updates), before)
         updates.gradients.collect = collect
-        assert updates(third, 2, 1e-3).masked == 0
+        assert updates(third, 2, 1e-3).skipped == 0
         assert not torch.equal(whole_state(updates)["lm_head.weight"], before["lm_head.weight"])
 
     on_two_ranks(act)

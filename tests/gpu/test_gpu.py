@@ -162,7 +162,7 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     a = trainer("scale.num_layers=1", *{"train.micro_batch=8", *words}, f"compile={compiled}")
     warm, measured = steps(4)[:3], steps(4)[3]
     for index, batch in enumerate(warm):
-        a.pending.push(index + 1, a.update(batch, index, 1e-3))
+        a.pending.push(index + 1, a.update(batch, index, 1e-3), batch)
     list(a.pending.ready(lambda: True))
     torch.cuda.synchronize()
     if few:
@@ -171,13 +171,14 @@ def test_the_host_waits_for_nothing_in_a_step(trainer, words, compiled):
     slept.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        a.pending.push(4, a.update(measured, 3, 1e-3))
+        a.pending.push(4, a.update(measured, 3, 1e-3), measured)
         waited = slept.query()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not (few and waited)
-    ((step, (loss, _, masked, halted, real_tokens, stop)),) = a.pending.ready(lambda: True)
-    assert (step, masked, halted, real_tokens, stop) == (4, 0.0, 0.0, BATCH * SEQ_LEN, 0.0) and math.isfinite(loss)
+    ((step, found, _),) = a.pending.ready(lambda: True)
+    assert step == 4 and math.isfinite(found.loss) and found.real_tokens == BATCH * SEQ_LEN
+    assert found.skipped == found.ends == found.stops == 0
 
 
 def test_gradients_between_masked_documents_are_finite_at_every_length(trainer):

@@ -60,7 +60,7 @@ def test_by_default_it_ends_the_run_with_the_steps_before_it_saved_and_its_batch
     assert (state["name"], state["step"]) == ("diverged", 6) and state["reason"].startswith("step 7: loss")
     assert read_runs([tmp_path / "run"]).runs.state.item() == "diverged"
     kept = json.loads((tmp_path / "run" / "nonfinite" / "step_00000007_rank_0.json").read_text())
-    assert kept["step"] == 7 and len(kept["tokens"]) == 4 and kept["from"] != kept["to"]
+    assert kept["step"] == 7 and len(kept["tokens"]) == 4
     tokenizer = load_tokenizer(corpus / "spiece.model")
     for row, text in zip(kept["tokens"], kept["text"], strict=True):
         assert len(row) == 33 and text == tokenizer.decode(row) and len(text) > 40
@@ -95,7 +95,7 @@ def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys
     assert records[5]["train/grad_norm"] is None
     finite = [r["step"] for r in records if r["train/loss"] is not None]
     assert finite == [n for n in range(1, 9) if n != 6 or of == "gradient"]
-    assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "was left out; its batch is in" in out
+    assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "left out; its batch is in" in out
 
 
 def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, poison):
@@ -123,7 +123,7 @@ def test_interrupted_among_them_and_while_waiting_for_data_equals_undisturbed(tr
             train(tmp_path / "parts", *SKIP, f"train.stop_after={stop}")
     with monkeypatch.context() as asked:
         asked.setattr(TrainLoader, "take", waiting)
-        with pytest.raises(Stopped, match=r"after step 10 of 20 \(asked to stop while waiting for data\); saved"):
+        with pytest.raises(Stopped, match=r"step 11 was not taken. The 10 steps .* saved.* asked to stop while"):
             train(tmp_path / "parts", *SKIP)
     assert_same(final(train(tmp_path / "parts", *SKIP)), whole)
     assert len(list((tmp_path / "parts" / "nonfinite").iterdir())) == 3

@@ -94,12 +94,12 @@ def test_metrics_are_due_in_order_after_their_lag_and_everything_when_asked():
     pending = Pending(torch.device("cpu"))
     values = Outcome(1.5, 2.0, 0.0, 0.0, 2.0**40 + 1, 0.0)
     sent = Outcome(*(torch.tensor(value, dtype=torch.float64) for value in values))
-    pending.push(0, sent)
-    assert [*pending.ready(lambda: False)] == [(0, values)]  # on a CPU at once
+    pending.push(0, sent, None)
+    assert [*pending.ready(lambda: False)] == [(0, values, None)]  # on a CPU at once
     pending.lag, seen = 2, []
     for step in range(1, 6):
-        pending.push(step, sent)
-        seen.append([s for s, _ in pending.ready(lambda step=step: step == 4)])
+        pending.push(step, sent, None)
+        seen.append([s for s, *_ in pending.ready(lambda step=step: step == 4)])
     assert seen == [[], [], [1], [2, 3, 4], []]
 
 
