@@ -1,8 +1,9 @@
 """The command behind ``scripts/doctor.py``: what would fail after hours, found in a minute.
 
 The checks of this machine come first, then those that all ranks make together. A check is a function that returns what
-it ``Found``, or raises a UserError that says what is wrong and how to mend it. Each has a time limit, and none stops
-another. What signals may not end (NCCL, a disk) is done in a child, and killed.
+it found. It raises a UserWarning if the run works, but may be slow or end early, and a UserError if something is wrong,
+with how to mend it. Each has a time limit, and none stops another. What signals may not end (NCCL, a disk) is done in a
+child, and killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ import torch.distributed as dist
 from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.plan import disk as planned_disk
 from dlr_pretrain.cli import load, world_size
-from dlr_pretrain.config import Config, ConfigError
+from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.console import Console
@@ -47,20 +47,74 @@ from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
 
 OK, WARN, FAIL = LEVELS = ("ok", "warn", "FAIL")
-SECONDS = 60.0  # that a check of this machine may take
-MINUTES = {"collectives": 2, "data": 5, "step": 15}  # of the checks of all ranks; a step may compile
 REDUCED = 64 << 20  # bytes of the all-reduce
 SLOW_NETWORK = 10e9  # bytes/s of a ring below which GPUs talk by sockets
 
 
-class Found(NamedTuple):
-    """What a check found. With ``warning`` the run works, but may be slow or end early."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
+    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
+    parser = argparse.ArgumentParser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
+    _, words = parser.parse_known_args(argv)
+    return command(lambda: 0 if sound(words) else 1)
 
-    text: str
-    warning: str = ""
+
+def sound(words: list[str]) -> bool:
+    """Make all checks and print a line of each. Whether none has failed.
+
+    Raises ConfigError if the configuration is valid on no machine. If this one lacks something, such as a file, that is
+    a failure, and the other checks still run.
+    """
+    cfg = load(words, world_size(), machine=False)
+    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
+    levels = []
+
+    def say(name: str, level: str, text: str) -> None:
+        levels.append(level)
+        if is_main or (of_machine and level != OK):
+            where = "" if is_main else f"{socket.gethostname()}: "
+            print(fill(f"{level:<6}{name:<12}{where}{text}", indent=18), flush=True)
+
+    say("config", *perform(60, partial(configuration, words)))
+    if of_machine:
+        say("gpus", *perform(60, partial(gpus, cfg)))
+        say("disk", *perform(60, partial(in_child, partial(disk, cfg), 30)))
+    try:
+        with Ranks(cfg) as ranks:
+            checks = RankChecks(cfg, ranks)
+            for name, minutes in (("collectives", 2), ("data", 5), ("step", 15)):  # a step may compile
+                answers = ranks.gather(perform(60 * minutes, getattr(checks, name)))
+                worst = max(range(len(answers)), key=lambda rank: LEVELS.index(answers[rank][0]))
+                level, text = answers[worst]
+                say(name, level, f"rank {worst}: {text}" if worst else text)
+                if name == "collectives" and level == FAIL:
+                    break  # in the next ones ranks would wait for each other
+            ranks.gather(None)  # when one ends with code 1, torchrun ends the others
+    except UserError as error:
+        say("ranks", FAIL, str(error))
+    return FAIL not in levels
 
 
-def in_child(act: Callable[[], Found], seconds: float, start: str = "fork") -> Found:
+def perform(seconds: float, check: Callable[[], str]) -> tuple[str, str]:
+    """Level and text of a check that may take so many ``seconds``, whatever it raises."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        return OK, check()
+    except UserWarning as warning:
+        return WARN, str(warning)
+    except Exception as error:
+        return FAIL, str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def in_child(act: Callable[[], str], seconds: float, start: str = "fork") -> str:
     """The answer of ``act``, which can be pickled, in a process of its own, which is killed after ``seconds``.
 
     ``start`` is "spawn" for an ``act`` that uses a GPU. Raises what ``act`` raises, or UserError if it does not answer.
@@ -76,44 +130,44 @@ def in_child(act: Callable[[], Found], seconds: float, start: str = "fork") -> F
         pool.shutdown(wait=False)
 
 
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.2g} GB"
-
-
 # ----------------------------------------------------------------------------------------------------
 # Of a machine
 
 
-def gpus(cfg: Config) -> Found:
+def configuration(words: list[str]) -> str:
+    cfg = load(words, world_size())
+    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
+    return f"{names} on {plural(world_size(), 'rank')}; {cfg.run.dir}"
+
+
+def gpus(cfg: Config) -> str:
     """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
     machine = f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     if not torch.cuda.is_available():
-        fix = "" if cfg.device == "cpu" else "Set device=cpu if that is meant"
-        return Found(f"none: the run trains on the CPU ({machine})", fix)
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        text = f"none: the run trains on the CPU ({machine})"
+        if cfg.device != "cpu":
+            raise UserWarning(f"{text}. Set device=cpu if that is meant")
+        return text
+    names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
-    text = f"{len(names)} x {', '.join(sorted(set(names)))}, {gigabytes(free)} of {gigabytes(total)} free, {machine}"
+    text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free, {machine}"
     if free < 0.9 * total:
-        return Found(text, "Another process holds memory: look at nvidia-smi")
+        raise UserWarning(f"{text}. Another process holds memory: look at nvidia-smi")
     if cores() < 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        return Found(text, "Each rank tokenises its own text: ask for more cores, under SLURM with --cpus-per-gpu=8")
-    return Found(text)
+        raise UserWarning(f"{text}. Each rank tokenises its own text: ask for more cores (--cpus-per-gpu=8)")
+    return text
 
 
-def disk(cfg: Config) -> Found:
-    """The free space of the run's disk against what the run keeps, in a child, because a disk may not answer."""
-    return in_child(partial(_room, cfg), 30.0)
-
-
-def _room(cfg: Config) -> Found:
+def disk(cfg: Config) -> str:
+    """The free space of the run's disk against what the run keeps."""
     planned, place = planned_disk(cfg, cfg.planned_vocab_size), _existing(Path(str(cfg.run.dir)))
     held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
-    text = f"{place}: {gigabytes(free)} free, and the run keeps {gigabytes(planned['run'])}"
+    text = f"{place}: {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:
         fix = "Set run.root to another disk, or keep less (checkpoint.keep_last, checkpoint.keep_every)"
         raise UserError(f"{text}. {fix}")
-    return Found(f"{text}, each checkpoint {gigabytes(planned['checkpoint'])}")
+    return f"{text}, each checkpoint {planned['checkpoint'] / 1e9:.2g} GB"
 
 
 def _existing(path: Path) -> Path:
@@ -125,7 +179,7 @@ def _existing(path: Path) -> Path:
 # Of all ranks together
 
 
-def _all_reduce(address: str, rank: int, world: int, device: torch.device) -> Found:
+def all_reduce(address: str, rank: int, world: int, device: torch.device) -> str:
     """An all-reduce over all ranks and its bandwidth, in a process group of its own."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -146,8 +200,9 @@ def _all_reduce(address: str, rank: int, world: int, device: torch.device) -> Fo
         raise UserError(f"an all-reduce of ones over {world} ranks is not {world} everywhere. Look at the driver")
     rate = 2 * (world - 1) / world * REDUCED / median(times[1:])
     text = f"all-reduce of {REDUCED / 1e6:.0f} MB over {world} ranks by {backend}: {rate / 1e9:.2f} GB/s of a ring"
-    fix = "NCCL_DEBUG=INFO says which links it found: NVLink within a node, and InfiniBand rather than sockets"
-    return Found(text, fix if on_gpu and rate < SLOW_NETWORK else "")
+    if on_gpu and rate < SLOW_NETWORK:
+        raise UserWarning(f"{text}. NCCL_DEBUG=INFO says which links it found: NVLink and InfiniBand, or sockets")
+    return text
 
 
 class RankChecks:
@@ -157,18 +212,18 @@ class RankChecks:
         self.cfg, self.ranks = cfg, ranks
         self.vocab_size = cfg.planned_vocab_size  # until ``data`` has opened the tokenizer
 
-    def collectives(self) -> Found:
+    def collectives(self) -> str:
         """An all-reduce in a child of each rank, because NCCL may hang."""
         ranks = self.ranks
         if ranks.world_size == 1:
-            return Found("one rank, nothing to reduce; start this by torchrun to try more")
+            return "one rank, nothing to reduce; start this by torchrun to try more"
         with socket.socket() as free:
             free.bind(("", 0))
             port = ranks.on_main(lambda: free.getsockname()[1])
         address = f"tcp://{os.environ['MASTER_ADDR']}:{port}"
-        return in_child(partial(_all_reduce, address, ranks.rank, ranks.world_size, ranks.device), 90.0, "spawn")
+        return in_child(partial(all_reduce, address, ranks.rank, ranks.world_size, ranks.device), 90, "spawn")
 
-    def data(self) -> Found:
+    def data(self) -> str:
         """The text of the run, and this rank's first batch, with some of what it says."""
         cfg, ranks, began = self.cfg, self.ranks, time.perf_counter()
         text = open_text(cfg, Path(str(cfg.run.dir)), ranks, Console(cfg, enabled=False))
@@ -177,116 +232,41 @@ class RankChecks:
         sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         found = f'{text.source.describe()}; first batch in {time.perf_counter() - began:.1f} s: "{sample}..." '
         found += f"(vocabulary {text.tokenizer.vocab_size:,}, data {text.source.fingerprint[:8]})"
-        wrong = f"The tokenizer cannot express {text.unknown:.0%} of the text: look at tokenizer.path"
-        return Found(found, wrong if text.unknown > MUCH_UNKNOWN else "")
+        if text.unknown > MUCH_UNKNOWN:
+            raise UserWarning(f"{found}. {text.unknown:.0%} of it is unknown to the tokenizer: look at tokenizer.path")
+        return found
 
-    def step(self) -> Found:
+    def step(self) -> str:
         """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
-        cfg, ranks, vocab_size = self.cfg, self.ranks, self.vocab_size
+        cfg, ranks, vocab_size, auto = self.cfg, self.ranks, self.vocab_size, self.cfg.train.micro_batch == "auto"
         ranks.use_device()
-        auto = cfg.train.micro_batch == "auto"
         rows = largest_that_fits(cfg, ranks, vocab_size, peak_bytes) if auto else cfg.micro_batch(ranks.world_size)
         few = min(2, cfg.train.global_batch // ranks.world_size // rows)
         short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
-        planned = peak_bytes(short, vocab_size, ranks.world_size)
         parent = _existing(Path(str(cfg.run.dir)).absolute().parent)
         temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
-        losses, times = [], []
+        losses, times = [], [time.perf_counter()]
         with ExitStack() as kept, explained(short, ranks):
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
             loop, batch = trial_loop(short, ranks, vocab_size, scratch), noise(short, ranks, vocab_size)
             for index in range(2):
-                began = time.perf_counter()
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
-                times.append(time.perf_counter() - began)
-            peak = torch.cuda.max_memory_allocated() if ranks.device.type == "cuda" else 0
-            loop.step, began = 2, time.perf_counter()
+                times.append(time.perf_counter())
+            loop.step = 2
             with loop.saver:
                 loop.saver.rehearse(planned_disk(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
-        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {times[1]:.2f} s (the first in {times[0]:.1f} s), loss "
-        text += f"{losses[0]:.2f}; peak {gigabytes(peak) if peak else 'not measured'}, planned {gigabytes(planned)}; "
-        text += f"a checkpoint written in {times[2]:.1f} s, and sound"
+        _, first, second, saved = times
+        planned = peak_bytes(short, vocab_size, ranks.world_size)
+        text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
+        text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
         if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model is above it by as much as 0.9
             raise UserError(f"{text}. A new model's loss is ln(vocabulary): look at the precision and the kernels")
-        tight = peak > min(0.95 * torch.cuda.mem_get_info()[1], 1.1 * planned) if peak else False
-        return Found(text, "Use train.micro_batch=auto, or a smaller one" if tight else "")
-
-
-# ----------------------------------------------------------------------------------------------------
-# The command
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 if a check failed, or that of a UserError."""
-    about = "Checks a machine, or under torchrun all ranks, for the run of these overrides, which is not touched."
-    parser = argparse.ArgumentParser("doctor.py", "%(prog)s [key=value ...]", about, allow_abbrev=False)
-    _, words = parser.parse_known_args(argv)
-    return command(lambda: 0 if sound(words) else 1)
-
-
-def sound(words: list[str]) -> bool:
-    """Make all checks and print a line of each. Whether none has failed; raises ConfigError as ``configuration``."""
-    cfg, level, text = configuration(words)
-    is_main, of_machine = (os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK"))
-    levels = []
-
-    def say(name: str, level: str, text: str) -> None:
-        levels.append(level)
-        if is_main or (of_machine and level != OK):
-            print(fill(f"{level:<6}{name:<12}{text}", indent=18), flush=True)
-
-    say("config", level, text)
-    for name, act in {"gpus": gpus, "disk": disk}.items() if of_machine else ():
-        level, text = perform(SECONDS, partial(act, cfg))
-        say(name, level, text if is_main else f"{socket.gethostname()}: {text}")
-    try:
-        with Ranks(cfg) as ranks:
-            checks = RankChecks(cfg, ranks)
-            for name, minutes in MINUTES.items():
-                answers = ranks.gather(perform(60.0 * minutes, getattr(checks, name)))
-                worst = max(range(len(answers)), key=lambda rank: LEVELS.index(answers[rank][0]))
-                level, text = answers[worst]
-                say(name, level, f"rank {worst}: {text}" if worst else text)
-                if name == "collectives" and level == FAIL:
-                    break  # in the next ones ranks would wait for each other
-            ranks.gather(None)  # when one ends with code 1, torchrun ends the others
-    except UserError as error:
-        say("ranks", FAIL, str(error))
-    return FAIL not in levels
-
-
-def configuration(words: list[str]) -> tuple[Config, str, str]:
-    """The configuration, and level and text of its own check; raises ConfigError if it is invalid on every machine.
-
-    If only this machine lacks something, such as a file, that is a failure, and the other checks still run.
-    """
-    ranks = world_size()
-    try:
-        cfg = load(words, ranks)
-    except ConfigError as error:
-        return load(words, ranks, machine=False), FAIL, "; ".join(map(str, error.problems))
-    names = f"{cfg.scale.name}, {cfg.backbone.name}, dlr {cfg.dlr.name}, {cfg.optimizer.name}, {cfg.precision.name}"
-    return cfg, OK, f"{names} on {plural(ranks, 'rank')}; {cfg.run.dir}"
-
-
-def perform(seconds: float, act: Callable[[], Found]) -> tuple[str, str]:
-    """Level and text of a check that may take so many ``seconds``, whatever it raises."""
-
-    def late(_number: int, _frame: object) -> None:
-        raise UserError(f"no answer within {seconds:g} s. Look at what it waits for")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        found = act()
-    except UserError as error:
-        return FAIL, str(error)
-    except Exception as error:
-        return FAIL, f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return (WARN if found.warning else OK), ". ".join(filter(None, found))
+        if ranks.device.type == "cuda":
+            peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+            text += f"; peak {peak / 1e9:.2g} GB"
+            if peak > min(0.95 * total, 1.1 * planned):
+                raise UserWarning(f"{text}. Use train.micro_batch=auto, or a smaller one")
+        return text

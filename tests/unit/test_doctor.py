@@ -17,7 +17,7 @@ import pytest
 from dlr_pretrain import doctor
 from dlr_pretrain.analysis import plan
 from dlr_pretrain.cli import load
-from dlr_pretrain.doctor import FAIL, OK, WARN, Found, RankChecks, in_child, perform
+from dlr_pretrain.doctor import FAIL, OK, WARN, RankChecks, in_child, perform
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import ROOT, torchrun
@@ -25,12 +25,12 @@ from tests.conftest import ROOT, torchrun
 NAMES = ["config", "gpus", "disk", "collectives", "data", "step"]
 
 
-def crash() -> Found:
+def crash() -> str:
     faulthandler.disable()  # pytest's would print a traceback into the run of the tests
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def fail(error: Exception) -> Found:
+def fail(error: Exception) -> str:
     raise error
 
 
@@ -41,8 +41,8 @@ def fail(error: Exception) -> Found:
                                           "while the future was running or pending")),
     (lambda: in_child(partial(fail, UserError("a. Set b")), 600), (FAIL, "a. Set b")),
     (lambda: fail(ValueError("odd\nand long")), (FAIL, "ValueError: odd")),
-    (lambda: Found("slow", "Wait"), (WARN, "slow. Wait")),
-    (lambda: in_child(partial(Found, "all is well"), 600), (OK, "all is well")),
+    (lambda: in_child(partial(fail, UserWarning("slow. Wait")), 600), (WARN, "slow. Wait")),
+    (lambda: in_child(partial(str, "all is well"), 600), (OK, "all is well")),
 ])  # fmt: skip
 def test_a_check_that_hangs_crashes_or_raises_is_a_line(act, answer):
     assert perform(0.3 if "0.3 s" in answer[1] else 600, act) == answer
@@ -92,7 +92,7 @@ def test_too_little_room_fails_and_what_the_run_has_saved_counts(words, tmp_path
         doctor.disk(cfg)
     (tmp_path / "runs/a/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "runs/a/checkpoints/step_00000001/part_00000").write_bytes(b"x" * 5_000_000)
-    assert "each checkpoint 0.001 GB" in doctor.disk(cfg).text
+    assert "each checkpoint 0.001 GB" in doctor.disk(cfg)
 
 
 @pytest.mark.usefixtures("no_export")
@@ -107,6 +107,6 @@ def test_the_planned_checkpoint_is_the_real_one(train, words, tmp_path):
 def test_the_tokenizer_is_held_against_the_model(words, corpus, tmp_path):
     cfg = load(words(f"run.dir={tmp_path}/run"))
     with Ranks(cfg) as ranks:
-        assert f"{corpus}" in RankChecks(cfg, ranks).data().text
+        assert f"{corpus}" in RankChecks(cfg, ranks).data()
         with pytest.raises(UserError, match=r"Set scale\.vocab_size=120 or more"):
             RankChecks(load(words("scale.vocab_size=119", f"run.dir={tmp_path}/run")), ranks).data()
