@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, read
 from dlr_pretrain.config.tree import CONFIG_DIR
+from dlr_pretrain.config.written import shorter_run
 from dlr_pretrain.util.errors import Diverged, UserError, command, record, report, say_once
 
 
@@ -65,6 +66,8 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
         # Hydra prints a traceback for any error and exits with 1, so errors that a user can fix end the process here
         try:
             cfg = configure(composed, HydraConfig.get(), line, world_size())
+            if note := shorter_run(cfg):
+                say_once(note)
             run(cfg)
         except Diverged as error:
             code = report(error)

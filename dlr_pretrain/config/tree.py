@@ -19,7 +19,13 @@ VOCABULARY = 32_000  # of the papers' models: the only size that gives 609M para
 USUAL_STREAMS = 64  # document streams of the data order, where data.streams does not say it
 MANDATORY = "???"  # OmegaConf's mark of a value that an option or the user has to set
 GROUPS = ("scale", "backbone", "dlr", "optimizer", "data", "precision", "parallel", "logger", "profile", "experiment")
-KINDS: dict[object, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+KINDS: dict[object, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list such as [a,b]",
+}
 BOUNDS = {
     "gt": ("above", operator.gt),
     "ge": ("of at least", operator.ge),
@@ -166,6 +172,12 @@ class Log:
 @dataclass
 class Logger:
     view: Literal["jsonl", "tensorboard", "wandb"] = key("view beside metrics.jsonl", fixed=True)
+    project: str | None = key("W&B project; null: WANDB_PROJECT, else dlr_pretrain", None)
+    entity: str | None = key("W&B entity; null: WANDB_ENTITY, else the user's own", None)
+    group: str | None = key("W&B group; null: WANDB_RUN_GROUP, else the name without its seed", None)
+    tags: list[str] | None = key("W&B tags, such as [a,b]; null: WANDB_TAGS", None)  # noqa: RUF009
+    name: str | None = key("name of the run in W&B; null: WANDB_NAME, else the run directory's", None)
+    notes: str | None = key("W&B notes; null: WANDB_NOTES", None)
 
 
 @dataclass
@@ -301,6 +313,9 @@ class Key:
         elif kind is str:
             fits = isinstance(value, str) and value.strip() != ""
             value = os.path.expanduser(value) if fits else value
+        elif kind == list[str]:
+            value = [value] if isinstance(value, str) else value
+            fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
         elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             number = float(value)
             fits = math.isfinite(number) and number == kind(number)

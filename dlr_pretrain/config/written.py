@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 import yaml
@@ -46,6 +49,24 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
     """The keys of ``differences`` as text."""
     return between.join(f"{name}: {shown(there)} there, {shown(here)} here" for name, (there, here) in changed.items())
+
+
+def shorter_run(cfg: Config) -> str:
+    """A line about a run beside a new one that differs from it in ``train.steps`` alone; empty if there is none."""
+    own, folder = identity(cfg), Path(str(cfg.run.dir))
+    if read_record(folder) or cfg.run.start_from is not None:
+        return ""
+    family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)  # the name without the hash of its keys
+    for path in folder.parent.glob(f"{glob.escape(family)}*"):
+        with suppress(UserError):  # a damaged record of another run
+            changed = differences(read_record(path).get("identity", {}), own)
+            if "train.steps" in changed and not changed.keys() - {"train.steps", "train.warmup_steps"}:
+                steps = changed["train.steps"][0]
+                return (
+                    f"this is a new run: {path} has train.steps={steps}. Give that to continue it, or start from it: "
+                    f"run.start_from={path} run.start_optimizer=true"
+                )
+    return ""
 
 
 def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str], given: Collection[str]) -> str:

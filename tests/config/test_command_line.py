@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.config import GROUPS, Config, ConfigError
+from dlr_pretrain.config import GROUPS, Config, ConfigError, identity
 from dlr_pretrain.config.command_line import check, options, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,6 +169,16 @@ def test_a_run_sees_the_typed_command_and_hydra_writes_nothing(stub, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "runs/tiny-lowrank-dlr_off-s42-590ae857 +scale=tiny train.lr=1e-3 hydra.job.name=mine\n"
     assert [path.name for path in tmp_path.iterdir()] == ["stub.py"]
+
+
+def test_a_run_that_is_made_longer_is_told_the_two_ways_on(stub, tmp_path):
+    short = config("scale=tiny", "seed=5")
+    (folder := tmp_path / short.run.dir).mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"identity": identity(short), "starts": []}))
+    said = stub("", "scale=tiny", "seed=5", "train.steps=400").stderr
+    assert f"{short.run.dir} has train.steps=300" in said and f"run.start_from={short.run.dir}" in said
+    same = ["scale=tiny", "seed=5"], ["scale=tiny", "seed=5", "train.steps=400", "train.lr=1"], ["scale=tiny", "seed=6"]
+    assert [stub("", *words).stderr for words in same] == ["", "", ""]
 
 
 def test_a_sweep_runs_its_jobs_and_goes_on_after_one_that_diverges(stub, tmp_path):

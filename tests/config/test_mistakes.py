@@ -102,7 +102,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once():
     found = refusal(*argv)
     named = ["backbone", "--compile=no", "train.lrr", "scal", "train.steps", "train.clip"]
     assert all(problem.startswith(name) for problem, name in zip(found, named, strict=True)), found
-    named = ["scale.num_heads", "backbone.rank", "train.warmup_steps", "train.global_batch", "tokenizer.hub"]
+    named = ["scale.num_heads", "backbone.rank", "train.warmup_steps", "train.global_batch", "logger.entity"]
     found = refusal(*(f"{name}={value}" for name, value in zip(named, (5, 129, 300, 7, "me"), strict=True)), ranks=2)
     assert all(problem.startswith(name) for problem, name in zip(found, named, strict=True)), found
 

@@ -48,10 +48,10 @@ def test_a_configuration_is_read_as_it_was_written_and_values_take_the_type_of_t
     assert parse(tree) == loaded
     tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None, "micro_batch": "auto"}  # of a variable: ${oc.env:LR}
     tree["eval"] |= {"tokens": 2**53 + 1}  # which no float holds
-    tree["data"] |= {"dataset": "007"}
+    tree["logger"] |= {"project": "007", "tags": "one"}
     cfg = parse(tree)
-    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.train.micro_batch, cfg.data.dataset
-    assert repr(got) == "(1000, 1.0, None, 'auto', '007')"
+    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.train.micro_batch, cfg.logger.project, cfg.logger.tags
+    assert repr(got) == "(1000, 1.0, None, 'auto', '007', ['one'])"
     assert cfg.eval.tokens == 2**53 + 1
 
 
@@ -93,7 +93,7 @@ def test_compile_needs_a_compiler(cfg, monkeypatch, tmp_path):
 def test_identity_leaves_out_what_does_not_change_the_mathematics(cfg):
     before = identity(cfg)
     cfg.compile, cfg.device, cfg.run.dir, cfg.train.micro_batch = False, "cpu", "elsewhere", 1
-    cfg.log.every, cfg.checkpoint.every = 1, 5
+    cfg.log.every, cfg.logger.project, cfg.checkpoint.every = 1, "other", 5
     cfg.profile.steps = 9
     assert identity(cfg) == before
     cfg.backbone.knobs["rank"] = 16

@@ -30,7 +30,7 @@ def test_secrets_are_hidden_and_nothing_else(monkeypatch, text, shown):
 
 @pytest.mark.parametrize("word", [
     "data.root=https://user:pa55@host/c4",
-    f"run.root={TOKEN}",
+    f"logger.entity={TOKEN}",
     f"data.token={TOKEN}",
     "tokenizer.path=/keys/planted-value/spiece.model",
 ])  # fmt: skip

@@ -192,19 +192,20 @@ def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, 
     assert not any("perf/mfu" in row or "time" in row for row in sent)
 
 
-@pytest.mark.parametrize(("variables", "shown"), [
-    ({}, {"project": "dlr_pretrain", "group": "tiny-ab", "name": "tiny-s42-ab", "tags": ()}),
+@pytest.mark.parametrize(("variables", "words", "shown"), [
+    ({}, [], {"project": "dlr_pretrain", "group": "tiny-ab", "name": "tiny-s42-ab", "tags": ()}),
     ({"WANDB_PROJECT": "p", "WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i", "WANDB_DIR": "{other}"},
-     {"project": "p", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
-    ({"WANDB_DISABLED": "true"}, None),
+     ["logger.project=mine", "logger.notes=n"],
+     {"project": "mine", "notes": "n", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
+    ({"WANDB_DISABLED": "true"}, [], None),
 ])  # fmt: skip
-def test_variables_do_what_their_users_expect(tmp_path, monkeypatch, variables, shown):
+def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
     (other := tmp_path / "other").mkdir()
     for name, value in ({"WANDB_MODE": "dryrun"} | variables).items():
         monkeypatch.setenv(name, value.format(other=other))
     opened, made = [], views.init
     monkeypatch.setattr(views, "init", lambda *of: opened.append(made(*of)) or opened[0])
-    view, _ = viewed(tmp_path / "tiny-s42-ab")
+    view, _ = viewed(tmp_path / "tiny-s42-ab", *words)
     if shown is None:
         assert view is None and not (tmp_path / "tiny-s42-ab/wandb").exists()
         return
