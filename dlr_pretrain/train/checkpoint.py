@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,9 @@ from dlr_pretrain.config import tree
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import sync, write_durably
+
+if TYPE_CHECKING:
+    from dlr_pretrain.train.ranks import Ranks
 
 FORMAT = 3
 CONTENT = "checkpoint.json"
@@ -141,12 +144,23 @@ class Stored:
         self.pieces = sorted(pieces, key=lambda piece: piece[0])
         shape = tuple(pieces[0][1].get_shape())
         self.shape = shape if rows is None else (rows, *shape[1:])
+        self.ranks: Ranks | None = None  # if given, rank 0 reads the whole tensor and the others receive it
 
     @property
     def dtype(self) -> torch.dtype:
-        return (self.rows(0, 0) if self.shape else self.whole()).dtype
+        return (self.rows(0, 0) if self.shape else self.read()).dtype
 
     def whole(self) -> Tensor:
+        """All rows. ``ranks`` must all ask for the same tensors in the same order."""
+        if self.ranks is None:
+            return self.read()
+        device = self.ranks.device
+        main = self.ranks.is_main
+        tensor = self.read().to(device) if main else torch.empty(self.shape, dtype=self.dtype, device=device)
+        self.ranks.broadcast([tensor])
+        return tensor
+
+    def read(self) -> Tensor:
         return self.rows(0, self.shape[0]) if self.shape else self.pieces[0][1][...]
 
     def rows(self, first: int, end: int) -> Tensor:
@@ -176,6 +190,11 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
+    def read_on_main(self, ranks: Ranks) -> None:
+        """From now on rank 0 reads whole tensors from the disk, and the other ranks receive them."""
+        for stored in (*self.model.values(), *self.optimizer.values()):
+            stored.ranks = ranks
+
     def close(self) -> None:
         """Release the files, which stay memory-mapped while anything refers to them."""
         self.model.clear()
@@ -198,7 +217,7 @@ def load(directory: Path) -> Checkpoint:
         return {name.removeprefix(prefix): Stored(pieces[name], counts[name]) for name in names}
 
     by_rank = sorted(group("random/").items(), key=lambda item: int(item[0]))
-    random = [stored.whole().clone() for _, stored in by_rank]
+    random = [stored.read().clone() for _, stored in by_rank]
     return Checkpoint(directory, group("model/"), group("optimizer/"), random, content["state"], content["sha256"])
 
 

@@ -23,6 +23,8 @@ from dlr_pretrain.util.history import read_metrics
 
 INIT_SECONDS, FINISH_SECONDS = 20.0, 15.0  # that a W&B server may take to answer at the start and at the end
 CLOSE_SECONDS = 60.0  # that a view may take at the end: W&B's start that fails, the same offline, and its finish
+VARIABLES = {"project": "WANDB_PROJECT", "entity": "WANDB_ENTITY", "group": "WANDB_RUN_GROUP",
+             "tags": "WANDB_TAGS", "name": "WANDB_NAME", "notes": "WANDB_NOTES"}  # fmt: skip
 # Settings of wandb that the environment may change (WANDB_CONSOLE, ...). The command line, the code, git's state and
 # the installed packages are not sent, because they may hold secrets.
 SETTINGS: dict[str, Any] = {
@@ -167,18 +169,13 @@ def end_wandb() -> None:
 
 
 def init(cfg: Config, run_dir: Path, mode: str):
-    """``wandb.init`` by the environment's variables, else by the run's name."""
+    """``wandb.init`` by the keys of ``logger``, else by the environment's variables, else by the run's name."""
     import wandb
 
     name = run_dir.resolve().name
-    chosen = {
-        "project": unless("WANDB_PROJECT", "dlr_pretrain"),
-        "name": unless("WANDB_NAME", name),
-        "group": unless("WANDB_RUN_GROUP", re.sub(rf"-s{cfg.seed}(?=-|$)", "", name)),
-        "resume": unless("WANDB_RESUME", "allow"),
-        "dir": unless("WANDB_DIR", str(run_dir)),
-        "mode": mode,
-    }
+    usual = {"project": "dlr_pretrain", "name": name, "group": re.sub(rf"-s{cfg.seed}(?=-|$)", "", name)}
+    chosen = {key: getattr(cfg.logger, key) or unless(of, usual.get(key)) for key, of in VARIABLES.items()}
+    chosen |= {"resume": unless("WANDB_RESUME", "allow"), "dir": unless("WANDB_DIR", str(run_dir)), "mode": mode}
     ours = {key: value for key, value in SETTINGS.items() if unless(f"WANDB_{key.removeprefix('x').upper()}", "ours")}
     wandb.setup(settings=wandb.Settings(silent=True))  # before the key is looked for: a terminal would be asked for it
     settings = wandb.Settings(silent=True, finish_timeout_raises=True, **ours)
