@@ -96,18 +96,15 @@ paper() { # the same pairs at the paper's single rate
   tune full backbone=full "train.lr=$paper" "seed=$more"
 }
 
-mechanism() { # residual, initial offset, and decay towards it: with and without decay, for each rounding of the updates
+mechanism() { # residual and initial offset: with and without decay, for each rounding of the updates
   local three=(backbone=cola dlr=on,off,init_offset "seed=$seeds") # the others are compared with the residual
-  local four=(backbone=cola dlr=on,off,init_offset,init_offset_decay "seed=$seeds")
   tune bf16_as_the_papers "${three[@]}" "train.lr=$lower,$paper" # in its rounding decay changes no weight
   for decay in 0.0 0.1; do
     local shared=("${three[@]}" "train.lr=$lower" "optimizer.weight_decay=$decay" optimizer=adamw)
     tune "bf16-$decay" "${shared[@]}"
     tune "bf16_sr-$decay" "${shared[@]}" precision=bf16_sr
+    tune "bf16_mixed-$decay" "${shared[@]}" precision=bf16_mixed
   done
-  local mixed=("train.lr=$lower" optimizer=adamw precision=bf16_mixed)
-  tune bf16_mixed-0.0 "${three[@]}" "${mixed[@]}" optimizer.weight_decay=0.0
-  tune bf16_mixed-0.1 "${four[@]}" "${mixed[@]}" optimizer.weight_decay=0.1
 }
 
 ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a smaller rank

@@ -120,9 +120,6 @@ def _dlr(cfg: Config) -> Iterator[Problem]:
     if dlr.enabled and dlr.learn_alpha and dlr.impl != "branch":
         rule = f"alpha is learned in the branch alone, and this is dlr.impl={dlr.impl}"
         yield Problem("dlr.learn_alpha", True, rule, "Use dlr.impl=branch")
-    if dlr.mode == "decayed_offset" and not masters:
-        rule = "in bf16 the pull of a step is less than an offset's rounding: it would be dlr.mode=offset"
-        yield Problem("dlr.mode", dlr.mode, rule, "Use precision=bf16_mixed or fp32")
 
 
 def _starts_from_weights(cfg: Config) -> bool:

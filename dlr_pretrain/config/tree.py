@@ -84,9 +84,7 @@ class Dlr:
     )
     grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)
-    mode: Literal["residual", "offset", "decayed_offset"] = key(
-        "beside B, B's initial offset, or one that decay pulls to", "residual"
-    )
+    mode: Literal["residual", "offset"] = key("beside B, or an initial offset of B, which then has none", "residual")
 
 
 @dataclass

@@ -172,31 +172,6 @@ def marks(module: nn.Module) -> dict[str, Tensor]:
     return {full_name(name, "dlr_mark"): up.mark() for name, up in residuals(module)}
 
 
-# ----------------------------------------------------------------------------------------------------
-# The control: beta R^T as an initial value of B
-
-
-def start_from_offset_(module: nn.Module) -> dict[str, Residual]:
-    """Add every residual to the initial B; the results then train as plain weights, which are never folded.
-
-    Returns the residuals by the names of their weights, for ``decay_towards_offsets``.
-    """
-    offsets = {full_name(name, "weight"): up.residual for name, up in residuals(module)}
-    fold_(module)
-    return offsets
-
-
-@torch.no_grad()
-def decay_towards_offsets(offsets: Mapping[str, Residual], state: Mapping[str, Tensor], share: Tensor | float) -> None:
-    """Add ``share`` (lr * weight decay) times the offset to every weight in ``state`` that has one.
-
-    The update has already subtracted ``share`` times the weight C. Together they give C <- C - share (C - beta R^T),
-    which is the decay of B in C = B + beta R^T. Weight decay alone would pull C to zero.
-    """
-    for name, offset in offsets.items():
-        offset.add(state[name], share=share)
-
-
 def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator[tuple[str, nn.Linear]]:
     if match is None:
         if isinstance(module, nn.Linear):

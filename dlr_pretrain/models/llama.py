@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
-from dlr_pretrain.models.dlr import attach_dlr, start_from_offset_
+from dlr_pretrain.models.dlr import attach_dlr, fold_
 from dlr_pretrain.models.linear import Group, GroupHolder, GroupSpec, SeededInit
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import Residual, residuals
@@ -208,7 +208,6 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(cfg.scale.hidden_size, vocab_size, bias=False)
         self.score = score
         self.residuals: dict[str, Residual] = {}  # by the names of their layers
-        self.offsets: dict[str, Residual] = {}  # by the names of their weights: see ``start_from_offset_``
 
     def hidden(self, ids: Tensor, documents: Tensor | None = None) -> Tensor:
         """ids [B, T] -> the input [B, T, D] of the head."""
@@ -309,5 +308,5 @@ def _attach(model: Llama, choice: Dlr) -> None:
         train_b=choice.train_b,
     )
     model.residuals = {name: up.residual for name, up in residuals(model)}
-    if choice.mode != "residual":
-        model.offsets = start_from_offset_(model)
+    if choice.mode == "offset":
+        fold_(model)

@@ -47,7 +47,7 @@ class Residual:
     def beta(self) -> float:
         return self.alpha / self.divisor
 
-    def add(self, weight: Tensor, alpha: Tensor | None = None, share: Tensor | float = 1.0) -> None:
+    def add(self, weight: Tensor, alpha: Tensor | None = None, share: float = 1.0) -> None:
         """Add share beta to the entries of ``weight``, in place."""
         own, at = self.entries(weight)
         beta = self.beta if alpha is None else alpha.to(at_least_fp32(weight.dtype)) / self.divisor

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, inputs_and_targets
-from dlr_pretrain.models import Llama, build, dlr
+from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
 from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
@@ -91,10 +91,6 @@ class Update:
         norm = self.gradients.norm(self.gradients.collect())
         skipped = self.skip(torch.isfinite(loss) & torch.isfinite(norm), failures)
         self.optimizer.update(lr, skipped, self.clip_factor(norm), index=index)
-        if self.cfg.dlr.mode == "decayed_offset":
-            knobs: dict = self.cfg.optimizer.knobs
-            share = lr * knobs["weight_decay"] * (1 - skipped)
-            dlr.decay_towards_offsets(self.weights.model.offsets, self.weights.optimized, share)
         self.gradients.clear()
         return norm, skipped
 

@@ -62,7 +62,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     "optimizer=loro train.lr_decay=linear": ["train.lr_decay=linear: would be ignored: optimizer.schedule=loro"],
     "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
     "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
-    "backbone=cola dlr=init_offset_decay": ["dlr.mode=decayed_offset", "Use precision=bf16_mixed"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
     "dlr=no_b dlr.learn_alpha=true dlr.impl=branch": [
         "dlr=no_b: learn_alpha=true and train_b=false exclude each other"
@@ -140,7 +139,6 @@ def test_what_can_be_is_accepted():
     for words in (
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
-        "backbone=cola dlr=init_offset_decay precision=bf16_mixed",
         "optimizer=adamw_8bit backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
     ):
         load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])

@@ -147,7 +147,6 @@ ABLATIONS = [  # what each line changes of its control, beside the name of the o
     {"backbone.rank": 384},
     {"dlr.variance_correction": False},
     {"dlr.mode": "offset"},
-    {"dlr.mode": "decayed_offset"} | MASTERS,
     {"dlr.grouping": "random"},
     {"dlr.train_b": False},
     {"dlr.grouping": "balanced"},

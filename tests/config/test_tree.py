@@ -120,7 +120,6 @@ def test_every_shape_composes():
     for (scale, backbone), dlr in zip(shapes, itertools.cycle(OPTION_FILES["dlr"]), strict=False):
         carries = all_keys({"backbone": {"name": backbone}})["backbone.factorized"].default
         words = [f"dlr={dlr}"] if carries else []
-        words += ["precision=fp32"] if dlr == "init_offset_decay" else []
         cfg = load([f"scale={scale}", f"backbone={backbone}", *words, "data=sample", "logger=jsonl"], machine=False)
         assert (cfg.scale.name, cfg.backbone.name) == (scale, backbone)
         assert cfg.run.dir.startswith(f"runs/{scale}-{backbone}-dlr_{dlr if carries else 'off'}-sample-")

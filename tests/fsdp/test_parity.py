@@ -55,7 +55,6 @@ def test_shards_train_to_the_very_bits_of_replicas(choice, precision):
 @pytest.mark.parametrize("choice", [
     ("backbone=lowrank", "dlr=learnable_alpha"),
     pytest.param(("backbone=lax", "dlr=on"), marks=full),
-    pytest.param(("backbone=cola", "dlr=init_offset_decay"), marks=full),
 ], ids=named)  # fmt: skip
 def test_shards_train_as_the_grouped_layers_of_replicas_do(choice):
     """With the default optimizer, clipping and micro-batches, to the rounding of fp32, over 12 steps."""

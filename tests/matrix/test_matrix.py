@@ -31,7 +31,6 @@ METHODS = {
     "cola+dlr": ("backbone=cola", "dlr=on"),
     "cola+dlr+latent": ("backbone=cola", "dlr=on", "train.activation_checkpointing=latent"),
     "cola+learnable_alpha": ("backbone=cola", "dlr=learnable_alpha"),
-    "cola+init_offset_decay": ("backbone=cola", "dlr=init_offset_decay"),
     "cola+dlr+adamw_foreach": ("backbone=cola", "dlr=on", "optimizer=adamw_foreach"),
     "cola+dlr+adamw_8bit": ("backbone=cola", "dlr=on", "optimizer=adamw_8bit"),
     "cola+dlr+bf16_sr": ("backbone=cola", "dlr=on", "precision=bf16_sr"),

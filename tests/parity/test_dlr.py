@@ -57,29 +57,20 @@ def test_random_duplication_is_the_papers_and_balanced_leaves_no_latent_out():
 
 
 # ----------------------------------------------------------------------------------------------------
-# The residual in the weights, as a branch, and as an initial offset that decay pulls to (float64)
+# The residual in the weights, as a branch, and as an initial offset (float64)
 
 
-def trajectory(cfg, decay: float, offset: bool = False, towards_offset: bool = False) -> dict[str, torch.Tensor]:
+def trajectory(cfg, decay: float, offset: bool = False) -> dict[str, torch.Tensor]:
     """The folded weights after AdamW, clipped; with ``offset`` of plain AdamW from the folded start."""
     model = disturbed(cfg)
-    shift = {}
     if offset:
-        shift = {name: up.residual for name, up in residuals(model)}
         fold_(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0 if towards_offset else decay)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=decay)
     for step in range(STEPS):
         with nullcontext() if offset else active(model):
             loss = model(*batch(step % 4)) / 36
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        if towards_offset:  # decay of what is left of a parameter without its offset, before Adam's step, as torch does
-            with torch.no_grad():
-                for name, p in model.named_parameters():
-                    p.mul_(1 - LR * decay)
-                    residual = shift.get(name.removesuffix(".weight"))
-                    if residual:
-                        p[residual.rows, residual.columns] += LR * decay * residual.beta
         optimizer.step()
         optimizer.zero_grad()
     return folded_state(model, model.state_dict())
@@ -88,7 +79,7 @@ def trajectory(cfg, decay: float, offset: bool = False, towards_offset: bool = F
 @pytest.mark.parametrize(
     "variant", ["cola", *(pytest.param(v, marks=pytest.mark.full) for v in ("lowrank", *VARIANTS))]
 )
-def test_weights_branch_and_decayed_offset_train_alike_and_decay_alone_separates_a_plain_offset(variant):
+def test_weights_and_branch_train_alike_and_decay_alone_separates_an_offset(variant):
     def distance(a, b):
         return max((a[name] - b[name]).abs().max().item() for name in a)
 
@@ -96,7 +87,6 @@ def test_weights_branch_and_decayed_offset_train_alike_and_decay_alone_separates
     assert distance(trajectory(cfg, 0.0), trajectory(cfg, 0.0, offset=True)) < 1e-12
     decayed = trajectory(cfg, 1.0)
     assert distance(decayed, trajectory(branch, 1.0)) < 1e-12
-    assert distance(decayed, trajectory(cfg, 1.0, offset=True, towards_offset=True)) < 1e-12
     assert distance(decayed, trajectory(cfg, 1.0, offset=True)) > 1e-3
 
 
@@ -164,7 +154,7 @@ def test_merging_takes_as_many_kernels_for_any_depth(precision):
 
 @pytest.mark.parametrize(("option", "precision"), [
     ("learnable_alpha", "bf16_mixed"),
-    *(pytest.param(option, "fp32", marks=pytest.mark.full) for option in ("init_offset_decay", "no_b", "random")),
+    *(pytest.param(option, "fp32", marks=pytest.mark.full) for option in ("init_offset", "no_b", "random")),
 ])  # fmt: skip
 @pytest.mark.usefixtures("no_export")
 def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
@@ -176,21 +166,6 @@ def test_ablations_train_resume_and_fold(train, tmp_path, option, precision):
     parts = load_file(train(tmp_path / "parts", *given) / "folded" / "model.safetensors")
     assert whole.keys() == parts.keys() and not any("dlr_alpha" in name for name in whole)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
-
-
-@pytest.mark.parametrize(("precision", "rounding"), [("fp32", 1e-5), ("bf16_mixed", 2e-3)])
-@pytest.mark.usefixtures("no_export")
-def test_in_the_trainer_dlr_is_an_offset_that_decay_pulls_to(train, tmp_path, precision, rounding):
-    given = ("backbone=cola", f"precision={precision}", "train.lr=1e-3", "optimizer.weight_decay=10", "train.steps=12")
-    folded = {
-        option: load_file(train(tmp_path / option, *given, f"dlr={option}") / "folded" / "model.safetensors")
-        for option in ("on", "init_offset", "init_offset_decay")
-    }
-
-    def distance(option):
-        return max((folded["on"][n] - folded[option][n]).abs().max().item() for n in folded["on"])
-
-    assert distance("init_offset_decay") < rounding < 1e-2 < distance("init_offset")
 
 
 @pytest.mark.usefixtures("no_export")

@@ -60,7 +60,6 @@ def ids() -> torch.Tensor:
     ("relora",),
     ("lowrank", "backbone.rank=32", "dlr=on", "dlr.impl=branch"),
     ("lowrank", "backbone.rank=32", "dlr=learnable_alpha", "dlr.grouping=random"),
-    ("lowrank", "backbone.rank=32", "dlr=on", "dlr.mode=decayed_offset", "precision=fp32"),
     ("lowrank", "backbone.rank=32", "backbone.latent_scale=0.25", "dlr=on"),
     ("lost", "backbone.rank=32", "backbone.gamma=1.0", "backbone.activation=none", "dlr=on"),
 ])  # fmt: skip
