@@ -111,7 +111,7 @@ ablations() { # variants of the residual; then alternatives to it: a larger B at
   local off=dlr=off on=dlr=on
   local controls=("$off backbone.b_gain=1.3" "$off backbone.b_gain=2")
   local strengths=("$on dlr.alpha=0.25" "$on dlr.alpha=0.5" "$on dlr.alpha=2" "$on dlr.alpha=4")
-  local forms=(dlr=uncorrected dlr=random dlr=balanced dlr=no_b dlr=learnable_alpha)
+  local forms=(dlr=uncorrected dlr=random dlr=no_b dlr=learnable_alpha)
   local halves=("$off backbone.rank=$half" "$on backbone.rank=$half")
   local quarters=("$off backbone.rank=$three_quarters" "$on backbone.rank=$three_quarters")
   local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5" "$off backbone.b_gain=1.3")

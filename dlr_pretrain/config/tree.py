@@ -78,10 +78,7 @@ class Dlr:
     impl: Literal["weight", "branch"] = key(
         "inside B, folded exactly, or the paper's own branch, as a slow reference", "weight"
     )
-    scope: Literal["all", "attention", "mlp"] = key("which projections carry it", "all")
-    grouping: Literal["contiguous", "balanced", "random"] = key(
-        "latent of i: floor(i / K), floor(i r / d_out), or drawn", "contiguous"
-    )
+    grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or drawn", "contiguous")
     grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)
     mode: Literal["residual", "offset"] = key("beside B, or an initial offset of B, which then has none", "residual")

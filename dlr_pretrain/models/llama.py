@@ -295,13 +295,12 @@ def build(
 
 
 def _attach(model: Llama, choice: Dlr) -> None:
-    part = {"all": ".", "attention": ".self_attn.", "mlp": ".mlp."}[choice.scope]
     attach_dlr(
         model,
         choice.alpha,
         choice.variance_correction,
         choice.impl,
-        match=lambda name, _: name.endswith(".b") and part in name,
+        match="*.b",
         grouping=choice.grouping,
         seed=choice.grouping_seed,
         learn_alpha=choice.learn_alpha,

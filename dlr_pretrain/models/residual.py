@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
-GROUPINGS = ("contiguous", "balanced", "random")
+GROUPINGS = ("contiguous", "random")
 
 
 class Residual:
@@ -98,11 +98,8 @@ class Residual:
 def columns_of(grouping: str, name: str, d_out: int, rank: int, seed: int) -> Tensor | None:
     """The latent of each output [d_out] under ``grouping``; None for the default, contiguous groups of K.
 
-    "balanced": floor(i rank / d_out); every latent has floor or ceil(d_out / rank) copies. "random": drawn once from
-    ``seed`` and the MD5 of the layer's ``name``, as in the paper's study of random duplication.
+    "random": drawn once from ``seed`` and the MD5 of the layer's ``name``, as in the paper's study.
     """
-    if grouping == "balanced":
-        return torch.arange(d_out) * rank // d_out
     if grouping == "random":
         digest = hashlib.md5(name.encode(), usedforsecurity=False).digest()
         mixed = (seed ^ int.from_bytes(digest[:8], "little")) % (2**63 - 1)

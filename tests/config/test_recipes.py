@@ -119,7 +119,7 @@ def test_every_line_is_a_run_of_its_own_in_the_papers_setting():
             assert (cfg.optimizer.name == "adamw") == (precision == "bf16_mixed")
             assert (cfg.train.seq_len, cfg.train.global_batch) == (256, 512)
             found.add(cfg.run.dir)
-    assert len(found) == sum(map(len, LINES.values())) == 16 + 11 + 6
+    assert len(found) == sum(map(len, LINES.values())) == 16 + 7 + 6
     methods = ["full", "lora", "galore", "fira", "sltrain", "loro"] + [
         b + dlr for b in BACKBONES for dlr in ("", "+dlr")
     ]
@@ -149,9 +149,6 @@ ABLATIONS = [  # what each line changes of its control, beside the name of the o
     {"dlr.mode": "offset"},
     {"dlr.grouping": "random"},
     {"dlr.train_b": False},
-    {"dlr.grouping": "balanced"},
-    {"dlr.scope": "attention"},
-    {"dlr.scope": "mlp"},
     {"dlr.learn_alpha": True, "dlr.impl": "branch"} | MASTERS,
 ]
 

@@ -35,9 +35,7 @@ def r_transposed(d_out: int, rank: int, grouping: str = "contiguous", name: str 
     """R^T [d_out, rank] entry by entry: output i receives latent g(i)."""
     copies = math.ceil(d_out / rank)
     g = [i // copies for i in range(d_out)]
-    if grouping == "balanced":
-        g = [math.floor(i * rank / d_out) for i in range(d_out)]
-    elif grouping == "random":
+    if grouping == "random":
         hashed = int.from_bytes(hashlib.md5(name.encode()).digest()[:8], "little")
         generator = torch.Generator("cpu").manual_seed((seed ^ hashed) % (2**63 - 1))
         g = torch.randint(0, rank, (d_out,), generator=generator).tolist()
@@ -91,10 +89,9 @@ def full(cfg: Config, state: State) -> Project:
 
 
 def up(cfg: Config, state: State, name: str) -> Tensor:
-    """B; where the projection carries DLR, B + alpha / sqrt(K) R^T with K = ceil(d_out / r)."""
+    """B; with DLR, B + alpha / sqrt(K) R^T with K = ceil(d_out / r)."""
     b, dlr = state[f"{name}.b.weight"], cfg.dlr
-    part = {"all": ".", "attention": ".self_attn.", "mlp": ".mlp."}[dlr.scope]
-    if not dlr.enabled or part not in name:
+    if not dlr.enabled:
         return b
     alpha = state.get(f"{name}.b.dlr_alpha", dlr.alpha)
     root = math.sqrt(math.ceil(b.shape[0] / b.shape[1])) if dlr.variance_correction else 1

@@ -44,16 +44,13 @@ def test_each_output_receives_the_latent_of_its_group(d_out, rank, columns):
     assert torch.equal(residual.duplicate(z), z @ r_transposed(d_out, rank).double().T)
 
 
-def test_random_duplication_is_the_papers_and_balanced_leaves_no_latent_out():
+def test_random_duplication_is_the_papers():
     q = "model.layers.0.self_attn.q_proj"
     hashed = int.from_bytes(hashlib.md5(q.encode()).digest()[:8], "little")
     assert [(seed ^ hashed) % (2**63 - 1) for seed in (0, 42)] == [3723340643983772940, 3723340643983772966]
     assert columns_of("random", "fc1", 12, 4, 42).tolist() == [1, 2, 3, 1, 2, 0, 0, 1, 0, 0, 3, 2]
     drawn = {name: up.residual.columns for name, up in residuals(build(small("cola", "dlr=random"), VOCAB, CPU))}
     assert torch.equal(drawn[f"{q}.b"], columns_of("random", q, 32, 8, 0))
-    for d_out, rank in ((2048, 499), (5461, 512), (14, 6)):
-        copies = columns_of("balanced", "", d_out, rank, 0).bincount(minlength=rank)
-        assert copies.min() == d_out // rank and copies.max() == -(-d_out // rank)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ CARRYING = [  # a residual can be added to their B
     *(f"{backbone} backbone.gate={gate}" for backbone in ("lax", "cola_lax") for gate in ("tensor", "dense")),
 ]  # fmt: skip
 OTHERS = ["full", "lora backbone.alpha=12", "relora backbone.alpha=12", f"sltrain backbone.alpha=12 {MANY}"]
-ABLATIONS = ["no_b", "random dlr.grouping_seed=7", "balanced", "uncorrected", "attention", "mlp"]
+ABLATIONS = ["no_b", "random dlr.grouping_seed=7", "uncorrected"]
 CASES = [  # with dlr.impl=branch or parallel=fsdp each projection's own modules are called, one by one
     *(f"{variant} {how}" for variant in OTHERS for how in ("dlr=off", "parallel=fsdp")),
     *(f"{variant} {how}" for variant in CARRYING
