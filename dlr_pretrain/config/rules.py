@@ -46,16 +46,16 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[Problem]:
     """Every broken rule that spans several keys, for a run on ``world_size`` ranks (None: not known yet).
 
-    Without ``machine``, rules about this machine's files, packages and compiler are left out, and ``missing_source``.
+    Without ``machine``, rules about this machine's files and packages are left out.
     """
-    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg)]
+    found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg), *_source(cfg)]
     for group in OPEN_GROUPS:
         if option := OPTIONS[group].get(getattr(cfg, group).name):
             found += option.problems(cfg)
     if world_size is not None:
         found += _batch(cfg, world_size)
     if machine:
-        found += list(missing_source(cfg)) or [*_machine(cfg), *_text(cfg)]
+        found += _machine(cfg)
     return found
 
 
@@ -172,8 +172,7 @@ def _secrets(cfg: Config) -> Iterator[Problem]:
             yield Problem(name, value, rule, "Use HF_TOKEN, WANDB_API_KEY or ~/.netrc")
 
 
-def missing_source(cfg: Config) -> Iterator[Problem]:
-    """The problem that no key names the text. A machine that trains needs the name; one that only plans does not."""
+def _source(cfg: Config) -> Iterator[Problem]:
     files = cfg.data.train_files or ""
     absolute = "://" in files or os.path.isabs(files)
     named = {"c4_local": absolute, "local": files != "", "tokens": False}.get(cfg.data.source, True)
@@ -183,38 +182,25 @@ def missing_source(cfg: Config) -> Iterator[Problem]:
 
 
 def _machine(cfg: Config) -> Iterator[Problem]:
-    for name, folder in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
-        if folder is not None and os.path.isfile(folder):
-            yield Problem(name, folder, "is a file, not a folder")
-    if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        rule = "needs the package torchao, which is not installed"
-        yield Problem("optimizer", "adamw_8bit", rule, "Install the extra 8bit, or use optimizer=adamw")
-    if problem := compiler_problem(cfg, cfg.device):
-        yield problem
-
-
-def compiler_problem(cfg: Config, device: str) -> Problem | None:
-    """The problem that ``compile=true`` finds no compiler on this machine, or None.
-
-    ``device`` is "cpu" (inductor's C++) or "cuda" (Triton's C). For "auto" the answer is None: the trainer calls this
-    again with the device that it has found.
-    """
-    variable, usual = {"cpu": ("CXX", ["g++", "clang++"]), "cuda": ("CC", ["gcc", "clang"])}.get(device, ("", []))
-    compilers = [os.environ[variable]] if variable in os.environ else usual
-    if not cfg.compile or not variable or any(map(shutil.which, compilers)):
-        return None
-    rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
-    return Problem("compile", True, rule, f"Use compile=false, or set {variable} to a compiler")
-
-
-def _text(cfg: Config) -> Iterator[Problem]:
-    """The problems of the tokenizer and of the files of text on this machine."""
     root, path = cfg.data.root or "", cfg.tokenizer.path
+    if cfg.data.source in ("c4_local", "local") and root and "://" not in root and not os.path.isdir(root):
+        fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
+        yield Problem("data.root", root, "no such folder", fix)
     if path is not None and not os.path.exists(path):
         fix = f"Name a tokenizer.json, a sentencepiece model or their folder; of the hub: tokenizer.hub={path}"
         yield Problem("tokenizer.path", path, "no such file", fix)
-    is_local = cfg.data.source in ("c4_local", "local") and root and "://" not in root
-    if is_local and not os.path.isdir(root):
-        is_file = os.path.isfile(root)
-        fix = f"Set data.train_files={root}" if is_file else "Set data.root=<folder of the shards>"
-        yield Problem("data.root", root, "is a file, not a folder" if is_file else "no such folder", fix)
+    if cfg.run.dir is not None and os.path.isfile(cfg.run.dir):
+        yield Problem("run.dir", cfg.run.dir, "is a file, not a folder")
+    if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        rule = "needs the package torchao, which is not installed"
+        yield Problem("optimizer", "adamw_8bit", rule, "Install the extra 8bit, or use optimizer=adamw")
+
+
+def compiler_problem(cfg: Config, device: str) -> Problem | None:
+    """The problem that ``compile=true`` finds no compiler on this machine, or None: C++ for a CPU, else C."""
+    variable, usual = ("CXX", ["g++", "clang++"]) if device == "cpu" else ("CC", ["gcc", "clang"])
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if not cfg.compile or any(map(shutil.which, compilers)):
+        return None
+    rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
+    return Problem("compile", True, rule, f"Use compile=false, or set {variable} to a compiler")

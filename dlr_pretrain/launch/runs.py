@@ -20,7 +20,6 @@ from pathlib import Path
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import jobs, key_of, read, session
-from dlr_pretrain.config.rules import missing_source
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.process import cores
 
@@ -129,11 +128,9 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
 
 def _load(line: Line, machine: bool) -> Config | ConfigError:
     try:
-        cfg = load(list(line.words), 1 if machine else None, machine)
+        return load(list(line.words), 1 if machine else None, machine)
     except ConfigError as error:
         return error
-    problems = [] if machine else list(missing_source(cfg))
-    return ConfigError(problems) if problems else cfg
 
 
 def _places(origins: list[str]) -> str:

@@ -117,7 +117,7 @@ KEYS = {
 
 
 def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
-    assert main_of("plan", "scale=130m", "+backbone=cola", "+dlr=on", "data=c4_local", "--gpus", "16", "--json") == 0
+    assert main_of("plan", "scale=130m", "+backbone=cola", "+dlr=on", "--gpus", "16", "--json") == 0
     done = capsys.readouterr()
     found = json.loads(done.out)
     assert set(found) == KEYS and done.err == ""
