@@ -36,7 +36,6 @@ from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
-from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.memory import explained, largest_that_fits
 from dlr_pretrain.train.ranks import Ranks
@@ -226,7 +225,7 @@ class RankChecks:
     def data(self) -> str:
         """The text of the run, and this rank's first batch, with some of what it says."""
         cfg, ranks, began = self.cfg, self.ranks, time.perf_counter()
-        text = open_text(cfg, Path(str(cfg.run.dir)), ranks, Console(cfg, enabled=False))
+        text = open_text(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
         self.vocab_size = text.vocab_size
         batch = next(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None))
         sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]

@@ -20,7 +20,7 @@ from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.optim.build import checkpoint_bytes
-from dlr_pretrain.train.console import Console, duration
+from dlr_pretrain.train.console import Console, duration, summary
 from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
@@ -31,7 +31,6 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start, note_saved
-from dlr_pretrain.train.summary import summary
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.views import View, open_view
@@ -47,14 +46,14 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
     ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned_memory`` is
-    the plan's estimate: it is shown at the start, and ``train.micro_batch=auto`` needs it.
+    the plan's estimate, which ``train.micro_batch=auto`` needs.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
     with Heartbeat(cfg) as heartbeat, recorded_end(run_dir, heartbeat), Ranks(cfg, heartbeat) as ranks:
         ranks.require_equal(flatten(to_dict(cfg)) | {"the device that was found": ranks.device.type})
         console = Console(cfg, enabled=ranks.is_main)
-        text = open_text(cfg, run_dir, ranks, console)
+        text = open_text(cfg, run_dir, ranks, console.say)
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
@@ -131,7 +130,7 @@ class Run:
         flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
         update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-        rows = summary(self.cfg, self.dir, self.ranks, self.text, weights, self.planned_memory)
+        rows = summary(self.cfg, self.dir, self.ranks, self.text, weights)
         self.console.summary(rows | start.summary())
 
     def train(self, weights: Weights, start: Start) -> None:

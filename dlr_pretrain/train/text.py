@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from dlr_pretrain.data import (
     validation_set,
 )
 from dlr_pretrain.deploy.tokenizer import fast_tokenizer
-from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
@@ -45,10 +45,10 @@ class Text:
         }
 
 
-def open_text(cfg: Config, run_dir: Path, ranks: Ranks, console: Console) -> Text:
+def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
     version = ranks.on_main(lambda: read_record(run_dir)).get("data.version")
-    source = ranks.on_main(lambda: open_source(cfg, console.say, version))
+    source = ranks.on_main(lambda: open_source(cfg, say, version))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write

@@ -111,11 +111,8 @@ class TensorBoard:
 
 
 def wandb_mode() -> str:
-    """online, offline or disabled, as WANDB_DISABLED and WANDB_MODE say."""
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true"):
-        return "disabled"
-    mode = os.environ.get("WANDB_MODE") or "online"
-    return {"run": "online", "dryrun": "offline"}.get(mode, mode)
+    """online, offline or disabled."""
+    return os.environ.get("WANDB_MODE") or "online"
 
 
 class Wandb:

@@ -197,11 +197,11 @@ def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, 
     ({"WANDB_PROJECT": "p", "WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i", "WANDB_DIR": "{other}"},
      ["logger.project=mine", "logger.notes=n"],
      {"project": "mine", "notes": "n", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
-    ({"WANDB_DISABLED": "true"}, [], None),
+    ({"WANDB_MODE": "disabled"}, [], None),
 ])  # fmt: skip
 def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
     (other := tmp_path / "other").mkdir()
-    for name, value in ({"WANDB_MODE": "dryrun"} | variables).items():
+    for name, value in ({"WANDB_MODE": "offline"} | variables).items():
         monkeypatch.setenv(name, value.format(other=other))
     opened, made = [], views.init
     monkeypatch.setattr(views, "init", lambda *of: opened.append(made(*of)) or opened[0])
