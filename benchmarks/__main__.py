@@ -67,10 +67,10 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
 
 def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
     from benchmarks import isolated, variants
-    from dlr_pretrain.analysis.memory import peak_bytes
+    from dlr_pretrain.analysis.memory import memory
 
     chosen = {name: variants.joined(overrides, name.split()) for name in given.variant or KEPT}
-    plans = {name: peak_bytes(cfg := load(of), cfg.planned_vocab_size, ranks=1) for name, of in chosen.items()}
+    plans = {name: memory(cfg := load(of), cfg.planned_vocab_size, ranks=1).total for name, of in chosen.items()}
     found = [{"name": n, "overrides": of, "plan": plans[n]} | isolated.isolated(of) for n, of in chosen.items()]
     return {"variants": found}, results.MEMORY, True
 

@@ -68,8 +68,6 @@ def load_comparable(variants: dict[str, list[str]]) -> dict[str, Config]:
             if value != rule:
                 why = "variants take turns in one process, on one batch"
                 raise ConfigError([Problem(key, value, f"must be {rule}: {why}")])
-        if cfg.train.micro_batch == "auto":
-            raise ConfigError([Problem("train.micro_batch", "auto", "is found as a run starts", "Give a number")])
     return configs
 
 

@@ -25,10 +25,9 @@ def main() -> int:
 
 def train(cfg: Config) -> None:
     """Run one configuration. torch is imported only now, after the checks of the configuration."""
-    from dlr_pretrain.analysis.memory import peak_bytes
     from dlr_pretrain.train.run import run
 
-    run(cfg, report, peak_bytes)
+    run(cfg, report)
 
 
 def report(run_dir: Path) -> None:

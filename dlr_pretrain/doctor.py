@@ -30,17 +30,16 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain.analysis.memory import peak_bytes
+from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.analysis.plan import disk as planned_disk
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.loop import trial_loop
-from dlr_pretrain.train.memory import explained, largest_that_fits
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.update import noise
+from dlr_pretrain.train.update import explained, noise
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
@@ -237,9 +236,13 @@ class RankChecks:
 
     def step(self) -> str:
         """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
-        cfg, ranks, vocab_size, auto = self.cfg, self.ranks, self.vocab_size, self.cfg.train.micro_batch == "auto"
+        cfg, ranks, vocab_size, rows = (
+            self.cfg,
+            self.ranks,
+            self.vocab_size,
+            self.cfg.micro_batch(self.ranks.world_size),
+        )
         ranks.use_device()
-        rows = largest_that_fits(cfg, ranks, vocab_size, peak_bytes) if auto else cfg.micro_batch(ranks.world_size)
         few = min(2, cfg.train.global_batch // ranks.world_size // rows)
         short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
         parent = _existing(Path(str(cfg.run.dir)).absolute().parent)
@@ -258,7 +261,7 @@ class RankChecks:
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
         _, first, second, saved = times
-        planned = peak_bytes(short, vocab_size, ranks.world_size)
+        planned = memory(short, vocab_size, ranks.world_size).total
         text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
         text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
         if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model is above it by as much as 0.9
@@ -267,5 +270,5 @@ class RankChecks:
             peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
             text += f"; peak {peak / 1e9:.2g} GB"
             if peak > min(0.95 * total, 1.1 * planned):
-                raise UserWarning(f"{text}. Use train.micro_batch=auto, or a smaller one")
+                raise UserWarning(f"{text}. Use a smaller train.micro_batch")
         return text

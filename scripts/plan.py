@@ -7,8 +7,6 @@ import sys
 from dlr_pretrain.cli import load
 from dlr_pretrain.util.errors import at_least_1, command
 
-AUTO = "train.micro_batch=auto: the largest that is counted to fit on one {} (in {:.1f} GB)"
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -44,13 +42,10 @@ def share(text: str) -> float:
 
 def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
     cfg = load(words, gpus, machine=False)
-    from dlr_pretrain.analysis.plan import GPU, GPU_BYTES, MFU, plan, render  # torch, after the arguments are checked
+    from dlr_pretrain.analysis.plan import MFU, plan, render  # torch, after the arguments are checked
 
     found = plan(cfg, gpus, MFU if mfu is None else [mfu])
-    if as_json:
-        return json.dumps(found, indent=2)
-    auto = f"\n{AUTO.format(GPU, GPU_BYTES / 1e9)}" if cfg.train.micro_batch == "auto" else ""
-    return render(found) + auto
+    return json.dumps(found, indent=2) if as_json else render(found)
 
 
 def table1(as_json: bool) -> str:

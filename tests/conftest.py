@@ -118,11 +118,10 @@ def train(words):
             finished = torchrun(given, ranks)
             assert finished.returncode == 0, finished.stderr[-3000:]
             return folder
-        from dlr_pretrain.analysis.memory import peak_bytes
         from dlr_pretrain.cli import load
         from dlr_pretrain.train.run import run
 
-        run(load(given), planned_memory=peak_bytes)
+        run(load(given))
         return folder
 
     return run_in
@@ -170,11 +169,10 @@ def commands(*pages: str, but: Sequence[str] = ()) -> list[str]:
 
 def forked(words: list[str], ranks: int) -> None:
     """The run of ``words`` on ``ranks`` gloo ranks that are forked from this process: no imports, and its patches."""
-    from dlr_pretrain.analysis.memory import peak_bytes
     from dlr_pretrain.cli import load
     from dlr_pretrain.train.run import run
 
-    on_ranks(lambda: run(load(words, ranks), planned_memory=peak_bytes), ranks)
+    on_ranks(lambda: run(load(words, ranks)), ranks)
 
 
 def on_ranks(act: Callable[[], object], ranks: int) -> None:

@@ -55,11 +55,6 @@ def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
 
 
-def peak_bytes(cfg: Config, vocab_size: int, ranks: int) -> int:
-    """The peak of ``memory``, as the commands hand it to a run, which does not import the plan."""
-    return memory(cfg, vocab_size, ranks).total
-
-
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)

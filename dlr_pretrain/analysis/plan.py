@@ -29,7 +29,6 @@ import pandas as pd
 import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
-from dlr_pretrain.analysis.memory import peak_bytes
 from dlr_pretrain.analysis.runs import method_name
 from dlr_pretrain.analysis.tables import facts, printed, recipe
 from dlr_pretrain.config import Config
@@ -41,8 +40,7 @@ from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import fill
 
-GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which speed and ``auto`` are estimated
-GPU_BYTES = 0.92 * 80e9  # of its memory, for the tensors that are counted; context and fragments take the rest
+GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # What the paper's figure for CoLA + DLR at 1b implies; what torchtitan reports for a dense 8B LLaMA (0.33 to 0.39).
 MFU = (0.11, 0.35)
 # What tests/fakegpu measures for cola with DLR, with micro-batches of 64 and of 16 sequences.
@@ -50,14 +48,8 @@ COMPILED = "compiled code takes less, for example 0.72 of the peak at 60m and 0.
 
 
 def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
-    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``.
-
-    ``train.micro_batch=auto`` becomes the largest that is estimated to fit on ``GPU`` (1 if none does).
-    """
+    """The plan of ``cfg`` on ``ranks`` GPUs, as described above, with the speed at each of ``utilisations``."""
     vocab_size = cfg.planned_vocab_size
-    if cfg.train.micro_batch == "auto":
-        sizes = map(cfg.with_micro_batch, reversed(cfg.micro_batches(ranks)))
-        cfg = next((c for c in sizes if peak_bytes(c, vocab_size, ranks) <= GPU_BYTES), cfg.with_micro_batch(1))
     batch, micro_batch = cfg.train.global_batch, cfg.micro_batch(ranks)
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions

@@ -132,9 +132,7 @@ class Train:
         "last steps, in which the rate falls; null: all after warm-up; 0: none", None, ge=0
     )
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
-    micro_batch: int | Literal["auto"] | None = key(
-        "sequences a rank takes at once; null: by scale.micro_batch; auto: what fits the memory", None, ge=1
-    )
+    micro_batch: int | None = key("sequences a rank takes at once; null: by scale.micro_batch", None, ge=1)
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
     activation_checkpointing: Literal["none", "latent", "block"] = key(
@@ -238,24 +236,10 @@ class Config:
         return self.scale.vocab_size or VOCABULARY
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's.
-
-        Raises ValueError for ``auto``, which a run replaces by a number when it starts: see ``train/memory.py``.
-        """
-        if isinstance(self.train.micro_batch, str):
-            raise ValueError("train.micro_batch=auto is not resolved yet")
+        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's."""
         if self.train.micro_batch is not None:
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
-
-    def micro_batches(self, world_size: int) -> list[int]:
-        """The micro-batches that divide a rank's share of the global batch evenly, ascending."""
-        share = self.train.global_batch // world_size
-        return [n for n in range(1, share + 1) if share % n == 0]
-
-    def with_micro_batch(self, rows: int) -> Config:
-        """This configuration with ``train.micro_batch=rows``."""
-        return dataclasses.replace(self, train=dataclasses.replace(self.train, micro_batch=rows))
 
     @property
     def num_streams(self) -> int:

@@ -25,14 +25,13 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
-from dlr_pretrain.train.memory import PlannedMemory, explained, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start, note_saved
 from dlr_pretrain.train.text import Text, open_text
-from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.update import Update, explained
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged
@@ -42,11 +41,10 @@ from dlr_pretrain.util.text import loading
 Report = Callable[[Path], None]  # writes the report of a run directory into it
 
 
-def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory | None = None) -> None:
+def run(cfg: Config, report: Report | None = None) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned_memory`` is
-    the plan's estimate, which ``train.micro_batch=auto`` needs.
+    ``report`` writes the report of a run directory; a run that has trained does not fail with it.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
@@ -57,7 +55,7 @@ def run(cfg: Config, report: Report | None = None, planned_memory: PlannedMemory
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        Run(cfg, run_dir, ranks, console, text, report, planned_memory).complete()
+        Run(cfg, run_dir, ranks, console, text, report).complete()
 
 
 @dataclass
@@ -70,7 +68,6 @@ class Run:
     console: Console
     text: Text
     report: Report | None
-    planned_memory: PlannedMemory | None
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only, as is
     view: View | None = None  # W&B or TensorBoard
@@ -81,7 +78,7 @@ class Run:
         start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
         if self.is_complete(start):
             return self.say_complete()
-        self.use_device(start)
+        self.use_device()
         with explained(self.cfg, self.ranks):
             fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
             weights = build_weights(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
@@ -112,7 +109,7 @@ class Run:
         self.console.say(f"{self.dir} is complete.")
         self.say_how_to_load()
 
-    def use_device(self, start: Start) -> None:
+    def use_device(self) -> None:
         """Use the device for the first time, and note this start."""
         ranks = self.ranks
         ranks.use_device()
@@ -120,8 +117,6 @@ class Run:
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
         text = self.text.source.describe()
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, text))
-        vocab_size, planned, resumed = self.text.vocab_size, self.planned_memory, start.resumes
-        self.cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned, self.dir, resumed)
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.weights import Weights, place
+from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE
 
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
@@ -154,3 +156,31 @@ def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
     separator = 1 if cfg.data.mask_documents else None  # any id
     return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation has failed, of torch, numpy, cuBLAS or a new kernel."""
+    lacks = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in lacks)
+
+
+@contextmanager
+def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
+    """Turns an out-of-memory error into a UserError that says what helps.
+
+    A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        t = cfg.train
+        sizes = (
+            f"train.micro_batch={cfg.micro_batch(ranks.world_size)} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
+        )
+        fix = "The same command continues with a smaller train.micro_batch; scripts/plan.py counts what settings take"
+        text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
+        if not ranks.is_main:
+            write_to_stderr(f"error: {text}")
+        raise UserError(text) from error

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -105,20 +105,7 @@ def keep_freed_memory() -> None:
 
 def peak_memory() -> int:
     """The most memory that this process has held; on Linux, since 5 was last written to ``/proc/self/clear_refs``."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return _row_of("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def available_memory() -> int:
-    """The memory that processes could still allocate; half of the machine's on systems that do not report it."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _row_of("/proc/meminfo", "MemAvailable:") or whole // 2
-
-
-def _row_of(path: str, label: str) -> int | None:
-    """The value of a row of a file in /proc, in bytes; None if the file or the row does not exist."""
-    try:
-        rows = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(row.split()[1]) for row in rows if row.startswith(label)), None)
+    with suppress(OSError):
+        rows = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(row.split()[1]) for row in rows if row.startswith("VmHWM:"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -45,12 +45,12 @@ def test_the_page_of_keys_is_that_of_the_code():
 
 def test_a_configuration_is_read_as_it_was_written_and_values_take_the_type_of_their_key(loaded, tree):
     assert parse(tree) == loaded
-    tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None, "micro_batch": "auto"}  # of a variable: ${oc.env:LR}
+    tree["train"] |= {"steps": 1e3, "lr": "1", "clip": None}  # of a variable: ${oc.env:LR}
     tree["eval"] |= {"tokens": 2**53 + 1}  # which no float holds
     tree["logger"] |= {"project": "007", "tags": "one"}
     cfg = parse(tree)
-    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.train.micro_batch, cfg.logger.project, cfg.logger.tags
-    assert repr(got) == "(1000, 1.0, None, 'auto', '007', ['one'])"
+    got = cfg.train.steps, cfg.train.lr, cfg.train.clip, cfg.logger.project, cfg.logger.tags
+    assert repr(got) == "(1000, 1.0, None, '007', ['one'])"
     assert cfg.eval.tokens == 2**53 + 1
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlr_pretrain.analysis.memory import memory, peak_bytes, step_bytes
+from dlr_pretrain.analysis.memory import memory, step_bytes
 from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
 from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
@@ -147,14 +147,6 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     short = config(*TINY, "precision=fp32")
     assert plan(short, 1)["speed"] is None and "not of fp32" in " ".join(render(plan(short, 1)).split())
     assert printed("measured", "cola+dlr", "7b")["memory_gb"] == 27.03 and printed("measured", "lora", "1b") is None
-
-
-def test_auto_becomes_the_largest_micro_batch_that_is_counted_to_fit(monkeypatch):
-    cfg = config(*(word for word in TINY if "micro_batch" not in word), "train.micro_batch=auto")
-    size = peak_bytes(cfg.with_micro_batch(8), 500, 1)
-    for free, expected in ((size, 8), (size - 1, 4), (1000, 1)):
-        monkeypatch.setattr("dlr_pretrain.analysis.plan.GPU_BYTES", free)
-        assert plan(cfg, 1)["batch"]["micro_batch"] == expected
 
 
 @pytest.mark.parametrize(("words", "error"), [
