@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
@@ -52,26 +51,13 @@ class LowRankLlamaConfig(LlamaConfig):
     """
 
     model_type = "lowrank_llama"
-
-    def __init__(
-        self,
-        backbone: str = "lowrank",
-        rank: int = 128,
-        latent_scale: float = 1.0,
-        gamma: float = 0.7,
-        sparsity: float = 0.01,
-        activation: str = "silu",
-        gate: str = "tensor",
-        **kwargs,
-    ):
-        self.backbone = backbone
-        self.rank = rank
-        self.latent_scale = latent_scale
-        self.gamma = gamma
-        self.sparsity = sparsity
-        self.activation = activation
-        self.gate = gate
-        super().__init__(**kwargs)
+    backbone = "lowrank"
+    rank = 128
+    latent_scale = 1.0
+    gamma = 0.7
+    sparsity = 0.01
+    activation = "silu"
+    gate = "tensor"
 
     @property
     def crosses(self) -> bool:
@@ -207,21 +193,19 @@ LAYERS = {
 }
 
 
+def factorise_(module: nn.Module, config: LowRankLlamaConfig, block: int) -> None:
+    """Put the layers of ``config`` in the place of dense ones."""
+    for name, dense in list(module.named_children()):
+        if isinstance(dense, nn.Linear):
+            layer = LAYERS[config.backbone](dense.in_features, dense.out_features, config, block, name)
+            setattr(module, name, layer)
+
+
 class LowRankLlamaAttention(LlamaAttention):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)  # the library's own would build dense projections
-        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.config, self.layer_idx = config, layer_idx
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.num_key_value_groups = heads // key_heads
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        layer, wide, narrow = LAYERS[config.backbone], heads * self.head_dim, key_heads * self.head_dim
-        self.q_proj = layer(config.hidden_size, wide, config, layer_idx, "q_proj")
-        self.k_proj = layer(config.hidden_size, narrow, config, layer_idx, "k_proj")
-        self.v_proj = layer(config.hidden_size, narrow, config, layer_idx, "v_proj")
-        self.o_proj = layer(wide, config.hidden_size, config, layer_idx, "o_proj")
+        with torch.device("meta"):  # its dense layers take no memory
+            super().__init__(config, layer_idx)
+        factorise_(self, config, layer_idx)
 
     def forward(
         self,
@@ -248,13 +232,9 @@ class LowRankLlamaAttention(LlamaAttention):
 
 class LowRankLlamaMLP(LlamaMLP):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        nn.Module.__init__(self)
-        layer, narrow, wide = LAYERS[config.backbone], config.hidden_size, config.intermediate_size
-        self.config, self.hidden_size, self.intermediate_size = config, narrow, wide
-        self.gate_proj = layer(narrow, wide, config, layer_idx, "gate_proj")
-        self.up_proj = layer(narrow, wide, config, layer_idx, "up_proj")
-        self.down_proj = layer(wide, narrow, config, layer_idx, "down_proj")
-        self.act_fn = ACT2FN[config.hidden_act]
+        with torch.device("meta"):
+            super().__init__(config)
+        factorise_(self, config, layer_idx)
 
     def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x, latents)) * self.up_proj(x, latents), latents)
