@@ -26,11 +26,6 @@ class Full(Group):
         for name, p in self.named(prefix):
             p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, 0.02))
 
-    @torch.no_grad()
-    def start_from_(self, dense: list[Tensor]) -> None:
-        for p, weight in zip(self.projections, dense, strict=True):
-            p.weight.copy_(weight)
-
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         if self.grouped:
             return self.w.shared(z).unbind(-2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.models.dlr import active
-from dlr_pretrain.models.lowrank import factors
+from dlr_pretrain.models.lowrank import balanced, leading
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -65,7 +65,7 @@ def factorize_(
             raise ValueError(f"{name}: its weight is used under two names, which factors would part")
     for name, linear in targets.items():
         made = Factors(linear, rank)
-        b, a = factors(linear.weight, rank)
+        b, a = balanced(*leading(linear.weight, rank))
         made.b.weight.copy_(b), made.a.weight.copy_(a)
         if linear.bias is not None:
             made.b.bias.copy_(linear.bias)

@@ -213,10 +213,6 @@ class Group(ABC):
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         """The latent -> one [..., pad_out] per projection."""
 
-    def start_from_(self, dense: list[Tensor]) -> None:
-        """Set the initial values from the ``dense`` weights [d_out, d_in] of a trained model, one per projection."""
-        raise NotImplementedError(f"{type(self).__name__} layers cannot start from dense weights")
-
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         """The weight [d_out, d_in] that a projection multiplies by; ``tensors`` are its own, by their names in it.
 

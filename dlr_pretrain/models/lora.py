@@ -47,12 +47,6 @@ class Lora(Group):
             p.a.weight.copy_(down_factor(seeded, f"{name}.a.weight", p.a.weight.shape))
             p.b.weight.zero_()
 
-    @torch.no_grad()
-    def start_from_(self, dense: list[Tensor]) -> None:
-        """W0 = the dense weights; because B is zero, the layer then computes what they compute."""
-        for p, weight in zip(self.projections, dense, strict=True):
-            p.weight.copy_(weight)
-
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         if self.grouped:
             learned = self.b.batched(self.scale * self.a.shared(z)).unbind(0)

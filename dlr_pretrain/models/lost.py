@@ -53,14 +53,10 @@ class Lost(LowRank):
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
-        shape = self.spec.d_out, self.spec.d_in
-        self.start_from_([seeded.normal(f"{name}.weight", shape, INIT_STD) for name, _ in self.named(prefix)])
-
-    @torch.no_grad()
-    def start_from_(self, dense: list[Tensor]) -> None:
         rest = slice(self.rank, None)
-        for p, weight in zip(self.projections, dense, strict=True):
-            w = weight.to(p.b.weight.device)
+        for name, p in self.named(prefix):
+            drawn = seeded.normal(f"{name}.weight", (self.spec.d_out, self.spec.d_in), INIT_STD)
+            w = drawn.to(p.b.weight.device)
             looked_at = min(self.knobs["residual_rank"], min(w.shape) - self.rank)
             u, s, vh = leading(w, self.rank + looked_at)
             b, a = balanced(u[:, : self.rank], s[: self.rank], vh[: self.rank])

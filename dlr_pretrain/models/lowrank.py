@@ -46,14 +46,6 @@ class LowRank(Group):
             case "kaiming":
                 weight.copy_(seeded.uniform(name, weight.shape, gain * weight.shape[1] ** -0.5))
 
-    @torch.no_grad()
-    def start_from_(self, dense: list[Tensor]) -> None:
-        """Set s B A to the best approximation of rank r of each dense weight, with B^T B = A A^T."""
-        for p, weight in zip(self.projections, dense, strict=True):
-            b, a = factors(weight.double() / self.scale, self.knobs["rank"])
-            p.a.weight.copy_(a)
-            p.b.weight.copy_(b)
-
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         own = type(self)
         if (own.activate, own.latent) != (LowRank.activate, LowRank.latent):  # not a single matrix
@@ -105,13 +97,8 @@ def leading(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return u, s, projected / s[:, None].clamp_min(torch.finfo(s.dtype).tiny)
 
 
-def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """B [m, rank] and A [rank, n]: B A is the best approximation of ``weight`` [m, n], and B^T B = A A^T."""
-    return balanced(*leading(weight, rank))
-
-
 def balanced(u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor]:
-    """B = U sqrt(S) and A = sqrt(S) Vh."""
+    """B = U sqrt(S) [m, k] and A = sqrt(S) Vh [k, n], for which B^T B = A A^T."""
     root = s.sqrt()
     return u * root, root[:, None] * vh
 

@@ -1,4 +1,4 @@
-"""Starts a run from a folder of weights (``run.start_from``): a dense model, or an export of this framework."""
+"""Starts a run from a folder of weights (``run.start_from``): an export of this framework, or a plain LLaMA."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from torch import Tensor
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.full import DENSE
-from dlr_pretrain.models.linear import Group, named_groups
-from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.errors import UserError
 
 MOST = 10  # lines of a list in a message
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # in a folder of dense weights, and in no other
+DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # of dense weights, and of those that lora and relora freeze
 
 
 class FolderStart:
     """The weights in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
-    Names and shapes must be those of a plain LLaMA of the scale of ``cfg`` with ``vocab_size`` embedding rows, as
-    transformers and the full-rank export of this framework write it (``dense``), or those of the model of ``cfg`` as it
-    is exported. The constructor reads headers, but no tensors. It raises UserError with everything that does not fit.
+    Names and shapes must be those of the model of ``cfg`` with ``vocab_size`` embedding rows, as it is exported. full,
+    lora and relora start from a plain LLaMA, as transformers and the full-rank export of this framework write it. The
+    constructor reads headers, but no tensors. It raises UserError with everything that does not fit.
     """
 
     def __init__(self, folder: Path, cfg: Config, vocab_size: int):
-        self.folder, self.dense = folder, False
+        self.folder = folder
         try:
             self.files = _files(folder)
-            self.dense = DENSE_NAME in self.files
             wrong = self._misfits(cfg, vocab_size)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
-            kind = "a dense model" if self.dense else "an exported model of this backbone"
-            fix = f"Name the folder of {kind} of this scale, with as many rows as scale.vocab_size"
+            fix = (
+                "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
+            )
             raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *listed(wrong)]))
 
     def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
         """One line for each tensor or setting that is not as the model needs it."""
-        if self.dense and backbone(cfg).start_from_ is Group.start_from_:
-            return [f"it is dense, and backbone={cfg.backbone.name} cannot start from dense weights"]
-        with torch.device("meta"):
-            model = Llama(replace(cfg, backbone=DENSE) if self.dense else cfg, vocab_size, grouped=False)
-        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        expected = _shapes(cfg, vocab_size)
+        if DENSE_NAME in self.files:
+            if DENSE_NAME not in expected:
+                return [f"it is dense, and backbone={cfg.backbone.name} cannot start from dense weights"]
+            expected = _shapes(replace(cfg, backbone=DENSE), vocab_size)
         wrong = [f"{name}: missing" for name in expected if name not in self.files]
         for name, path in self.files.items():
             with safe_open(path, framework="pt") as file:
@@ -76,18 +75,13 @@ class FolderStart:
 
     @torch.no_grad()
     def put_into_(self, model: Llama) -> None:
-        """Start ``model`` from these weights. Each group converts its projections from dense ones; the rest is copied.
+        """Start ``model``, which has its initial values, from these weights.
 
         If an up-projection carries a residual, the residual is subtracted here, because training adds it again. The
-        first forward pass thus multiplies by the weights of the folder, or by the factors of the dense ones.
+        first forward pass thus multiplies by the weights of the folder; the initial B of lora and relora is zero.
         """
-        device, left = model.lm_head.weight.device, set(self.files)
-        for prefix, group in named_groups(model) if self.dense else ():
-            names = [f"{prefix}{name}.weight" for name in group.spec.names]
-            group.start_from_([self.read(name).to(device) for name in names])
-            left -= set(names)
         own = model.state_dict()  # views: also of buffers
-        for name in left:
+        for name in self.files:
             own[name].copy_(self.read(name))
         for _, up in residuals(model):
             up.residual.add(up.weight, up.dlr_alpha, share=-1.0)
@@ -100,6 +94,12 @@ def _files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in index["weight_map"].items()}
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / WEIGHTS)
+
+
+def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
+    with torch.device("meta"):
+        model = Llama(cfg, vocab_size, grouped=False)
+    return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def _wrong_facts(path: Path, cfg: Config) -> list[str]:

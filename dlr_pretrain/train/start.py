@@ -1,4 +1,4 @@
-"""Where a run starts: its own newest checkpoint, else another run (``run.start_from``), a dense model, or the seed."""
+"""Where a run starts: its own newest checkpoint, else another run or a folder (``run.start_from``), or the seed."""
 
 from __future__ import annotations
 
