@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -226,7 +226,8 @@ class RankChecks:
         cfg, ranks, began = self.cfg, self.ranks, time.perf_counter()
         text = open_text(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
         self.vocab_size = text.vocab_size
-        batch = next(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None))
+        with closing(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
+            batch = next(batches)
         sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
         found = f'{text.source.describe()}; first batch in {time.perf_counter() - began:.1f} s: "{sample}..." '
         found += f"(vocabulary {text.tokenizer.vocab_size:,}, data {text.source.fingerprint[:8]})"

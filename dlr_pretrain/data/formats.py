@@ -32,14 +32,7 @@ SUFFIXES = tuple(FORMATS) + tuple(name + packed for name in FORMATS for packed i
 FETCH = "Fetch this shard again"
 STRANGERS = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
-    ((b"PK\3\4",), "a zip archive", "Unpack it"),
-    ((b"7z\xbc\xaf",), "a 7z archive", "Unpack it"),
-    ((b"%PDF",), "a PDF document", "Convert it to text"),
-    ((b"\0\5\x16\7",), "an AppleDouble file of macOS", "Delete it"),
-    ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
-    ((b"<!doctype", b"<html"), "an HTML page, perhaps an error of the server", FETCH),
-    ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
-    ((bytes(64),), "full of zeros, as of a download that broke off", FETCH),
+    ((b"<!doctype", b"<html", b"<?xml"), "a web page, perhaps an error of the server", FETCH),
 ]
 NOT_LINES = [
     ((b"[",), "a JSON array, and a shard holds one JSON object a line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
@@ -75,8 +68,9 @@ def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
         raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
     if kind == "lines":
         _refuse(file, head, NOT_LINES)
-    elif b"\0" in head if kind == "text" else not binary:
-        raise UserError(f"{file.address}: is no {kind} file: it begins with {head[:8]!r}. {FETCH}, or leave it out")
+    if not binary if kind in BINARY.values() else b"\0" in head:
+        rule = f"is no UTF-8 text: it begins with {head[:8]!r}" if kind in ("lines", "text") else f"is no {kind} file"
+        raise UserError(f"{file.address}: {rule}. Convert it, {FETCH.lower()}, or leave it out")
     return kind, found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,12 +65,8 @@ class TrainLoader:
         self._room = threading.Semaphore(BATCHES_AHEAD)
         self._closed = threading.Event()
         self._error: Exception | None = None
-        batches = _batches(cfg, source, tokenizer, positions, self._closed)
-        # The thread holds no reference to the loader, so that a forgotten loader stops its thread too.
-        self._thread = threading.Thread(
-            target=_produce, args=(batches, self._queue, self._room, self._closed), name="data", daemon=True
-        )
-        self._stop = weakref.finalize(self, _stop, self._thread, self._closed, self._room)
+        self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
+        self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -106,24 +101,17 @@ class TrainLoader:
         return item
 
     def close(self) -> None:
-        """Stop reading ahead. A finalizer does the same if the loader is garbage-collected or the interpreter ends."""
-        self._stop()
+        """Stop reading ahead. The thread must not be inside sentencepiece when the interpreter ends."""
+        self._closed.set()
+        self._room.release()
+        self._thread.join(CLOSE_SECONDS)
 
-
-def _produce(batches: Iterator[Batch], out: queue.SimpleQueue, room: threading.Semaphore, closed: threading.Event):
-    try:
-        while room.acquire() and not closed.is_set():
-            out.put(next(batches))
-    except Exception as error:  # ``take`` raises it again
-        out.put(error)
-
-
-def _stop(thread: threading.Thread, closed: threading.Event, room: threading.Semaphore) -> None:
-    """End the thread, which must not be inside sentencepiece when the interpreter ends."""
-    closed.set()
-    room.release()
-    if thread is not threading.current_thread():  # the garbage collector may run anywhere
-        thread.join(CLOSE_SECONDS)
+    def _produce(self) -> None:
+        try:
+            while self._room.acquire() and not self._closed.is_set():
+                self._queue.put(next(self._batches))
+        except Exception as error:  # ``take`` raises it again
+            self._queue.put(error)
 
 
 def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> None:
@@ -131,23 +119,24 @@ def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> 
 
     The readers of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
     """
-    waiting = iter(groups)  # shared by all threads
     results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    turns, failed = threading.Semaphore(STARTING_THREADS), threading.Event()
 
-    def work() -> None:
+    def work(group: list[RowReader]) -> None:
         try:
-            for reader in (reader for group in waiting for reader in group):
-                if not closed.is_set():
-                    reader.ready()
+            with turns:
+                for reader in group:
+                    if not closed.is_set() and not failed.is_set():
+                        reader.ready()
             results.put(None)
         except Exception as error:
             results.put(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in groups[:STARTING_THREADS]]
+    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
     for thread in threads:
         thread.start()
     if error := next(filter(None, (results.get() for _ in threads)), None):
-        list(waiting)  # leaves nothing for the other threads
+        failed.set()
         for thread in threads:
             thread.join(CLOSE_SECONDS / len(threads))
         raise error

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 
@@ -22,18 +21,15 @@ from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.documents import Block, text_blocks
 from dlr_pretrain.data.files import File, find, open_file, pinned
-from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
+from dlr_pretrain.data.formats import SUFFIXES, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
-KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
 SNIFF_THREADS = 16
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
-TOLD_ROWS = 5  # bad rows that a process tells of by their number
-EXPRESSED_DOCUMENTS = 64  # that a tokenizer is tried on
 SPLIT = re.compile(r"(?:^|[/._-])(train|valid(?:ation)?|val|dev|test)(?=[/._-]|\d|$)")
 OF_DATASETS = ("state.json", "dataset_info.json", "dataset_dict.json")  # beside the shards of ``save_to_disk``
 
@@ -131,7 +127,7 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
-        self._told: set[tuple[str, int]] = set()  # bad rows
+        self._told = False  # of a bad row
         if self.holds_out:
             texts = (text for shard in self.train_shards for text in self.texts(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
@@ -159,29 +155,21 @@ class TextSource:
     def texts(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
         """As ``read``, of a file's rows, whether held out or not."""
         file, data = self.files[shard], self.data
-        how = (file, data.text_key, data.document == "paragraph", data.cache)
-        small = step > 1 and file.size is not None and file.size <= KEPT_BYTES
-        found = iter(_kept_rows(*how)[start::step]) if small else islice(rows(*how, start), 0, None, step)
-        for document, row in zip(count(start, step), found, strict=False):
+        found = rows(file, data.text_key, data.document == "paragraph", data.cache, start)
+        for document, row in zip(count(start, step), islice(found, 0, None, step), strict=False):
             try:
                 yield parse_text(row, data.text_key, file.address, document)
             except UserError as error:
                 if data.bad_rows == "stop":
                     raise
-                if (shard, document) not in self._told and len(self._told) < TOLD_ROWS:
-                    self._told.add((shard, document))
-                    more = ", and this process tells of no more" if len(self._told) == TOLD_ROWS else ""
-                    log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
+                if not self._told:
+                    self._told = True
+                    log.warning("left out, as all such rows (data.bad_rows=skip): %s", str(error).rpartition(". ")[0])
                 yield None
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
         """The documents of the rows first, first + step, ... of a shard, block by block in file order."""
         return text_blocks(self.read(shard, first, step), tokenizer)
-
-    def unknown_share(self, tokenizer: Tokenizer) -> float:
-        """The share of the first documents that the tokenizer cannot express."""
-        texts = (text for shard in self.train_shards for text in self.read(shard) if text)
-        return tokenizer.unknown_share(text[:10_000] for text in islice(texts, EXPRESSED_DOCUMENTS))
 
     def describe(self) -> str:
         """One line for the console."""
@@ -193,12 +181,6 @@ class TextSource:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-
-
-@lru_cache(maxsize=KEPT_FILES)
-def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[Row]:
-    """All rows of a small file: several streams read it, each every m-th row."""
-    return list(rows(file, text_key, by_paragraph, cache))
 
 
 Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others

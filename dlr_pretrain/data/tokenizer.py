@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,6 @@ class Tokenizer(ABC):
     def token(self, id: int) -> str:
         """The token of an id, as the vocabulary writes it."""
 
-    @abstractmethod
-    def unknown_characters(self, text: str) -> int:
-        """How many characters of a text have no token."""
-
     def decode(self, ids: list[int]) -> str:
         """The text of ids, without padding and end of sequence."""
         return self._model.decode([int(id) for id in ids if id not in (self.pad_id, self.eos_id)])
@@ -77,11 +73,6 @@ class Tokenizer(ABC):
         if self.path.resolve() != (folder / self.saved_as).resolve():
             shutil.copyfile(self.path, folder / self.saved_as)
         (folder / SETTINGS).write_text(json.dumps(self.specials, indent=1) + "\n", encoding="utf-8")
-
-    def unknown_share(self, texts: Iterable[str]) -> float:
-        """The share of the characters of some texts that the tokenizer cannot express."""
-        counts = [(self.unknown_characters(text), len(text)) for text in texts]
-        return sum(unknown for unknown, _ in counts) / max(1, sum(all_ for _, all_ in counts))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -128,10 +119,6 @@ class SentencePieceTokenizer(Tokenizer):
     def token(self, id: int) -> str:
         return self._model.id_to_piece(id)
 
-    def unknown_characters(self, text: str) -> int:
-        tokens = self._model.encode(valid_text(text), out_type=str)
-        return sum(len(token) for token in tokens if self._model.piece_to_id(token) == self.unk_id)
-
 
 class FastTokenizer(Tokenizer):
     """A ``tokenizer.json`` of the ``tokenizers`` library."""
@@ -171,10 +158,6 @@ class FastTokenizer(Tokenizer):
 
     def token(self, id: int) -> str:
         return self._model.id_to_token(id)
-
-    def unknown_characters(self, text: str) -> int:
-        found = self._model.encode(valid_text(text), add_special_tokens=False)
-        return sum(end - start for id, (start, end) in zip(found.ids, found.offsets, strict=True) if id == self.unk_id)
 
 
 def _end_of_sequence(path: Path, given: str | None, vocabulary: Mapping[str, int], own: int | None) -> int:

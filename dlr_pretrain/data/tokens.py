@@ -91,7 +91,7 @@ class TokenSource:
         manifest = _manifest(root)
         self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
         about, shards = manifest["tokenizer"], manifest["shards"]
-        self._sha256, self.vocab_size, self._unknown = (about[n] for n in ("sha256", "vocab_size", "unknown_share"))
+        self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
         self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
         for name in self.validation_shards:
             self.shard(name)
@@ -106,7 +106,9 @@ class TokenSource:
             raise UserError(f"{self.root / name}: {rule}. {PREPARE} again: it keeps the sound shards") from error
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
-        self._check(tokenizer)
+        if tokenizer.fingerprint != self._sha256:
+            rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
+            raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
         rows = self.shard(shard)[1]
         while first < len(rows) - 1:
             characters = rows[1 + first : 1 + first + documents.BLOCK_DOCUMENTS * step : step, 1]
@@ -117,16 +119,6 @@ class TokenSource:
             take = partial(_taken, self.root / shard, token_dtype(self.vocab_size), begins, ends)
             yield Block(len(numbers), len(begins), take)
             first += len(numbers) * step
-
-    def unknown_share(self, tokenizer: Tokenizer) -> float:
-        """As it was found when the texts were tokenised. Raises UserError if another tokenizer did that."""
-        self._check(tokenizer)
-        return self._unknown
-
-    def _check(self, tokenizer: Tokenizer) -> None:
-        if tokenizer.fingerprint != self._sha256:
-            rule = f"not the tokenizer (sha256 {self._sha256[:12]}...) that {self.root} was tokenised with"
-            raise UserError(f"{tokenizer.path}: {rule}. Leave tokenizer.path out, or prepare the tokens again")
 
     def describe(self) -> str:
         shards = f"{len(self.train_shards)} train and {len(self.validation_shards)} validation shards"
@@ -160,11 +152,7 @@ def prepare(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int
     manifest = {
         "format": FORMAT,
         "source": source.fingerprint,
-        "tokenizer": {
-            "sha256": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "unknown_share": source.unknown_share(tokenizer),
-        },
+        "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
         "shards": {"train": len(source.train_shards), "validation": len(source.validation_shards)},
         "made_from": source.describe(),
     }
@@ -194,9 +182,8 @@ def _claim(output: Path, manifest: dict) -> None:
             raise UserError(f"{output}: {rule}. Name a new folder")
         write_durably(path, json.dumps(manifest, indent=1))
     there = _manifest(output)
-    made_from = there.pop("made_from")  # names the folder, which may have moved
-    if there != {name: value for name, value in manifest.items() if name != "made_from"}:
-        rule = f"holds the tokens of another source, tokenizer or format ({made_from})"
+    if there["source"] != manifest["source"] or there["tokenizer"]["sha256"] != manifest["tokenizer"]["sha256"]:
+        rule = f"holds the tokens of another source or tokenizer ({there['made_from']})"
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 

@@ -204,7 +204,7 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tenso
     ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
     if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
-        record["unknown characters of the text"] = f"{unknown:.2%}"
+        record["unknown tokens of the text"] = f"{unknown:.2%}"
     checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
     layers = len(residuals(weights.model))
     done = f"{layers} projections" if layers else "nothing to fold"

@@ -22,7 +22,7 @@ from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
-MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.5  # shares of text without a token: a warning, and a refusal
+MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.2  # shares of unknown tokens: a warning, and a refusal
 
 
 @dataclass
@@ -33,7 +33,12 @@ class Text:
     tokenizer: Tokenizer
     validation: ValidationSet
     vocab_size: int  # embedding rows
-    unknown: float  # share of the first text's characters without a token
+
+    @property
+    def unknown(self) -> float:
+        """The share of the validation set's tokens that stand for what the tokenizer cannot express."""
+        id = self.tokenizer.unk_id
+        return 0.0 if id is None else float((self.validation.tokens == id).sum() / self.validation.real_tokens)
 
     @property
     def fingerprints(self) -> dict[str, str | int]:
@@ -52,9 +57,9 @@ def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], Non
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
-    unknown = ranks.on_main(lambda: source.unknown_share(tokenizer))
-    if unknown > TOO_MUCH_UNKNOWN:
-        rule = f"cannot express {unknown:.0%} of the text: it would be learnt as one unknown token"
-        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
     validation = ranks.on_main(lambda: validation_set(cfg, source, tokenizer))
-    return Text(source, tokenizer, validation, vocab_size, unknown)
+    text = Text(source, tokenizer, validation, vocab_size)
+    if text.unknown > TOO_MUCH_UNKNOWN:
+        rule = f"cannot express the text: {text.unknown:.0%} of its tokens are the one for what is unknown"
+        raise UserError(f"tokenizer {tokenizer.path}: {rule}. Set tokenizer.path to a tokenizer of this language")
+    return text

@@ -195,14 +195,11 @@ def test_what_is_no_tokenizer_or_cannot_be_exported_is_named(tmp_path, name, con
 
 def test_text_without_tokens_is_measured_and_refused(tmp_path, train):
     chinese = "人工智能是计算机科学的一个分支，它企图了解智能的实质。"
-    small = load_tokenizer(small_tokenizer.train(tmp_path))
-    assert small.unknown_share(small_tokenizer.SENTENCES) < 0.05 and small.unknown_share([chinese]) > 0.5
-    assert load_tokenizer(byte_level(tmp_path)).unknown_share([chinese]) == 0
-    assert load_tokenizer(word_level(tmp_path)).unknown_share(["The quick", "xylophone yacht"]) >= 0.5
+    small = small_tokenizer.train(tmp_path)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "all.txt").write_text(chinese * 200)
     with pytest.raises(UserError, match="cannot express"):
-        train(tmp_path / "run", "data=local", f"data.root={tmp_path / 'text'}", f"tokenizer.path={small.path}")
+        train(tmp_path / "run", "data=local", f"data.root={tmp_path / 'text'}", f"tokenizer.path={small}")
 
 
 def test_a_vocabulary_of_some_size_is_padded_where_the_scale_leaves_it_open():

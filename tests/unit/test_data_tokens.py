@@ -144,7 +144,6 @@ class Deadly(TextSource):
 
 def test_a_worker_that_dies_is_told(root, model, tmp_path):
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
-    tokenizer.unknown_share = lambda texts: 0.0
     source.__class__ = Deadly
     with pytest.raises(UserError, match=r"terminated abruptly.*--workers.*are kept"):
         list(prepare(source, tokenizer, tmp_path / "tokens", 2))
@@ -153,7 +152,7 @@ def test_a_worker_that_dies_is_told(root, model, tmp_path):
 def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):
     before = content(made)
     write_shards(root, [["a changed source"]])
-    with pytest.raises(UserError, match=r"holds the tokens of another source, tokenizer or format .*text: 3 train"):
+    with pytest.raises(UserError, match=r"holds the tokens of another source or tokenizer .*text: 3 train"):
         make(root, model, made)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "spiece.model").write_bytes(b"precious")
