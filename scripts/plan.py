@@ -11,7 +11,7 @@ from dlr_pretrain.util.errors import at_least_1, command
 def main() -> int:
     parser = argparse.ArgumentParser(
         usage="plan.py [options] [key=value ...]",
-        description="Parameters, FLOPs, memory, batch, tokens, rates and time of a run; needs no data, GPU, network.",
+        description="Parameters, FLOPs, memory, disk, batch, tokens and time of a run; needs no data, GPU, network.",
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )

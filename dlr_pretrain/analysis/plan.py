@@ -1,4 +1,4 @@
-"""What a run will take, computed before it starts: parameters, FLOPs, memory, disk, batch, steps, rates and time.
+"""What a run will take, computed before it starts: parameters, FLOPs, memory, disk, batch, steps and time.
 
 Everything is counted on the meta device, without data, GPU or network. ``plan`` returns plain values with stable keys:
 
@@ -6,15 +6,13 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     vocabulary        size; assumed (true if the tokenizer will decide it)
     parameters        total; trainable; folded (of the model that is deployed)
     flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
-    memory            bytes on one GPU, of eager code, see ``memory.Memory``: weights, masters, gradients,
-                      optimizer_state, activations, temporaries, total (the peak)
-    host_memory       bytes of the pinned copies, on all ranks together, that checkpoints are written from
-    disk              checkpoint, in bytes; run: bytes of all that it keeps at a time, with a checkpoint being written
+    memory            bytes on one GPU, of eager code, see ``memory.Memory``; total is the peak
+    disk              checkpoint, in bytes, and as many of pinned host memory, from which it is written, over all ranks;
+                      run: bytes of all that it keeps at a time, with a checkpoint being written
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps
     tokens            of the whole run, padding included
-    schedule          update (from 0) and lr, at some updates
-    speed             gpu, peak_flops (each one's), and estimates: mfu, tokens_per_second, hours; null in fp32
+    speed             gpu, and estimates on it: mfu, tokens_per_second, hours; null in fp32
     paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
                       of weights and optimizer state alone, and measured: memory of one GPU, compiled, with micro_batch
                       sequences, and tokens/s on 32 H100
@@ -36,7 +34,6 @@ from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.optim.build import checkpoint_bytes
-from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 from dlr_pretrain.util.text import fill
 
@@ -54,11 +51,8 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     positions = batch * cfg.train.seq_len
     tokens = cfg.train.steps * positions
     flops = flops_per_token(cfg, vocab_size, micro_batch)
-    steps, warmup = cfg.train.steps, cfg.warmup_steps
-    corners = sorted({0, warmup // 2, min(warmup, steps - 1), (warmup + steps) // 2, steps - 1})
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
     groups = ("scale", "backbone", "dlr", "optimizer", "precision")
-    kept = disk(cfg, vocab_size)
     return {
         "run": {group: getattr(cfg, group).name for group in groups} | {"data": cfg.data.source, "dir": cfg.run.dir},
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
@@ -66,8 +60,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "flops_per_token": flops,
         "flops_total": flops * tokens,
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
-        "host_memory": kept["checkpoint"],
-        "disk": kept,
+        "disk": disk(cfg, vocab_size),
         "batch": {
             "ranks": ranks,
             "global_batch": batch,
@@ -76,10 +69,9 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
             "seq_len": cfg.train.seq_len,
             "positions": positions,
         },
-        "steps": steps,
-        "warmup_steps": warmup,
+        "steps": cfg.train.steps,
+        "warmup_steps": cfg.warmup_steps,
         "tokens": tokens,
-        "schedule": [{"update": update, "lr": rate(cfg, update)} for update in corners],
         "speed": _speed(cfg, ranks, flops, tokens, utilisations),
         "paper": {name: printed(name, method, cfg.scale.name) for name in ("table1", "measured")},
     }
@@ -90,20 +82,15 @@ def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
 
     The deployed model has no learned strengths of residuals; a backbone that is deployed dense is the dense model.
     """
-    model = build(cfg, vocab_size, torch.device("meta"))
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return {"total": _size(model), "trainable": trainable, "folded": folded_parameters(cfg, vocab_size)}
-
-
-def folded_parameters(cfg: Config, vocab_size: int) -> int:
+    deployed = model = build(cfg, vocab_size, torch.device("meta"))
     if backbone(cfg).deployed_dense:
-        cfg = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
-    model = build(cfg, vocab_size, torch.device("meta"))
-    return _size(model) - sum(p.dim() == 0 for p in model.parameters())  # learned alphas
-
-
-def _size(model: torch.nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
+        dense = replace(cfg, backbone=DENSE, dlr=replace(cfg.dlr, enabled=False))
+        deployed = build(dense, vocab_size, torch.device("meta"))
+    return {
+        "total": sum(p.numel() for p in model.parameters()),
+        "trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "folded": sum(p.numel() for p in deployed.parameters() if p.dim() > 0),  # learned strengths have none
+    }
 
 
 def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
@@ -114,7 +101,7 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     checkpoint = checkpoint_bytes(cfg.optimizer, state, trained)
     keep, steps = cfg.checkpoint, cfg.train.steps
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
-    folded = folded_parameters(cfg, vocab_size) * STATE_DTYPE[cfg.precision.name].itemsize
+    folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
 
 
@@ -146,7 +133,7 @@ def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequ
         return None
     rates = {mfu: gpus * PEAK_FLOPS[GPU] * mfu / flops for mfu in utilisations}
     estimates = [{"mfu": mfu, "tokens_per_second": r, "hours": tokens / r / 3600} for mfu, r in rates.items()]
-    return {"gpu": GPU, "peak_flops": PEAK_FLOPS[GPU], "estimates": estimates}
+    return {"gpu": GPU, "estimates": estimates}
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -159,55 +146,39 @@ def render(p: dict) -> str:
 
 
 def _lines(p: dict) -> Iterator[tuple[str, str]]:
-    run, sizes, batch = p["run"], p["parameters"], p["batch"]
+    run, sizes, batch, speed = p["run"], p["parameters"], p["batch"], p["speed"]
     yield "run", run["dir"]
     choices = f"{run['scale']}, {run['backbone']}, dlr {run['dlr']}, {run['optimizer']}, {run['precision']}"
     assumed = " assumed: the tokenizer's will be taken" if p["vocabulary"]["assumed"] else ""
     yield "model", f"{choices}; vocabulary {p['vocabulary']['size']:,}{assumed}"
-    frozen = "" if sizes["total"] == sizes["trainable"] else f" of {sizes['total']:,}"
-    yield "parameters", f"{sizes['trainable']:,}{frozen} trained; {sizes['folded']:,} in the folded model"
+    trained = f"{sizes['trainable']:,} of {sizes['total']:,} trained"
+    yield "parameters", f"{trained}; {sizes['folded']:,} in the folded model"
     flops = f"{p['flops_per_token'] / 1e9:,.3f} GFLOP a token, {p['flops_total']:.2e} FLOP in all"
     yield "arithmetic", f"{flops}, forward and backward"
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
     yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
-    yield "steps", f"{p['steps']:,} updates, {p['tokens'] / 1e9:,.2f}B tokens, padding included"
-    yield "learning rate", ", ".join(f"{point['lr']:.3g} at {point['update']:,}" for point in p["schedule"])
-    yield "disk", f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, {p['disk']['run'] / 1e9:.2f} GB at a time"
-    yield from _memory_lines(p)
-    yield from _speed_lines(p)
-    if paper := p["paper"]["table1"]:
-        memory = f"{paper['mem_gb']:.2f} GB (weights and optimizer alone)"
-        said = f"{paper['params_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
-        yield "Table 1", f"of the paper, for {paper['method']}: {said}"
-
-
-def _memory_lines(p: dict) -> Iterator[tuple[str, str]]:
+    steps = f"{p['steps']:,} updates, {p['warmup_steps']:,} of them warm-up"
+    yield "steps", f"{steps}; {p['tokens'] / 1e9:,.2f}B tokens, padding included"
+    checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, and as much host memory over all ranks"
+    yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at a time"
     yield "memory", f"of one GPU in GB, counted for eager code; {COMPILED}"
-    labels = {"optimizer_state": "optimizer", "total": "peak"}
-    notes = {
-        "activations": "kept for the backward pass of a micro-batch",
-        "temporaries": "beside them at the peak of a micro-batch",
-        "total": "not the sum: not all are alive at once",
-    }
     for part, size in p["memory"].items():
+        peak = "  the peak: not all are alive at once" if part == "total" else ""
         if size:
-            yield "", f"{labels.get(part, part):<12}{size / 1e9:8.2f}  {notes.get(part, '')}".rstrip()
-    yield "", f"{'host copy':<12}{p['host_memory'] / 1e9:8.2f}  pinned by the checkpoint writer, all ranks"
-
-
-def _speed_lines(p: dict) -> Iterator[tuple[str, str]]:
-    speed, measured = p["speed"], p["paper"]["measured"]
+            yield "", f"{part:<16}{size / 1e9:8.2f}{peak}"
     if speed is None:
-        yield "time", f"not estimated: the known peaks are of bf16 products, not of {p['run']['precision']}"
+        yield "time", f"not estimated: the known peaks are of bf16 products, not of {run['precision']}"
     else:
-        gpus = f"{p['batch']['ranks']} x {speed['gpu']}, {speed['peak_flops'] / 1e12:.0f} TFLOP/s each"
+        gpus = f"{batch['ranks']} x {speed['gpu']}, {PEAK_FLOPS[speed['gpu']] / 1e12:.0f} TFLOP/s each"
         means = "by FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
         yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:
             yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {e['hours']:>10,.1f} hours"
-    if measured:
-        rate, held = measured.get("tokens_per_s_32xh100"), f"{measured['memory_gb']:.2f} GB a GPU"
-        share = rate * p["flops_per_token"] / (32 * PEAK_FLOPS[GPU]) if rate else 0.0
-        fast = f"{rate:,.0f} tokens/s on 32 H100, compiled (MFU {share:.2g} by the FLOPs above); " if rate else ""
-        rows = f"with micro-batches of {measured['micro_batch']}"
-        yield "", f"the paper measured for {measured['method']}: {fast}{held} {rows}"
+    if paper := p["paper"]["measured"]:
+        held = f"{paper['memory_gb']:.2f} GB a GPU with micro-batches of {paper['micro_batch']}, compiled"
+        fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100" if "tokens_per_s_32xh100" in paper else ""
+        yield "measured", f"by the paper, for {paper['method']}: {held}{fast}"
+    if paper := p["paper"]["table1"]:
+        memory = f"{paper['mem_gb']:.2f} GB (weights and optimizer alone)"
+        said = f"{paper['params_m']:.0f}M parameters, {memory}, {paper['tokens_b']:g}B tokens"
+        yield "Table 1", f"of the paper, for {paper['method']}: {said}"
