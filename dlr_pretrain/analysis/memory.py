@@ -64,15 +64,16 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
 
     micro_batch = cfg.micro_batch(ranks)
     summed = ranks > 1 or cfg.train.global_batch > ranks * micro_batch  # in DDP's buckets, or over micro-batches
-    step = step_bytes(model, micro_batch, cfg.train.seq_len, summed, working == state, cfg.data.mask_documents)
+    masked, saved = cfg.data.mask_documents, working == state
+    kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, saved, masked)
     casts = entries * state.itemsize if working != state else 0
 
     weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
     masters = everything * state.itemsize if state != working else 0
     optimizer = state_bytes(cfg.optimizer, optimized)
-    backward = step.peak + (step.gradients if summed else 0)
-    total = weights + masters + optimizer + max(backward, step.gradients + casts)
-    return Memory(weights, masters, step.gradients + casts, optimizer, step.kept, step.peak - step.kept, total)
+    backward = peak + (gradients if summed else 0)
+    total = weights + masters + optimizer + max(backward, gradients + casts)
+    return Memory(weights, masters, gradients + casts, optimizer, kept, peak - kept, total)
 
 
 def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
@@ -85,22 +86,21 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     model = build(cfg, vocab_size, META, working)
     own = {name: _rows(p, ranks).to(state) for name, p in model.named_parameters()}
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
-    micro_batch = cfg.micro_batch(ranks)
-    step = step_bytes(model, micro_batch, cfg.train.seq_len, held=True, saved=True, masked=cfg.data.mask_documents)
+    masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
+    kept, peak, _ = step_bytes(model, *positions, held=True, masked=masked)
 
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.model.layers]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
-    gathered = (root + 2 * max(blocks)) * working.itemsize
-    unshared = (root + 2 * max(blocks)) * working.itemsize
+    whole = (root + 2 * max(blocks)) * working.itemsize  # of the gathered weights, and of their gradients
     rows = sum(p.numel() for p in trained.values())
 
     weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())
     gradients = rows * state.itemsize
     optimizer = state_bytes(cfg.optimizer, trained)
-    temporaries = step.peak - step.kept + gathered + unshared
+    temporaries = peak - kept + 2 * whole
     start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
-    total = weights + max(start, optimizer + gradients + step.kept + temporaries)
-    return Memory(weights, 0, gradients, optimizer, step.kept, temporaries, total)
+    total = weights + max(start, optimizer + gradients + kept + temporaries)
+    return Memory(weights, 0, gradients, optimizer, kept, temporaries, total)
 
 
 def _rows(p: Tensor, ranks: int) -> Tensor:
@@ -112,69 +112,48 @@ def _rows(p: Tensor, ranks: int) -> Tensor:
 # One micro-batch
 
 
-@dataclass(frozen=True)
-class StepBytes:
-    """Bytes of one micro-batch without weights: kept after the forward pass, at the peak, and of all gradients.
-
-    Gradients that were held before the micro-batch count only in ``gradients``.
-    """
-
-    kept: int
-    peak: int
-    gradients: int
-
-
 def step_bytes(
-    model: Llama,
-    micro_batch: int,
-    seq_len: int,
-    held: bool,
-    saved: bool = True,
-    masked: bool = False,
-) -> StepBytes:
-    """Run forward and backward of a micro-batch on the device of ``model``, and count the bytes.
+    model: Llama, micro_batch: int, seq_len: int, held: bool, saved: bool = True, masked: bool = False
+) -> tuple[int, int, int]:
+    """Bytes without weights of a micro-batch of ``model``, on the meta device: those kept after the forward pass, those
+    at the peak, and those of all gradients.
 
-    With ``held``, every parameter has a gradient beforehand, to which the backward pass adds. With ``saved``, a copy of
-    the entries of B is kept while residuals are added to them (not needed if there are masters). With ``masked``,
-    documents do not see each other.
+    With ``held``, every parameter has a gradient beforehand, to which the backward pass adds; these count only as
+    gradients. With ``saved``, a copy of the entries of B is kept while residuals are added to them (not needed if there
+    are masters). With ``masked``, documents do not see each other.
     """
-    device = next(model.parameters()).device
-    with_masters = MergedResiduals(model)  # this moves the indices of the residuals to the device
+    merged = MergedResiduals(model)  # this moves the indices of the residuals to the device
     if not saved:
-        with_masters.merge()
+        merged.merge()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if held else None
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in trained if held), *_indices(model)]
-    attention = attention_as_on_a_gpu() if device.type == "meta" else nullcontext()
-    with attention, _Alive(device, known) as alive, MergedResiduals(model).active() if saved else nullcontext():
-        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=device)
+    with attention_as_on_a_gpu(), _Alive(known) as alive, MergedResiduals(model).active() if saved else nullcontext():
+        ids = torch.zeros(micro_batch, seq_len, dtype=torch.int64, device=META)
         loss = model(ids, ids, ids if masked else None)
         kept = alive.now()
         loss.backward()
-    gradients = sum(_storages(p.grad for p in trained if p.grad is not None).values())
-    model.zero_grad()
-    with_masters.restore()
-    return StepBytes(kept, alive.peak, gradients)
+    return kept, alive.peak, sum(_storages(p.grad for p in trained if p.grad is not None).values())
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of storages on ``device`` that operations have made and that are still in use.
+    """Counts the bytes of storages on the meta device that operations have made and that are still in use.
 
     A storage is added when an operation returns a tensor of it, unless it is one of the ``known`` tensors. Freed
     storages are removed only when the count is read or may be a new peak.
     """
 
-    def __init__(self, device: torch.device, known: Iterable[Tensor]):
+    def __init__(self, known: Iterable[Tensor]):
         super().__init__()
-        self.device, self.peak, self.bytes = device, 0, 0
+        self.peak, self.bytes = 0, 0
         self.known = {(storage := tensor.untyped_storage())._cdata: storage for tensor in known}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device.type == self.device.type:
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self.known and storage._cdata not in self.made:
                     self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
