@@ -104,8 +104,8 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
     """The runs, each checked as ``train.py`` would check it.
 
     With ``machine``, this machine will train each in one process: its files, packages and compiler are checked, too.
-    Without, a job will, whose ranks are not known. Raises one ConfigError with every problem of every line; two lines
-    with one run directory are a problem, too.
+    Without, a job will, whose ranks are not known. Raises one ConfigError with every problem, named at its first line;
+    two lines with one run directory are a problem, too.
     """
     check = partial(_load, machine=machine)
     if len(lines) <= 16:  # less than starting processes takes
@@ -113,16 +113,16 @@ def load_runs(lines: list[Line], machine: bool = False) -> list[PlannedRun]:
     else:
         with ProcessPoolExecutor(min(16, cores()), multiprocessing.get_context("fork")) as pool:
             found = list(pool.map(check, lines, chunksize=4))
-    problems: dict[str, tuple[Problem, list[str]]] = {}
+    problems: dict[str, Problem] = {}
     first: dict[Path, Line] = {}
     for line, answer in zip(lines, found, strict=True):
         if isinstance(answer, Config) and (same := first.setdefault(Path(answer.run.dir).resolve(), line)) is not line:
             rule = f"is the run directory of {same.origin}, too"
             answer = ConfigError([Problem("run.dir", answer.run.dir, rule, "Leave one of them out")])
         for problem in answer.problems if isinstance(answer, ConfigError) else ():
-            problems.setdefault(str(problem), (problem, []))[1].append(line.origin)
+            problems.setdefault(str(problem), replace(problem, key=f"{line.origin}: {problem.key}"))
     if problems:
-        raise ConfigError([replace(p, key=f"{_places(where)}: {p.key}") for p, where in problems.values()])
+        raise ConfigError(list(problems.values()))
     return [PlannedRun(i, line, cfg) for i, (line, cfg) in enumerate(zip(lines, found, strict=True), 1)]
 
 
@@ -131,10 +131,6 @@ def _load(line: Line, machine: bool) -> Config | ConfigError:
         return load(list(line.words), 1 if machine else None, machine)
     except ConfigError as error:
         return error
-
-
-def _places(origins: list[str]) -> str:
-    return origins[0] + (f" and {len(origins) - 1} more" if len(origins) > 1 else "")
 
 
 def write_words(path: str, number: str) -> None:

@@ -38,26 +38,23 @@ class Status:
 
     state: str
     reason: str = ""
-    step: int = 0
+    step: int | None = None
     loss: float | None = None
-    perplexity: float | None = None
 
     def __str__(self) -> str:
-        shown = {"step {:,}": self.step or None, "loss {:.3f}": self.loss, "perplexity {:,.2f}": self.perplexity}
-        numbers = (form.format(value) for form, value in shown.items() if value is not None)
-        return ", ".join(filter(None, [self.state, self.reason, *numbers]))
+        step = "" if self.step is None else f"step {self.step:,}"
+        loss = "" if self.loss is None else f"loss {self.loss:.3f}"
+        return ", ".join(filter(None, [self.state, self.reason, step, loss]))
 
 
 def status_of(run: PlannedRun, queue: Mapping[str, str]) -> Status:
     """The status of ``run``; ``queue`` has SLURM's state of each job."""
+    last = next(reversed(read_metrics(run.dir / "metrics.jsonl")), {})
     try:
-        records = read_metrics(run.dir / "metrics.jsonl")
-        last = records[-1] if records else {}
-        evaluated = next((r for r in reversed(records) if "eval/loss" in r), {})
         state, reason = _state(run, queue)
     except UserError as error:
-        return Status("failed", str(error))
-    return Status(state, reason, last.get("step", 0), last.get("train/loss"), evaluated.get("eval/perplexity"))
+        state, reason = "failed", str(error)
+    return Status(state, reason, last.get("step"), last.get("train/loss"))
 
 
 def _state(run: PlannedRun, queue: Mapping[str, str]) -> tuple[str, str]:
@@ -103,7 +100,7 @@ def queue() -> dict[str, str]:
 def ask(*command: str) -> str:
     """What a command of SLURM prints; raises UserError if there is none, or if it fails."""
     if shutil.which(command[0]) is None:
-        raise UserError(f"no SLURM here: {command[0]} is not on PATH")
+        raise UserError(f"no SLURM here: {command[0]} is not on PATH. --local trains on this machine")
     # inside a job, the new job would inherit that job's variables and take them for its own
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
     environment.setdefault("PYTHON", sys.executable)

@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -73,13 +72,7 @@ def start(
 
     ``after_each`` is called whenever a run has ended on this machine.
     """
-    jobs = {}
-    try:
-        jobs = {} if given.local else queue()
-    except UserError as error:
-        if not given.status:
-            raise UserError(f"{error}. --local trains on this machine") from None
-        print(f"warning: {error}. What follows is from the run directories alone", file=sys.stderr)
+    jobs = {} if given.local else queue()
     stands = [status_of(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         print(f"{run.number:>3}  {run.dir}: {at}")
@@ -90,40 +83,37 @@ def start(
     if due and given.local and not given.status:
         train(due, given.limit or 1, after_each)
     elif due and not given.local:
-        name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
-        print(submit(runs, due, name, for_sbatch, given.limit, given.status))
+        print(submit(runs, due, given, for_sbatch))
         jobs |= {last_job(run.dir).get("job", ""): "PENDING" for run in due if not given.status}
     return jobs
 
 
 def submit(
-    runs: Sequence[PlannedRun], chosen: Sequence[PlannedRun], name: str, options: Sequence[str],
-    limit: int | None = None, dry_run: bool = False,
-) -> str:  # fmt: skip
-    """Queue an array job that trains the ``chosen`` ones of ``runs``, and note its tasks in the run directories.
+    runs: Sequence[PlannedRun], due: Sequence[PlannedRun], given: argparse.Namespace, options: Sequence[str]
+) -> str:
+    """Queue an array job that trains those of ``runs`` that are ``due``, and note its tasks in the run directories.
 
-    ``limit`` is the number of tasks that run at once. Returns a line about it.
+    Returns a line about it.
     """
+    name = next((Path(word).stem for word in given.what if "=" not in word), "matrix")
     text = "".join(f"{run.line}\n" for run in runs)
     # named by its content: another table must not overwrite the file that queued tasks will read
     folder = Path(runs[0].cfg.run.root, "arrays", f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
-    tasks = ",".join(str(run.number) for run in chosen) + (f"%{limit}" if limit else "")
+    tasks = ",".join(str(run.number) for run in due) + (f"%{given.limit}" if given.limit else "")
     own = [f"--array={tasks}", f"--job-name={name}", f"--output={folder}/%A_%a.log"]  # last, so that they hold
     command = ["sbatch", "--parsable", *options, *own, "slurm/array.sbatch", f"{folder}/runs.txt"]
-    if not any("gpu" in option for option in options) and any(run.cfg.device != "cpu" for run in chosen):
-        print("warning: no GPUs are asked for. Add --gpus-per-node=N behind --, or device=cpu to the overrides")
-    if dry_run:
-        return f"Would submit {len(chosen)} of {len(runs)}: {shlex.join(command)}"
+    if given.status:
+        return f"Would submit {len(due)} of {len(runs)}: {shlex.join(command)}"
     if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
         raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.txt").write_text(text, encoding="utf-8")
-    for run in chosen:  # fail before queueing: a job that is not noted would be queued again
+    for run in due:  # fail before queueing: a job that is not noted would be queued again
         run.dir.mkdir(parents=True, exist_ok=True)
         (run.dir / JOB).touch()
     job = ask(*command).strip().split(";")[0]
-    for run in chosen:
+    for run in due:
         task = f"{job}_{run.number}"
         noted = {"time": time.time(), "job": task, "log": str(folder.absolute() / f"{task}.log")}
         write_durably(run.dir / JOB, json.dumps(noted))
-    return f"Submitted {len(chosen)} of {len(runs)} as job {job}: {shlex.join(command)}"
+    return f"Submitted {len(due)} of {len(runs)} as job {job}: {shlex.join(command)}"

@@ -39,9 +39,7 @@ class FolderStart:
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
-            fix = (
-                "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
-            )
+            fix = "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
             raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *listed(wrong)]))
 
     def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
