@@ -3,7 +3,7 @@
 checkpoints/step_00001000/
     part_00000_of_00002.safetensors   written by rank 0: model/<parameter>, optimizer/<parameter>/<entry>, random/<rank>
     checkpoint.json                   the state that is no tensor (step, data position, tokens, ...), and for each part
-                                      its size, its checksum and the rows of sharded tensors that it holds
+                                      its checksum and the rows of sharded tensors that it holds
 
 A folder is written under a hidden name, and every file is flushed to the disk, ``checkpoint.json`` last; then the
 folder is renamed. A checkpoint that is to go is first renamed, then deleted. So whatever is called ``step_*`` was whole
@@ -107,7 +107,7 @@ def write_part(folder: Path, rank: int, world_size: int, pieces: Mapping[str, Pi
     path.chmod(0o644)  # the library makes it private
     sync(path)
     rows = {name: [piece.first, piece.rows] for name, piece in pieces.items() if piece.rows is not None}
-    return {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path), "rows": rows}}
+    return {path.name: {"sha256": _sha256(path), "rows": rows}}
 
 
 def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any], keep: tree.Checkpoint) -> Path:
@@ -266,8 +266,6 @@ def fault(directory: Path) -> str | None:
 
 def _file_fault(path: Path, described: dict) -> str | None:
     try:
-        if (size := path.stat().st_size) != described["bytes"]:
-            return f"{path.name} has {size} bytes, {described['bytes']} were written"
         return None if _sha256(path) == described["sha256"] else f"{path.name} fails its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 INTERVAL = 5.0  # seconds between two heartbeats, at most
 PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0
 BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
-NAMED = 4  # ranks that a message names
+NAMED = 4  # ranks that a message names, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -275,14 +275,9 @@ def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
     first = max(beat["step"] for beat in beats.values())
     suspects = [b for b in beats.values() if b["rank"] in silent] or [b for b in beats.values() if b["step"] < first]
     suspects = suspects or [b for b in beats.values() if not b["waits"]] or list(beats.values())
-    named = [
-        f"rank {b['rank']} on host {b['host']} was last seen at step {b['step']:,}"
-        + ("" if b["rank"] in silent else f", in {b['where']}")
-        for b in suspects[:NAMED]
-    ]
-    named += [f"and {len(suspects) - NAMED} more"] if len(suspects) > NAMED else []
-    named += [f"the others wait at {first + 1:,}"] if len(suspects) < len(beats) else []
-    return "; ".join(named)
+    seen = "rank {rank} on host {host} was last seen at step {step:,}, in {where}"
+    others = [f"the others wait at {first + 1:,}"] if len(suspects) < len(beats) else []
+    return "; ".join([*(seen.format(**beat) for beat in suspects[:NAMED]), *others])
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -214,10 +213,6 @@ class Ranks:
             self._settings.enter_context(sdpa_kernel(others))
         if self.cfg.compile:  # Dynamo would split each graph along DDP's buckets
             self._settings.enter_context(torch._dynamo.config.patch(optimize_ddp=False))
-            # It warns of operations in place in a checkpointed block, where there are none
-            log = logging.getLogger("torch._higher_order_ops.wrap")
-            self._settings.callback(log.setLevel, log.level)
-            log.setLevel(logging.ERROR)
         return self
 
     def __exit__(self, _type, error: BaseException | None, _trace) -> None:

@@ -17,7 +17,6 @@ from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, ValidationSet
 from dlr_pretrain.deploy.export import deployed_dense, export
 from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
-from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration, summary
@@ -29,7 +28,7 @@ from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
-from dlr_pretrain.train.start import Start, find_start, note_saved
+from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import Update, explained
 from dlr_pretrain.train.views import View, open_view
@@ -92,7 +91,6 @@ class Run:
 
         def write() -> None:
             self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
-            note_saved(self.dir)
             open_record(self.dir, self.cfg, text.fingerprints)
             update_record(self.dir, {"data.version": text.source.version, "tokenizer.unknown_share": text.unknown})
             text.tokenizer.save(self.dir / "tokenizer")
@@ -165,7 +163,7 @@ class Run:
         """Write the folded checkpoint and the report."""
         self.ranks.finishing()
         tensors = weights.folded(keep=self.ranks.is_main)
-        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, weights, tensors, self.text.validation))
+        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text.validation))
         self.ranks.on_main(self.write_report)
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
@@ -187,10 +185,10 @@ class Run:
         self.console.say(f"report      {report}\n" * report.exists() + f"export      {folded}\n\n{code}")
 
 
-def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tensor], validation: ValidationSet) -> str:
+def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], validation: ValidationSet) -> str:
     """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``.
 
-    Returns a line that says what was folded and how it was checked. Raises UserError if the export is not what was
+    Returns how it was checked. Raises UserError if the export is not what was
     trained; it then stays in ``<run>/.folded.partial``, and the checkpoints stay as they are. Raises Diverged, and
     writes nothing, if the last evaluation is not finite.
     """
@@ -204,8 +202,4 @@ def finish(cfg: Config, run_dir: Path, weights: Weights, folded: dict[str, Tenso
     record.pop("time", None)
     if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
         record["unknown tokens of the text"] = f"{unknown:.2%}"
-    checked = export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
-    layers = len(residuals(weights.model))
-    done = f"{layers} projections" if layers else "nothing to fold"
-    merged = deployed_dense(cfg) and cfg.backbone.name != "full"
-    return f"{'merged into dense weights' if merged else done}; {checked}"
+    return export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)

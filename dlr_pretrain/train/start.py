@@ -96,13 +96,6 @@ def newest(run_dir: Path, say: Say) -> Path | None:
     return found
 
 
-def note_saved(run_dir: Path) -> None:
-    """Note the newest checkpoint in ``manifest.json``, if a kill prevented that after the first save."""
-    record, found = read_record(run_dir), directories(run_dir / "checkpoints")
-    if record and found and "saved" not in record:
-        update_record(run_dir, {"saved": step_of(found[0])})
-
-
 # ----------------------------------------------------------------------------------------------------
 # Another run
 

@@ -109,10 +109,12 @@ def test_a_fold_that_was_stopped_or_is_gone_is_made_again_and_a_complete_run_is_
 def test_other_mathematics_and_other_text_are_refused_with_the_difference(train, stop, tmp_path, corpus):
     texts = shutil.copytree(corpus, tmp_path / "texts")
     stop(tmp_path / "run", 3, f"data.root={texts}")
+    with pytest.raises(UserError, match=r"train.lr: 0.01 there, 0.02 here"):
+        train(tmp_path / "run", f"data.root={texts}", "train.lr=0.02")
     record = json.loads((tmp_path / "run" / "manifest.json").read_text())
     del record["saved"]  # as after a kill between the first save and its note
     (tmp_path / "run" / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"train.lr: 0.01 there, 0.02 here"):
+    with pytest.raises(UserError, match=r"train.lr was 0.01 there, and is 0.02 here"):
         train(tmp_path / "run", f"data.root={texts}", "train.lr=0.02")
     train(tmp_path / "run", f"data.root={texts}", "train.micro_batch=4", "checkpoint.keep_last=1", "train.steps=20")
     for split in ("train", "validation"):
@@ -154,7 +156,7 @@ def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys
     weights.write_bytes(weights.read_bytes()[:-5])
     assert_same(final(train(folder)), whole)
     said = capsys.readouterr().out
-    assert "step_00000007: part_00000_of_00001.safetensors has" in said and "after step 6" in said
+    assert "step_00000007: part_00000_of_00001.safetensors fails its checksum" in said and "after step 6" in said
     assert "the checkpoint of step 7, the last that was saved, is missing or damaged" in said
     assert len(list(root.glob("damaged_step_00000007_*"))) == 1
 

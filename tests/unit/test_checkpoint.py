@@ -188,7 +188,6 @@ def flip(path: Path) -> None:
     ("checkpoint.json is damaged", lambda d: rewrite(d, state={"step": 9})),
     ("has format 99, and this version of the code reads format", raise_format),
     (f"{PART} is missing", lambda d: (d / PART).unlink()),
-    (f"{PART} has 3 bytes", lambda d: (d / PART).write_text("abc")),
     (f"{PART} fails its checksum", lambda d: flip(d / PART)),
 ])  # fmt: skip
 def test_a_damaged_one_is_passed_over_with_its_fault(tmp_path, fault, damage):
