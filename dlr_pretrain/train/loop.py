@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -26,24 +26,6 @@ from dlr_pretrain.train.views import View
 
 # (model, interruptible) -> metrics of an evaluation; None if a request to stop interrupted it
 Evaluate = Callable[[Llama, bool], dict[str, float | None] | None]
-
-
-class Due(NamedTuple):
-    """What follows a step, besides its record."""
-
-    evaluate: bool
-    merge: bool
-    save: bool
-
-
-def calendar(cfg: Config, step: int) -> Due:
-    """What follows update ``step``, counted from 1. The last step is evaluated and saved."""
-    last = step == cfg.train.steps
-    return Due(
-        evaluate=last or step % cfg.eval.every == 0,
-        merge=merge_due(cfg, step),
-        save=last or step % cfg.checkpoint.every == 0,
-    )
 
 
 def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
@@ -101,14 +83,16 @@ class Loop:
             self.step += 1
             self.push(outcome, batch)
 
-            due = calendar(cfg, self.step)
-            self.drain(due)
+            last = self.step == cfg.train.steps
+            evaluates, merges = last or self.step % cfg.eval.every == 0, merge_due(cfg, self.step)
+            saves = last or self.step % cfg.checkpoint.every == 0
+            self.drain(evaluates, at_once=evaluates or merges or saves)
             if guard.ended_by is not None:
                 self.end_before(*guard.ended_by)
-            if due.merge:
+            if merges:
                 with self.meter.paused():
                     self.update.merge(self.step)
-            if due.save or guard.wants_save(self.step):
+            if saves or guard.wants_save(self.step):
                 with self.meter.paused():
                     self.save(final=guard.leaves(self.step))
             guard.raise_if_stopped(self.step)
@@ -122,12 +106,12 @@ class Loop:
             with self.meter.paused():
                 self.profiler.step()
 
-    def drain(self, due: Due) -> None:
-        """Record the updates whose outcomes have arrived, oldest first; all of them if something follows this step.
+    def drain(self, evaluates: bool, at_once: bool) -> None:
+        """Record the updates whose outcomes have arrived, oldest first; all of them ``at_once`` if something follows.
 
         Stops at an update that ends the run.
         """
-        for step, outcome, batch in self.pending.ready(lambda: any(due) or self.guard.wants_save(self.step)):
+        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.wants_save(self.step)):
             if not self.guard.see(step, outcome, batch):
                 break
             self.streams = batch.state
@@ -136,7 +120,7 @@ class Loop:
             record = {"step": step, "train/skipped": self.guard.skipped}
             record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
             record |= self.meter.record(step, outcome)
-            if due.evaluate and step == self.step:
+            if evaluates and step == self.step:
                 self.evaluate(record)
             else:
                 self.report(record)

@@ -83,8 +83,7 @@ class Saver:
         """
         self.wait()
         pieces, copied = self._to_host(checkpoint.share(snapshot, self.ranks.rank, self.ranks.world_size))
-        arguments = (step, pieces, copied, snapshot.state)
-        self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=self._write, args=(step, pieces, copied, snapshot.state), daemon=True)
         self._thread.start()
         if final:
             self.wait()
@@ -141,8 +140,7 @@ class Saver:
                 if attempt > 0:
                     time.sleep(PAUSE)
                 try:
-                    self._attempt(step, pieces, state)
-                    return self.console.say(f"the checkpoint of step {step} is written") if attempt > 0 else None
+                    return self._attempt(step, pieces, state)
                 except _Unwritten as error:
                     failed = f"checkpoint of step {step} could not be written: {error}. Free space"
                 if attempt == 0:
@@ -203,9 +201,7 @@ class Saver:
         failures = [(failure[0], rank, failure[1]) for rank, (_, failure) in enumerate(answers) if failure is not None]
         if failures:
             of_disk, rank, text = min(failures)  # first what no other attempt can mend, then the lowest rank
-            others = f" (and on {len(failures) - 1} other ranks)" if len(failures) > 1 else ""
-            kind = _Unwritten if of_disk else UserError
-            raise kind(f"rank {rank}: {text}{others}" if len(answers) > 1 else text)
+            raise (_Unwritten if of_disk else UserError)(f"rank {rank}: {text}" if len(answers) > 1 else text)
         return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
 
     def __enter__(self) -> Saver:

@@ -165,7 +165,6 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     if any(name.startswith(DATA) for name in changed):
         found.state["streams"] = None
         say("the data start anew, because their keys have changed")
-    schedule = f"the learning rate is {rate(cfg, found.step):.3g}, as train.steps={cfg.train.steps} has it there"
-    say(f"continuing {found.path} after step {found.step:,}: {schedule}")
+    say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")
     for name, (there, now) in changed.items():
         say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")

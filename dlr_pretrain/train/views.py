@@ -84,7 +84,7 @@ def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -
         folder = run_dir / "tensorboard"
         console.summary({"tensorboard": f"tensorboard --logdir {shlex.quote(str(folder))}"})
         return View("TensorBoard", console, lambda: TensorBoard(folder, resumed_step + 1))
-    if cfg.logger.view == "wandb" and wandb_mode() != "disabled":
+    if cfg.logger.view == "wandb" and os.environ.get("WANDB_MODE") != "disabled":
         return View("W&B", console, lambda: Wandb(cfg, run_dir, console))
     return None
 
@@ -110,11 +110,6 @@ class TensorBoard:
 # W&B
 
 
-def wandb_mode() -> str:
-    """online, offline or disabled."""
-    return os.environ.get("WANDB_MODE") or "online"
-
-
 class Wandb:
     """The W&B run of a run directory, new or resumed; its curves are drawn over the records' "step".
 
@@ -123,7 +118,7 @@ class Wandb:
     """
 
     def __init__(self, cfg: Config, run_dir: Path, console: Console):
-        self.console, mode, why = console, wandb_mode(), "WANDB_MODE"
+        self.console, mode, why = console, os.environ.get("WANDB_MODE") or "online", "WANDB_MODE"
         try:
             self.run = init(cfg, run_dir, mode)
         except Exception as error:

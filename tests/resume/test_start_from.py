@@ -71,7 +71,7 @@ def test_what_differs_is_said_and_other_text_starts_anew(train, tmp_path, origin
     train(tmp_path / "new", *CHOICE, f"run.start_from={origin}", *EVERYTHING, "train.lr=0.002", "data.seed=7")
     said = capsys.readouterr().out
     assert (
-        "after step 10: the learning rate is 0.00126," in said
+        "after step 10: the learning rate there is 0.00126" in said
         and "from step 10 on, train.lr is 0.002; it was 0.01" in said
         and "the data start anew" in said
         and "data.seed is 7; it was 42" in said
