@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import TextIO
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.written import read_record
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.record import describe_code, describe_device
+from dlr_pretrain.train.record import describe_device
 from dlr_pretrain.train.text import MUCH_UNKNOWN, Text
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import say
@@ -99,7 +98,6 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
         f"{plural(cfg.warmup_steps, 'step')}, then {falls}{anew}",
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
-        "code": describe_code(read_record(run_dir)["starts"][-1]),
     }
     if text.unknown > MUCH_UNKNOWN:
         rule = f"the tokenizer cannot express {text.unknown:.1%} of the text, which is learnt as one unknown token"

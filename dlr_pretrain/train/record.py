@@ -133,11 +133,3 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {os.cpu_count()} cores, {plural(torch.get_num_threads(), 'thread')}"
-
-
-def describe_code(start: dict) -> str:
-    """Commit and versions of ``start``, one of the starts in ``manifest.json``, as text."""
-    packages = {"dlr_pretrain": "not installed", "transformers": "not installed"} | start["packages"]
-    code = f"commit {start['git']}" if start["git"] else f"dlr_pretrain {packages['dlr_pretrain']}"
-    python, torch_, transformers = start["python"], packages["torch"], packages["transformers"]
-    return f"{code}; Python {python}, torch {torch_}, transformers {transformers}"

@@ -22,14 +22,10 @@ from dlr_pretrain.util.files import wait_for
 
 LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
-# Keys of the identity. Weights mean nothing under another MODEL, moments under another OPTIMIZER, except its RATES, and
-# a position in the data under other DATA.
+# Keys of the identity. Weights mean nothing under another MODEL, moments under another OPTIMIZER, and a position in the
+# data under other DATA.
 MODEL = ("scale.", "backbone.", "dlr.", "tokenizer.")
-OPTIMIZER = ("optimizer.", "precision.")
-RATES = (
-    *("optimizer.beta", "optimizer.eps", "optimizer.weight_decay"),
-    *("optimizer.schedule", "optimizer.shift", "optimizer.restart_warmup"),  # loro's
-)
+OPTIMIZER = ("optimizer.name", "optimizer.rank", "optimizer.block_size", "precision.")
 DATA = ("data.", "train.global_batch", "train.seq_len")
 
 
@@ -145,9 +141,9 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     changed = differences(found.state["identity"], identity)
     changed = {name: both for name, both in changed.items() if not name.startswith("run.")}
 
-    def refuse(keys: tuple[str, ...], what: str, fix: str, but: tuple[str, ...] = ()) -> None:
+    def refuse(keys: tuple[str, ...], what: str, fix: str) -> None:
         for name, (there, now) in changed.items():
-            if name.startswith(keys) and not name.startswith(but):
+            if name.startswith(keys):
                 rule = f"another {what}: {name} is {shown(there)} there, and {shown(now)} here"
                 raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
 
@@ -158,7 +154,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
         found.optimizer.clear()
         found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
         return say(f"starting from the weights of {found.path}")
-    refuse(OPTIMIZER, "optimizer", ", or leave out run.start_optimizer", but=RATES)
+    refuse(OPTIMIZER, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
         rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
         raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
