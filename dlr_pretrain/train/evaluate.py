@@ -17,7 +17,6 @@ from dlr_pretrain.util.tensors import IGNORE
 # with 195 real tokens each on average.
 GALORE_BATCH_TOKENS = 195 * 512
 FEWEST_BATCHES = 50  # with fewer, the convention's value is too far from the published tables', which had 101
-STOP_CHECKED_EVERY = 16  # batches
 STRIPES = 16  # of the validation set; they belong to its two halves in turn
 
 
@@ -28,18 +27,14 @@ class Evaluator:
         self.validation, self.micro_batch, self.ranks = validation, micro_batch, ranks
 
     @torch.no_grad()
-    def __call__(self, model: Llama, interruptible: bool = False) -> dict[str, float | None] | None:
-        """Evaluate ``model``; returns None if ``interruptible`` and a rank was asked to stop meanwhile.
+    def __call__(self, model: Llama) -> dict[str, float | None]:
+        """The metrics of ``model``.
 
         ``eval/loss`` is the mean over all targets, in nats; ``eval/loss_a`` and ``eval/loss_b`` are those of the two
         halves (NaN if a half has no sequence). ``eval/perplexity`` follows from ``eval/loss``, and so does
         ``eval/perplexity_galore``, by the GaLore convention: None if there is too little text for it.
         """
-        totals = []
-        for rows in halves(len(self.validation.tokens)):
-            if (total := self._summed(model, rows, interruptible)) is None:
-                return None
-            totals.append(total)
+        totals = [self._summed(model, rows) for rows in halves(len(self.validation.tokens))]
         summed, count = self.ranks.sum(torch.stack(totals)).unbind(1)
         a, b = (summed / count).tolist()
         loss = (summed.sum() / count.sum()).item()
@@ -51,25 +46,18 @@ class Evaluator:
             "eval/perplexity_galore": galore_perplexity(loss, self.validation.real_tokens),
         }
 
-    def _summed(self, model: Llama, rows: np.ndarray, interruptible: bool) -> torch.Tensor | None:
-        """The loss summed over this rank's share of ``rows``, and its number of targets: fp64 [2]; None if stopped."""
+    def _summed(self, model: Llama, rows: np.ndarray) -> torch.Tensor:
+        """The loss summed over this rank's share of ``rows``, and its number of targets: fp64 [2]."""
         device, n, world_size = self.ranks.device, self.micro_batch, self.ranks.world_size
         own = rows[self.ranks.rank :: world_size]
         tokens, lengths = (torch.from_numpy(a[own]) for a in (self.validation.tokens, self.validation.lengths))
         total = torch.zeros(2, dtype=torch.float64, device=device)
         share = -(-len(rows) // world_size)  # the same on all ranks: under fsdp each forward pass is a collective
         for start in range(0, share, n):
-            if interruptible and start // n % STOP_CHECKED_EVERY == STOP_CHECKED_EVERY - 1 and self._stopping():
-                return None
             sequences, ends = (self.ranks.to_device(_full(a[start : start + n], n)) for a in (tokens, lengths))
             inputs = inputs_and_targets(sequences, ends, self.validation.separator)
             total += torch.stack((model(*inputs).double(), (inputs[1] != IGNORE).sum().double()))
         return total
-
-    def _stopping(self) -> bool:
-        """Whether any rank was asked to stop; all ranks must call."""
-        asked = torch.tensor(float(self.ranks.stop_requested), device=self.ranks.device)
-        return bool(self.ranks.sum(asked) > 0)
 
 
 def halves(sequences: int) -> tuple[np.ndarray, np.ndarray]:

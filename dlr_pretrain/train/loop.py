@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 from torch.profiler import profile, schedule, tensorboard_trace_handler
@@ -24,8 +24,7 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Outcome, Update, trial
 from dlr_pretrain.train.views import View
 
-# (model, interruptible) -> metrics of an evaluation; None if a request to stop interrupted it
-Evaluate = Callable[[Llama, bool], dict[str, float | None] | None]
+Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
 
 
 def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
@@ -67,13 +66,10 @@ class Loop:
         self.pending = Pending(ranks.device)
         self.step = self.tokens = self.real_tokens = 0
         self.streams: dict[str, list[int]] = {}  # the position in the data before these steps
-        self.unevaluated: dict[str, Any] | None = None  # the record of the last step, if its evaluation was put off
 
     def fit(self, loader: TrainLoader) -> None:
         """Train to the last step. ``guard`` raises whatever ends the run before it."""
         cfg, guard = self.cfg, self.guard
-        if self.unevaluated is not None:
-            self.evaluate(self.unevaluated)
         guard.raise_if_stopped(self.step)
         if self.step < cfg.train.steps:
             self.update.rehearse()
@@ -117,13 +113,13 @@ class Loop:
             self.streams = batch.state
             self.tokens += self.update.tokens
             self.real_tokens += int(outcome.real_tokens)
-            record = {"step": step, "train/skipped": self.guard.skipped}
+            record: dict = {"step": step, "train/skipped": self.guard.skipped}
             record |= {"train/tokens": self.tokens, "train/real_tokens": self.real_tokens}
             record |= self.meter.record(step, outcome)
             if evaluates and step == self.step:
-                self.evaluate(record)
-            else:
-                self.report(record)
+                with self.meter.paused(), self.weights.with_residual():
+                    record |= self.evaluator(self.weights.model)
+            self.report(record)
 
     def report(self, record: dict) -> None:
         """Write and show ``record``."""
@@ -132,26 +128,6 @@ class Loop:
         if self.view is not None:
             self.view.log(record)
         self.console.step(record, self.meter.seconds_per_step())
-
-    # ------------------------------------------------------------------------------------------------
-    # Beside the updates
-
-    def evaluate(self, record: dict) -> None:
-        """Evaluate, and complete and report ``record`` with the result.
-
-        A request to stop puts the evaluation off, unless a merge follows or the run is complete: the next start makes
-        up for it.
-        """
-        found = None
-        at_once = merge_due(self.cfg, self.step) or self.step == self.cfg.train.steps
-        if at_once or not self.guard.stop_requested:
-            with self.meter.paused(), self.weights.with_residual():
-                found = self.evaluator(self.weights.model, not at_once)
-        self.unevaluated = record if found is None else None
-        if found is None:
-            self.guard.stop_requested = True
-        else:
-            self.report(record | found)
 
     # ------------------------------------------------------------------------------------------------
     # State
@@ -189,7 +165,6 @@ class Loop:
                 "tokens": self.tokens,
                 "real_tokens": self.real_tokens,
                 "skipped": self.guard.state(),
-                "unevaluated": self.unevaluated,
                 "streams": streams,
             },
         )
@@ -204,7 +179,7 @@ class Loop:
         found.close()
         state = found.state
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
-        self.streams, self.unevaluated = state["streams"] or {}, state["unevaluated"]
+        self.streams = state["streams"] or {}
         self.guard.resume(self.step, state["skipped"])
 
 
@@ -213,4 +188,4 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metric
     console = Console(cfg, enabled=False)
     saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
     guard, update = Guard(cfg, ranks, saver, console, None), trial(cfg, ranks, vocab_size)
-    return Loop(cfg, ranks, update, lambda *_: {"eval/loss": 0.0}, metrics, saver, guard, console)
+    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, metrics, saver, guard, console)

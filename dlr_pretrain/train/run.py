@@ -151,11 +151,8 @@ class Run:
 
     def open_metrics(self, opened: ExitStack, start: Start) -> None:
         """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both. On rank 0 only."""
-        step = start.step
-        if start.checkpoint is not None and start.checkpoint.state["unevaluated"] is not None:
-            step -= 1  # its line is written after its evaluation
-        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", step))
-        self.view = open_view(self.cfg, self.dir, self.console, step)
+        self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step))
+        self.view = open_view(self.cfg, self.dir, self.console, start.step)
         if self.view is not None:
             opened.enter_context(self.view)
 

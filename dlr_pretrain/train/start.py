@@ -149,7 +149,7 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
 
     refuse(MODEL, "model", "; from the other run's folded folder weights start under another dlr, too")
     found.random.clear()
-    found.state |= {"unevaluated": None, "skipped": [0, 0, 0]}
+    found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
         found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
