@@ -56,8 +56,7 @@ class Cola(LowRank):
 @dataclass
 class Lax(Factors):
     gate: Literal["tensor", "dense"] = key(
-        "a two-sided product (tensor), or r x r with bias (dense)",
-        "${by_scale:{60m: dense, other: tensor}}",
+        "a two-sided product (tensor), or r x r with bias (dense)", "${by_scale:{60m: dense, other: tensor}}"
     )
 
 
@@ -92,12 +91,7 @@ class Lora(Backbone):
 @dataclass
 class Sltrain(Lora):
     alpha: float = key("s = alpha / rank", "${by_scale:{130m: 16.0, 350m: 16.0, 1b: 8.0, 7b: 8.0, other: 32.0}}", gt=0)
-    sparsity: float = key(
-        "share of trained entries of S; 0.1 comes near to the DLR paper's counts",
-        "${by_scale:{7b: 0.05, other: 0.03}}",
-        gt=0,
-        le=1,
-    )
+    sparsity: float = key("share of trained entries of S", "${by_scale:{7b: 0.05, other: 0.03}}", gt=0, le=1)
 
 
 @dataclass
@@ -139,15 +133,11 @@ class Adamw8bit(Adamw):
 class Muon(Adamw):
     weight_decay: float = key("under precision=bf16 it rounds away on the matrices", 0.1, ge=0)
     momentum: float = key("decay of the momentum", 0.95, ge=0, lt=1)
-    nesterov: bool = key("Nesterov's momentum", True)
     ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
 
     @staticmethod
     def problems(cfg: Config) -> Iterator[Problem]:
         yield from whole_matrices(cfg)
-        if not cfg.optimizer.nesterov and cfg.precision.name == "bf16":
-            rule = "torch (up to 2.13) then overwrites a momentum that is kept in bf16"
-            yield Problem("optimizer.nesterov", False, rule, "Use optimizer.nesterov=true, or precision=bf16_mixed")
 
 
 @dataclass
@@ -193,9 +183,7 @@ class Loro(Adam):
             yield Problem("optimizer", "loro", rule, "Use dlr=off, or optimizer=adamw")
         every, shift, span = cfg.optimizer.exact_every, cfg.optimizer.shift, cfg.train.steps - cfg.warmup_steps
         if cfg.own_schedule and shift is not None and (shift > span or shift % every):
-            rule = (
-                f"must be null or a multiple of optimizer.exact_every={every} up to {span}, the steps after the warm-up"
-            )
+            rule = f"must be null or a multiple of optimizer.exact_every={every} up to the {span} steps after warm-up"
             yield Problem("optimizer.shift", shift, rule)
 
 

@@ -75,9 +75,7 @@ class Dlr:
     alpha: float = key("strength of the residual before the variance correction", 1.0)
     learn_alpha: bool = key("alpha is a parameter of each layer, without weight decay", False)
     variance_correction: bool = key("beta = alpha / sqrt(K), K copies of a latent; false: beta = alpha", True)
-    impl: Literal["weight", "branch"] = key(
-        "inside B, folded exactly, or the paper's own branch, as a slow reference", "weight"
-    )
+    impl: Literal["weight", "branch"] = key("inside B, folded exactly; or the paper's own branch, slower", "weight")
     grouping: Literal["contiguous", "random"] = key("latent of output i: floor(i / K), or drawn", "contiguous")
     grouping_seed: int = key("of random grouping, beside the layer's name", 0, ge=0)
     train_b: bool = key("false: B is frozen at zero, the residual is all there is", True)
@@ -127,16 +125,12 @@ class Train:
     warmup_steps: int | None = key("warm-up steps; null: train.warmup_ratio of all", None, ge=0)
     min_lr_ratio: float = key("end of the learning rate's decay, as a share of the peak", 0.1, ge=0, le=1)
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
-    lr_decay_steps: int | None = key(
-        "last steps, in which the rate falls; null: all after warm-up; 0: none", None, ge=0
-    )
+    lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
     micro_batch: int | None = key("sequences a rank takes at once; null: by scale.micro_batch", None, ge=1)
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
-    activation_checkpointing: Literal["none", "latent", "block"] = key(
-        "kept: everything, a block's input and latents (CoLA-M), or its input", "none"
-    )
+    activation_checkpointing: Literal["none", "latent", "block"] = key("kept: all, input and latents, or input", "none")
     stop_after: int | None = key("stop and save after this step; the schedule spans train.steps", None, ge=1)
     on_nonfinite: Literal["stop", "skip"] = key("an update that is not finite ends the run, or is left out", "stop")
     max_skipped: int = key("updates that may be left out in a row", 10, ge=1)

@@ -10,7 +10,7 @@ from dlr_pretrain.optim.parameters import block_matrices, decay_groups, without
 
 
 def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
-    """torch's Muon on the matrices of the blocks, fused AdamW on all others.
+    """torch's Muon, with Nesterov's momentum, on the matrices of the blocks, fused AdamW on all others.
 
     Muon's momentum has the dtype of the matrices; its Newton-Schulz iteration runs in bf16. Muon's updates have the
     root mean square of AdamW's, so that one rate serves both.
@@ -19,7 +19,6 @@ def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimi
     muon = torch.optim.Muon(
         decay_groups(matrices, knobs["weight_decay"]),
         momentum=knobs["momentum"],
-        nesterov=knobs["nesterov"],
         ns_steps=knobs["ns_steps"],
         adjust_lr_fn="match_rms_adamw",
     )

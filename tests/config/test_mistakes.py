@@ -61,7 +61,6 @@ MISTAKES = {  # a command line, and what the one line about it names
     ],
     "optimizer=loro train.lr_decay=linear": ["train.lr_decay=linear: would be ignored: optimizer.schedule=loro"],
     "optimizer=galore backbone=full optimizer.rank=129": ["optimizer.rank=129", "between 1 and", "128"],
-    "optimizer=muon optimizer.nesterov=false": ["optimizer.nesterov=false", "precision=bf16_mixed"],
     "dlr=init_offset dlr.train_b=false": ["dlr=init_offset: mode=offset and train_b=false exclude each other"],
     "dlr=no_b dlr.learn_alpha=true dlr.impl=branch": [
         "dlr=no_b: learn_alpha=true and train_b=false exclude each other"
