@@ -185,11 +185,6 @@ class Ranks:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
 
-    def synchronize(self) -> None:
-        """Wait for the GPU's queue."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def random_state(self) -> list[Tensor]:
         """The generator states of every rank: one uint8 tensor each, the CPU's and then the GPU's if any."""
         states = [torch.get_rng_state()]

@@ -75,7 +75,7 @@ class Run:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
         self.open_record()
         start = find_start(self.cfg, self.dir, self.ranks, self.text.vocab_size, self.console.say)
-        if self.is_complete(start):
+        if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
             return self.say_complete()
         self.use_device()
         with explained(self.cfg, self.ranks):
@@ -96,10 +96,6 @@ class Run:
             text.tokenizer.save(self.dir / "tokenizer")
 
         self.ranks.on_main(write)
-
-    def is_complete(self, start: Start) -> bool:
-        readme = self.dir / "folded" / "README.md"
-        return start.saved == self.cfg.train.steps and self.ranks.on_main(lambda: readme.exists())
 
     def say_complete(self) -> None:
         if not self.ranks.on_main((self.dir / "report.md").exists):  # killed between export and report

@@ -15,7 +15,6 @@ from benchmarks.__main__ import main
 from benchmarks.protocol import warm_up_products
 from dlr_pretrain.analysis import memory as plan
 from dlr_pretrain.cli import load
-from dlr_pretrain.data import inputs_and_targets
 from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.deploy.folder import open_folder
@@ -53,16 +52,6 @@ def test_documents_of_a_packed_row_are_on_the_gpu_what_they_are_alone(dtype, bou
         loss.backward()
         assert abs(loss.item() - eager.item()) < bound * abs(eager.item())
         torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32])
-def test_rows_are_widened_on_the_gpu_as_on_the_cpu(dtype):
-    tokens = torch.randint(0, 65_536, (512, 257)).to(dtype)
-    lengths = torch.randint(0, 258, (512,), dtype=torch.int32)
-    there = [each.pin_memory().to("cuda", non_blocking=True) for each in (tokens, lengths)]
-    assert there[0].dtype == dtype
-    for here, found in zip(inputs_and_targets(tokens, lengths), inputs_and_targets(*there), strict=True):
-        assert torch.equal(found.cpu(), here)
 
 
 @pytest.mark.parametrize("backbone", ["lowrank", "cola_lax"])

@@ -98,14 +98,6 @@ def test_left_out_it_changes_neither_weights_nor_moments(train, tmp_path, capsys
     assert "warning: step 6: loss" in (out := capsys.readouterr().out) and "left out; its batch is in" in out
 
 
-def test_loros_exact_steps_do_not_wait_for_what_was_left_out(train, tmp_path, poison):
-    poison(3)
-    loro = ("backbone=lowrank", "optimizer=loro", "optimizer.exact_every=6", "optimizer.restart_warmup=2")
-    folder = train(tmp_path / "run", *SKIP, *loro, "checkpoint.every=1", "train.steps=8")
-    fifth, sixth = (saved(folder / "checkpoints" / f"step_0000000{n}") for n in (5, 6))
-    assert fifth["lm_head.weight/exp_avg"].any() and not sixth["lm_head.weight/exp_avg"].any()
-
-
 def test_interrupted_among_them_and_while_waiting_for_data_equals_undisturbed(train, tmp_path, monkeypatch, poison):
     """The step that has no data is not taken; it is no update that was left out."""
     poison(6, 7, 9)
