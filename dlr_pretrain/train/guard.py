@@ -27,7 +27,6 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Outcome
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Diverged, Stalled, Stopped, UserError
-from dlr_pretrain.util.files import write_durably
 
 
 @dataclass
@@ -112,7 +111,7 @@ class Guard:
         with suppress(OSError):
             self.folder.mkdir(exist_ok=True)
             path = self.folder / f"step_{step:08d}_rank_{self.ranks.rank}.json"
-            write_durably(path, json.dumps(content, indent=1, ensure_ascii=False))
+            path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
 
     @property
     def folder(self) -> Path:

@@ -129,9 +129,6 @@ class Loop:
             self.view.log(record)
         self.console.step(record, self.meter.seconds_per_step())
 
-    # ------------------------------------------------------------------------------------------------
-    # State
-
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
         """Save the state before update ``step``, which changed nothing, and raise the reason.
 

@@ -158,22 +158,19 @@ def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation has failed, of torch, numpy, cuBLAS or a new kernel."""
-    lacks = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in lacks)
-
-
 @contextmanager
 def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
-    """Turns an out-of-memory error into a UserError that says what helps.
+    """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
 
     A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.
     """
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        lacks = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
+            text in str(error) for text in lacks
+        ):
             raise
         t = cfg.train
         sizes = (
