@@ -152,7 +152,7 @@ class Checkpoint:
 
 @dataclass
 class Log:
-    every: int = key("steps between lines on the console", 10, ge=1)
+    every: int = key("steps between console lines where there is no terminal", 10, ge=1)
 
 
 @dataclass

@@ -24,31 +24,39 @@ FEW = 20_000  # tokens: a token's loss scatters by about 2.5 nats, so that their
 
 
 class Console:
-    """Shows progress: the first step, one every ``log.every`` steps, and evaluations."""
+    """Shows progress: in one live line on a terminal, otherwise in a line every ``log.every`` steps."""
 
     def __init__(self, cfg: Config, enabled: bool, stream: TextIO | None = None):
         self.cfg, self.enabled = cfg, enabled
         self.stream = stream or sys.stdout
+        self.live = enabled and self.stream.isatty()
         self.width = shutil.get_terminal_size((100, 24)).columns
+        self._line_open = False
 
     def say(self, text: str = "") -> None:
         """Write ``text`` on a line of its own."""
         if self.enabled:
+            self.close_line()
             say(text, self.stream)
 
     def summary(self, rows: dict[str, str]) -> None:
         """Write each label and its text, wrapped to the terminal's width."""
         for label, text in rows.items():
-            wrapped = textwrap.TextWrapper(
-                max(40, self.width - 1), subsequent_indent=" " * LABEL, break_long_words=False, break_on_hyphens=False
+            wrapped = textwrap.wrap(
+                text, max(28, self.width - 1 - LABEL), break_long_words=False, break_on_hyphens=False
             )
-            self.say(wrapped.fill(label.ljust(LABEL) + text))
+            self.say(label.ljust(LABEL) + ("\n" + " " * LABEL).join(wrapped))
 
     def step(self, record: dict, seconds_per_step: float | None) -> None:
         """Show the progress after one update, and the evaluation if there was one."""
-        evaluated = "eval/loss" in record
-        if evaluated or record["step"] == 1 or record["step"] % self.cfg.log.every == 0:
-            self.say(self._progress(record, seconds_per_step))
+        if not self.enabled:
+            return
+        line, evaluated = self._progress(record, seconds_per_step), "eval/loss" in record
+        if self.live and not evaluated:
+            say("\r\x1b[K" + line[: self.width - 1], self.stream, end="")
+            self._line_open = True
+        elif evaluated or record["step"] == 1 or record["step"] % self.cfg.log.every == 0:
+            self.say(line)
         if evaluated:
             galore = record["eval/perplexity_galore"]
             convention = f"  (galore convention {decimal(galore, 2)})" if galore is not None else ""
@@ -67,6 +75,12 @@ class Console:
         parts.append(f"{record['perf/max_memory_gb']:.1f} GB")
         parts += [f"lr {record['train/lr']:.2e}", f"grad {decimal(record['train/grad_norm'], 3)}"]
         return "  ".join(parts)
+
+    def close_line(self) -> None:
+        """Remove the live line, so that other output can follow."""
+        if self._line_open:
+            say("\r\x1b[K", self.stream, end="")
+            self._line_open = False
 
 
 def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weights) -> dict[str, str]:

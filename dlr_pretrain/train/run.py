@@ -126,6 +126,7 @@ class Run:
         """Train from ``start`` to the last step."""
         cfg, ranks, text, console, found = self.cfg, self.ranks, self.text, self.console, start.checkpoint
         with ExitStack() as opened:
+            opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
             metrics = self.metrics
             saver = Saver(self.dir, ranks, cfg.checkpoint, metrics, console, start.saved)

@@ -61,10 +61,10 @@ def record(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def say(text: str, stream: TextIO) -> None:
+def say(text: str, stream: TextIO, end: str = "\n") -> None:
     """Print to a stream that may be gone, such as a closed terminal. If it is, this and later output is discarded."""
     try:
-        print(text, file=stream, flush=True)
+        print(text, file=stream, end=end, flush=True)
     except OSError:
         with suppress(OSError):
             null = os.open(os.devnull, os.O_WRONLY)

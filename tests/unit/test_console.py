@@ -9,6 +9,11 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train.console import Console
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def console(stream, *overrides: str, enabled: bool = True) -> Console:
     cfg = load(["scale=tiny", "data=sample", "logger=jsonl", "train.steps=140000", *overrides])
     return Console(cfg, enabled, stream)
@@ -24,7 +29,7 @@ def record(step: int, **values) -> dict:
 EVALUATION = {"eval/loss": 3.0, "eval/perplexity": math.exp(3), "eval/perplexity_galore": 19.5}
 
 
-def test_the_first_step_every_interval_and_evaluations_are_said():
+def test_elsewhere_the_first_step_every_interval_and_evaluations_are_said():
     out = io.StringIO()
     shown = console(out, "log.every=4")
     for step in range(1, 11):
@@ -38,8 +43,19 @@ def test_the_first_step_every_interval_and_evaluations_are_said():
 
 
 def test_only_an_enabled_console_writes():
-    shown = console(stream := io.StringIO(), "log.every=1", enabled=False)
-    shown.step(record(1, **EVALUATION), 1.0)
-    shown.say("word")
-    shown.summary({"label": "text"})
-    assert stream.getvalue() == ""
+    for stream in (io.StringIO(), Terminal()):
+        shown = console(stream, "log.every=1", enabled=False)
+        shown.step(record(1, **EVALUATION), 1.0)
+        shown.say("word")
+        shown.summary({"label": "text"})
+        shown.close_line()
+        assert stream.getvalue() == ""
+
+
+def test_on_a_terminal_the_live_line_makes_room_for_what_is_said():
+    out = Terminal()
+    shown = console(out)
+    shown.step(record(2), 1.0)
+    assert "step      2/140000" in out.getvalue() and "\n" not in out.getvalue()
+    shown.say("a word")
+    assert out.getvalue().endswith("\r\x1b[Ka word\n")
