@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 # Sections and keys that take no part in the mathematics of a run: they may change on resume.
 CHANGEABLE = (
     *("device", "compile", "parallel.", "logger.", "checkpoint.", "log.", "profile.", "eval.every"),
-    *("run.root", "run.dir", "run.timeout_minutes", "scale.micro_batch", "data.revision"),
+    *("run.root", "run.dir", "run.timeout_minutes", "scale.micro_batch", "data.revision", "data.cache"),
     *("tokenizer.eos", "train.micro_batch", "train.activation_checkpointing", "train.stop_after"),
     *("train.on_nonfinite", "train.max_skipped"),
 )

@@ -13,7 +13,9 @@ import logging
 import os
 import random
 import re
+import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -178,14 +180,16 @@ class Retrying(AbstractBufferedFile):
             raise
 
 
-def open_file(file: File) -> BinaryIO:
-    """The bytes of a file."""
+def open_file(file: File, cache: str | None = None) -> BinaryIO:
+    """The bytes of a file. If ``cache`` names a folder, a remote file is fetched into it once, and read from there."""
     if file.is_local:
         try:
             return open(file.address, "rb")
         except OSError as error:
             fix = "Was it moved? Check data.root and the globs of data"
             raise UserError(f"{file.address}: {error.strerror}. {fix}") from error
+    if cache is not None:
+        return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:
         return io.BufferedReader(Retrying(file), RANGE_BYTES)
     system, path = _file_system(file.address)  # a server that names no length sends no ranges
@@ -202,8 +206,23 @@ def user_cache() -> Path:
     return Path(tempfile.gettempdir(), f"dlr_pretrain-{os.getuid()}")
 
 
-def kept_beside(file: File) -> Path:
-    """Where what is known of a file's inside is kept."""
+def kept_beside(file: File, cache: str | None) -> Path:
+    """Where what is known of a file's inside is kept: below ``cache``, or the user's cache."""
     changed = os.stat(file.address).st_mtime_ns if file.is_local else None
     name = hashlib.sha256(repr((file.address, file.size, changed)).encode()).hexdigest()[:24]
-    return user_cache() / "places" / f"{name}.npz"
+    return (Path(cache) if cache else user_cache()) / "places" / f"{name}.npz"
+
+
+def _cached(file: File, path: Path) -> BinaryIO:
+    """The file at ``path``, where it is fetched to. Other processes see it whole, unlike with fsspec's caches."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # others may fetch it, too
+        try:
+            with draft.open("wb") as target, open_file(file) as source:
+                shutil.copyfileobj(source, target, RANGE_BYTES)
+                os.fsync(target.fileno())
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
+    return path.open("rb")

@@ -105,15 +105,17 @@ def _decompressed(stream: BinaryIO, compression: str) -> Any:
     return opened[compression](stream) if compression else stream
 
 
-def rows(file: File, text_key: str, by_paragraph: bool = False, start: int = 0) -> Iterator[Row]:
+def rows(
+    file: File, text_key: str, by_paragraph: bool = False, cache: str | None = None, start: int = 0
+) -> Iterator[Row]:
     """The rows of a file from row ``start`` on, for ``parse_text``. Raises UserError, which names the row, if the file
     is damaged."""
     number = start
-    with open_file(file) as stream:
+    with open_file(file, cache) as stream:
         kind, compression = sniff(file, stream)
         try:
             if (kind, compression) == ("lines", ".gz"):
-                found: Iterator[Row] = gunzip.lines(stream, kept_beside(file), start)
+                found: Iterator[Row] = gunzip.lines(stream, kept_beside(file, cache), start)
             else:
                 found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
             for row in found:

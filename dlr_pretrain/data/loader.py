@@ -117,7 +117,7 @@ class TrainLoader:
 def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> None:
     """Let every reader read its first rows, in parallel. The first error ends this and is raised.
 
-    The readers of a group share a shard, so one thread serves them in turn: each reads on where another has been.
+    The readers of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
     """
     results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     turns, failed = threading.Semaphore(STARTING_THREADS), threading.Event()

@@ -52,7 +52,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     else:
         root = f"hf://datasets/{data.dataset}" if data.source == "c4" else data.root or ""
         root, version = pinned(root, data.revision, version)
-    train, validation = (_not_empty(files, progress) for files in _splits(root, data))
+    train, validation = (_not_empty(files, data.cache, progress) for files in _splits(root, data))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")
     source = TextSource(data, root or os.path.dirname(train[0].address), train, validation, version)
@@ -92,13 +92,13 @@ def _split_of(name: str) -> str:
     return word[1] if word else "train"
 
 
-def _not_empty(files: list[File], progress: Callable[[str], None]) -> list[File]:
+def _not_empty(files: list[File], cache: str | None, progress: Callable[[str], None]) -> list[File]:
     """The files that are not empty. All local ones are looked at, of remote ones the first."""
 
     def is_empty(file: File) -> bool:
         if file.size == 0 or not (file.is_local or file == files[0]):
             return file.size == 0
-        with open_file(file) as stream:
+        with open_file(file, cache) as stream:
             return sniff(file, stream)[0] == "empty"
 
     with ThreadPoolExecutor(SNIFF_THREADS) as pool:
@@ -155,7 +155,7 @@ class TextSource:
     def texts(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
         """As ``read``, of a file's rows, whether held out or not."""
         file, data = self.files[shard], self.data
-        found = rows(file, data.text_key, data.document == "paragraph", start)
+        found = rows(file, data.text_key, data.document == "paragraph", data.cache, start)
         for document, row in zip(count(start, step), islice(found, 0, None, step), strict=False):
             try:
                 yield parse_text(row, data.text_key, file.address, document)

@@ -38,6 +38,7 @@ class Hub:
         self.trouble: Callable[[str, int], str | None] = lambda path, first: None
         self.token: str | None = None  # that files ask for
         self.retry_after = "0"
+        self.ranges = 0  # that were asked for
         self.told: list[str] = []  # trouble that was made
 
     def random_trouble(self, seed: int, share: float) -> None:
@@ -113,6 +114,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return self.reply(b"", 302, about | {"Location": self.store + self.path})
         if self.command == "HEAD":
             return self.reply(hub.files[name], 200, about)
+        hub.ranges += 1
         spans = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "bytes=0-"))
         first, last = int(spans[1]), int(spans[2] or len(hub.files[name]) - 1)
         trouble = hub.trouble(name, first)

@@ -97,6 +97,15 @@ def test_a_revision_is_resolved_once_and_kept(hub):
     assert open_hub(data__revision="a" * 40).version == first.version
 
 
+def test_a_folder_keeps_what_is_fetched(hub, tmp_path):
+    cache = tmp_path / "cache"
+    hub.random_trouble(1, share=0.2)
+    assert read(open_hub(data__cache=cache)) == WHOLE
+    asked = hub.ranges
+    assert read(open_hub(data__cache=cache)) == WHOLE and hub.ranges == asked
+    assert [path.suffix for path in cache.rglob("*") if path.is_file()] == [".gz"] * 4  # and nothing half fetched
+
+
 def test_any_dataset_and_other_formats(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "RANGE_BYTES", 5000)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=50)
@@ -128,7 +137,11 @@ def test_an_object_store_gives_the_batches_of_a_copy_on_disk(shards, tmp_path, m
     fsspec.filesystem("memory").pipe({f"/bucket/{name}": content for name, content in shards.items()})
     copy = open_source(make_config(data__root=tmp_path / "en", **KEYS))
     whole = global_batches(make_config(**KEYS), copy, TOKENIZER, 1, 8)
-    for keys in ({}, {"data__train_files": "c4-train*", "data__validation_files": "c4-v*"}):
+    for keys in (
+        {},
+        {"data__cache": tmp_path / "cache"},
+        {"data__train_files": "c4-train*", "data__validation_files": "c4-v*"},
+    ):
         source = open_source(make_config("local", data__root="memory://bucket/en", **keys, **KEYS))
         assert source.fingerprint == copy.fingerprint and read(source) == WHOLE
         head = global_batches(make_config(**KEYS), source, TOKENIZER, 2, 3)
