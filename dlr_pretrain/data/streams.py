@@ -18,6 +18,7 @@ from dlr_pretrain.data.documents import Tokens
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import plural
 
 ORDER_VERSION = 1  # of the order that this file, the blocks and the packing produce; a run resumes only under its own
 
@@ -76,9 +77,7 @@ class DocumentStream:
                     yield where, some
                 block = document = 0
             if whole and not has_text:
-                rule = f"no text for data stream {self._key[1]} of {self._count}, which needs a document of its own"
-                fix = "Set data.streams=1, give more text, or see data.text_key"
-                raise UserError(f"{', '.join(self._source.train_shards[:3])}: {rule}. {fix}")
+                raise UserError(self._no_text())
             epoch, begin = epoch + 1, 0
 
     def _shard_chunks(self, position: Position, shard: int) -> Iterator[tuple[Position, Tokens]]:
@@ -89,3 +88,13 @@ class DocumentStream:
             for done, some in block.in_order(order, document):
                 yield Position(epoch, at, start, done), some
             start, document = start + block.rows, 0
+
+    def _no_text(self) -> str:
+        names = self._source.train_shards
+        there = sum(block.documents for name in names for block in self._source.blocks(self._tokenizer, name))
+        counts = f"{plural(there, 'document')} for {plural(self._count, 'data stream')}"
+        rule = f"{', '.join(names[:3])}: {counts}: stream {self._key[1]} has no text"
+        if there == 0:
+            return f"{rule}. Give other files, or see data.text_key"
+        fitting = max((n for n in range(1, self._count) if self._count % n == 0 and n <= there), default=1)
+        return f"{rule}. Set data.streams={fitting}, or give more text"

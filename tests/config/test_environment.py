@@ -24,6 +24,7 @@ RUN = "scale=tiny data=sample compile=false precision=fp32 train.steps=2 train.w
         ("| head -1", {}),
         ("", {"HOME": "/dev/null"}),
         ("", {"TERM": "dumb", "COLUMNS": "1"}),
+        ("logger=wandb", {"WANDB_DISABLED": "true"}),
         ("logger=wandb", {"WANDB_MODE": "disabled"}),
         ("logger=wandb", {"WANDB_MODE": "offline", "HOME": "/dev/null", "WANDB_TAGS": "a,b", "WANDB_RUN_GROUP": "g"}),
     ],

@@ -82,10 +82,14 @@ def test_a_stream_continues_from_any_document():
 
 
 @pytest.mark.parametrize(
-    ("shards", "stream", "streams"), [([["text"], []], 1, 2), ([["text"], ["", ""]], 1, 2), ([["one", "two"]], 5, 8)]
+    ("shards", "stream", "streams", "rule"),
+    [
+        ([["text"], []], 1, 2, r"1 document for 2 data streams: stream 1 has no text\. Set data\.streams=1"),
+        ([["one", "two"]], 5, 8, r"2 documents for 8 data streams: stream 5 has no text\. Set data\.streams=2"),
+        ([[]], 0, 1, r"0 documents for 1 data stream: stream 0 has no text\. Give other files"),
+    ],
 )
-def test_a_stream_without_text_ends_with_its_reason(shards, stream, streams):
-    rule = rf"shard-0.*: no text for data stream {stream} of {streams}, .*\. Set data\.streams=1"
+def test_a_stream_without_text_ends_with_its_reason(shards, stream, streams, rule):
     with pytest.raises(UserError, match=rule):
         for _ in DocumentStream(MemorySource(shards), TOKENIZER, 42, stream, streams).chunks(Position()):
             pass

@@ -197,7 +197,7 @@ def test_the_next_start_sends_what_the_server_lacks_and_nothing_twice(tmp_path, 
     ({"WANDB_PROJECT": "p", "WANDB_RUN_GROUP": "g", "WANDB_TAGS": "a,b", "WANDB_RUN_ID": "i", "WANDB_DIR": "{other}"},
      ["logger.project=mine", "logger.notes=n"],
      {"project": "mine", "notes": "n", "group": "g", "tags": ("a", "b"), "id": "i", "dir": "{other}"}),
-    ({"WANDB_MODE": "disabled"}, [], None),
+    ({"WANDB_DISABLED": "true"}, [], None),
 ])  # fmt: skip
 def test_variables_do_what_their_users_expect_and_keys_win(tmp_path, monkeypatch, variables, words, shown):
     (other := tmp_path / "other").mkdir()
