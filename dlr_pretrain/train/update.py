@@ -167,10 +167,8 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        lacks = ("out of memory", "ALLOC_FAILED", "can't allocate memory")
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(
-            text in str(error) for text in lacks
-        ):
+        said = any(text in str(error) for text in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))
+        if not said and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
         t = cfg.train
         sizes = (
