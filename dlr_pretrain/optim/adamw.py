@@ -1,12 +1,32 @@
-"""AdamW (Loshchilov and Hutter, 2019), with one learning rate for all parameters as in the DLR paper."""
+"""AdamW (Loshchilov and Hutter, 2019): torch's kernels, and an update that rounds stochastically or has 8-bit moments.
+
+There is one learning rate for all parameters, as in the DLR paper. Moments are tensors of the parameter's dtype, or
+blocks of 8-bit codes (Dettmers et al., 2022) that torchao quantises.
+
+**Stochastic rounding** from fp32 to bf16 takes a value to one of its two bf16 neighbours, to the nearer one with the
+higher probability, so that the mean over many draws is the value itself. Changes smaller than half a unit in the last
+place therefore still have an effect (Gupta et al., 2015). The bits are a function of (seed, name, step, entry) alone:
+no generator is involved, and every rank, every device and every restart gets the same ones.
+"""
 
 from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.parameters import decay_groups
-from dlr_pretrain.optim.wide_adamw import WideAdamW, rounding_keys
+from dlr_pretrain.optim import quantized
+from dlr_pretrain.optim.parameters import decay_groups, empty_state
+from dlr_pretrain.util import sharded
+from dlr_pretrain.util.tensors import at_least_fp32
+
+SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
+WORD = 0xFFFFFFFF
+Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
 
 
 def build(
@@ -26,3 +46,196 @@ def build(
     fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there
     betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]
     return [torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused, foreach=not fused)]
+
+
+def build_foreach(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
+    """Build AdamW on torch's foreach kernels, which round after every operation, as in this family's published runs.
+
+    In pure bf16, weight decay does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment by
+    1 - beta2 = 0.001 does not change it either. Training therefore differs from training with the fused kernel.
+    """
+    return build(parameters, knobs, fused=False)
+
+
+def build_8bit(
+    parameters: dict[str, Tensor],
+    knobs: dict,
+    compiled: bool = False,
+    rounding_seed: int | None = None,
+) -> list[torch.optim.Optimizer]:
+    """Build AdamW with 8-bit moments for parameters that are large enough; all ranks decide this alike."""
+    quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, knobs["block_size"])}
+    groups = decay_groups(parameters, knobs["weight_decay"])
+    return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
+
+
+def _quantised(p: Tensor, block_size: int) -> bool:
+    """Whether the moments of ``p`` are quantised. If ``p`` is sharded, every rank must be able to quantise its rows."""
+    fewest = p.numel()
+    if sharded.is_sharded(p):
+        ranks, (rows, *row) = p.device_mesh.size(), p.shape
+        fewest = (rows - -(-rows // ranks) * (ranks - 1)) * math.prod(row)
+    return fewest >= SMALLEST and quantized.whole_blocks(p, block_size)
+
+
+class WideAdamW(torch.optim.Optimizer):
+    """AdamW over ``groups``, which may hold the rows of sharded parameters, in one pass for each parameter.
+
+    It computes in fp32, and masks updates on the device. The k-th update of a parameter is
+    W <- (1 - lr weight_decay) W - lr m / (1 - beta1^k) / (sqrt(v / (1 - beta2^k)) + eps).
+
+    ``rounding_keys`` has ``keys`` by parameter; bf16 weights and second moments with keys are rounded stochastically,
+    because most of their changes are smaller than half a unit in the last place: beta2 = 0.999 shrinks a second moment
+    by a thousandth. First moments change by a tenth, and are rounded to the nearest.
+
+    The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``knobs["block_size"]`` values.
+    """
+
+    _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
+
+    def __init__(
+        self,
+        groups: list[dict],
+        knobs: dict,
+        compiled: bool,
+        rounding_keys: Mapping[Tensor, Tensor],
+        quantised: Collection[Tensor] = (),
+    ):
+        betas = knobs["beta1"], knobs["beta2"]
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": knobs["eps"], "weight_decay": 0.0})
+        self.rounding_keys, self.quantised = rounding_keys, quantised
+        self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
+        self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
+        self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
+        graphs: AbstractContextManager = nullcontext()
+        if self.compiled:
+            from torch._dynamo.utils import disable_cache_limit  # its import takes a second
+
+            graphs = disable_cache_limit()  # one for each shape
+        with graphs:
+            for group in self.param_groups:
+                lr = torch.tensor(group["lr"], dtype=torch.float64)  # a scalar: it does not widen the dtype of products
+                for p in group["params"]:
+                    if p.grad is not None:
+                        self.update(p, p.grad, group, lr)
+
+    def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
+        skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
+        moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
+        numbers = group["weight_decay"], *group["betas"], group["eps"]
+        keys = self.rounding_keys.get(p)
+        self.advance(p.detach(), gradient, *moments, state["step"], lr, skip, self.grad_scale, keys, *numbers)
+        state["step"].add_(skip == 0)
+
+    def new_moment(self, p: Tensor, signed: bool) -> Tensor:
+        if p in self.quantised:
+            return quantized.zeros(p, signed, self.block_size)
+        return empty_state(p, p.shape, p.dtype).zero_()
+
+
+def _parts(moment: Tensor) -> Moment:
+    return (moment.codes, moment.scale, moment.qmap) if quantized.is_quantized(moment) else moment
+
+
+def _advance(
+    p: Tensor,
+    gradient: Tensor,
+    exp_avg: Moment,
+    exp_avg_sq: Moment,
+    step: Tensor,
+    lr: Tensor,
+    skip: Tensor,
+    grad_scale: Tensor | None,
+    keys: Tensor | None,
+    weight_decay: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
+    """Update in place if ``skip`` is 0; ``step`` is the number of updates before this one."""
+    kept, dtype = skip != 0, at_least_fp32(p.dtype)
+    k = step + 1
+    w, g = p.to(dtype), gradient.to(dtype)
+    if grad_scale is not None:
+        g = g / grad_scale
+    m = torch.lerp(_read(exp_avg, dtype), g, 1 - beta1)
+    v = torch.lerp(_read(exp_avg_sq, dtype), g.square(), 1 - beta2)
+    size = (v / (1 - beta2**k)).sqrt() + eps
+    w = w - lr * weight_decay * w - lr * (m / (1 - beta1**k)) / size
+    if keys is None:
+        _write(p, w, kept)
+        _write(exp_avg_sq, v, kept)
+    else:
+        words = random_words(p.shape, keys, k)
+        _write(p, rounded(w, words >> 16), kept)
+        plain = isinstance(exp_avg_sq, Tensor)
+        _write(exp_avg_sq, rounded(v, words & 0xFFFF) if plain else v, kept)
+    _write(exp_avg, m, kept)
+
+
+def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
+    return (moment if isinstance(moment, Tensor) else quantized.decoded(*moment)).to(dtype)
+
+
+def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
+    """Write ``value`` to ``target`` unless ``kept`` is true."""
+    if isinstance(target, Tensor):
+        target.copy_(torch.where(kept, target, value.to(target.dtype)))
+    else:
+        codes, scale, values = target
+        for old, new in zip((codes, scale), quantized.encoded(value, values, len(scale)), strict=True):
+            old.copy_(torch.where(kept, old, new))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Stochastic rounding
+
+
+def rounding_keys(parameters: Mapping[str, Tensor], seed: int | None) -> dict[Tensor, Tensor]:
+    """The rounding keys of each bf16 parameter, by the tensor of this rank's rows; none without a seed."""
+    found = {}
+    for name, p in parameters.items():
+        if seed is not None and p.dtype == torch.bfloat16:
+            row = sharded.span(p)[0] if sharded.is_sharded(p) else 0
+            found[sharded.local_rows(p)] = keys(seed, name, row * p.shape[1:].numel(), p.device)
+    return found
+
+
+def keys(seed: int, name: str, first: int, device: torch.device) -> Tensor:
+    """Two 32-bit words hashed from seed and name, then the index of this rank's first entry, as int64 [3]."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    words = [int.from_bytes(digest[i : i + 4], "little") for i in (0, 4)]
+    return torch.tensor([*words, first], dtype=torch.int64, device=device)
+
+
+def random_words(shape: torch.Size, keys: Tensor, step: Tensor) -> Tensor:
+    """32 uniform bits per entry, as int64. Entries are numbered in row-major order, whatever their memory layout."""
+    of_step = _mixed(keys[1] ^ step.to(torch.int64))
+    index = torch.arange(shape.numel(), device=keys.device).view(shape) + keys[2]
+    return _mixed(_mixed(index ^ keys[0]) ^ of_step)
+
+
+def _mixed(word: Tensor) -> Tensor:
+    """A permutation of 32-bit words that spreads every bit over all others (multiply and xor-shift, after Wellons' hash
+    prospector). Products stay below 2^63.
+    """
+    word = ((word ^ (word >> 16)) * 0x21F0AAAD) & WORD
+    word = ((word ^ (word >> 15)) * 0x735A2D97) & WORD
+    return word ^ (word >> 15)
+
+
+def rounded(value: Tensor, bits: Tensor) -> Tensor:
+    """Round fp32 ``value`` to bf16: add 16 random ``bits`` to each entry's bit pattern and keep its upper half.
+
+    This is exactly unbiased if a value's neighbours are finite. Exact bf16 values, infinities and NaN do not change.
+    """
+    pattern = (value.view(torch.int32) + bits.to(torch.int32)) & -0x10000
+    return torch.where(value.isfinite(), pattern.view(torch.float32), value).to(torch.bfloat16)

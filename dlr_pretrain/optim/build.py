@@ -1,4 +1,4 @@
-"""Optimizers by name, with masked updates and with their state as named tensors. Each has a file of its own."""
+"""Optimizers by name, with masked updates and with their state as named tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.config.knobs import ROUND_AT_WILL
-from dlr_pretrain.optim import quantized
+from dlr_pretrain.optim import adamw, galore, loro, muon, quantized
 from dlr_pretrain.optim.adam import Adam
 from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
 
+BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the file of that name
+    "adamw": adamw.build,
+    "adamw_foreach": adamw.build_foreach,
+    "adamw_8bit": adamw.build_8bit,
+    "muon": muon.build,
+    "galore": galore.build,
+    "fira": galore.build_fira,
+    "loro": loro.build,
+}
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -43,8 +52,8 @@ def build(
         options = {"compiled": compiled, "rounding_seed": rounding_seed}
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")
-    module = importlib.import_module(f"dlr_pretrain.optim.{choice.name}")
-    parts = module.build(dict(parameters), choice.knobs, **options)
+    make = BUILDERS.get(choice.name) or importlib.import_module(f"dlr_pretrain.optim.{choice.name}").build
+    parts = make(dict(parameters), choice.knobs, **options)
     for part in parts:
         if isinstance(part, Adam):
             part.heartbeat = heartbeat

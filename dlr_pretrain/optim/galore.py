@@ -1,4 +1,7 @@
-"""GaLore (Zhao et al., 2024): Adam on gradients that are projected to a low rank, instead of low-rank weights."""
+"""GaLore (Zhao et al., 2024): Adam on gradients that are projected to a low rank, instead of low-rank weights.
+
+Fira (Chen et al., 2024) adds the rest of the gradient, scaled as Adam scales the projected part.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ from dlr_pretrain.util.tensors import at_least_fp32
 def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
     """GaLore on the matrices of the blocks, plain Adam at the same rate on all others."""
     return [GaLore(groups(parameters, knobs), knobs)]
+
+
+def build_fira(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
+    """Fira on the matrices of the blocks, plain Adam at the same rate on all others."""
+    return [Fira(groups(parameters, knobs), knobs)]
 
 
 def groups(parameters: dict[str, Tensor], knobs: dict) -> list[dict]:
@@ -47,6 +55,30 @@ class GaLore(Adam):
     def full(self, p: Tensor, gradient: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
         """The direction for the whole matrix, in fp32 (fp64 for fp64), from Adam's ``direction`` for ``reduced``."""
         return self.scale * back(direction, self.state[p]["projector"], p)
+
+
+class Fira(GaLore):
+    """Fira moves a matrix by a back(N) + S, where S = (G - a back(R)) phi and a is ``update_scale``.
+
+    phi = |N| / |R|, with norms along the reduced dimension. S contains a because the authors' code does so. The
+    Frobenius norm of S grows by at most the factor ``limiter`` from one update to the next.
+    """
+
+    def __init__(self, groups: list[dict], knobs: dict):
+        super().__init__(groups, knobs)
+        self.limiter = knobs["limiter"]
+
+    def full(self, p: Tensor, gradient: Tensor, reduced: Tensor, direction: Tensor) -> Tensor:
+        state, along = self.state[p], 1 if p.shape[0] >= p.shape[1] else 0
+        size = reduced.to(direction.dtype).norm(dim=along, keepdim=True)
+        phi = direction.norm(dim=along, keepdim=True) / (size + 1e-8)
+        rest = (gradient - self.scale * back(reduced, state["projector"], p)) * phi
+        norm = rest.norm()
+        if "residual_norm" in state:
+            excess = (norm / (state["residual_norm"] + 1e-8)).clamp(min=self.limiter) / self.limiter
+            rest, norm = rest / excess, norm / excess
+        state["residual_norm"] = norm
+        return super().full(p, gradient, reduced, direction) + rest
 
 
 def projector(gradient: Tensor, rank: int) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
+from dlr_pretrain.optim import adamw
 from dlr_pretrain.optim import build as optim
-from dlr_pretrain.optim import rounding, wide_adamw
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
 GO = torch.tensor(0.0)
@@ -19,8 +19,8 @@ CPU = torch.device("cpu")
 
 
 def words(count: int, step: int, seed: int = 0, name: str = "w", first: int = 0) -> Tensor:
-    keys = rounding.keys(seed, name, first, CPU)
-    return rounding.random_words(torch.Size([count]), keys, torch.tensor(float(step)))
+    keys = adamw.keys(seed, name, first, CPU)
+    return adamw.random_words(torch.Size([count]), keys, torch.tensor(float(step)))
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -32,7 +32,7 @@ def test_every_value_goes_to_a_neighbour_as_often_as_it_is_near():
     bits = torch.arange(COUNT)
     values = [1.0, -1.0, 1.00390624, 0.3, -0.7071, 1e-30, 3e38, -1e-39, 5e-324, 0.0]
     for value in torch.tensor(values, dtype=torch.float64).float().tolist():
-        found = rounding.rounded(torch.full((COUNT,), value), bits)
+        found = adamw.rounded(torch.full((COUNT,), value), bits)
         assert found.dtype == torch.bfloat16 and len(found.unique()) <= 2
         assert found.double().mean().item() == value, value
         assert value not in torch.tensor([value]).bfloat16().double().tolist() or (found == value).all()
@@ -41,7 +41,7 @@ def test_every_value_goes_to_a_neighbour_as_often_as_it_is_near():
 def test_what_is_not_finite_stays_so():
     patterns = torch.tensor([0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1], dtype=torch.int32)
     for bits in (0, 1, 0xFFFF):
-        found = rounding.rounded(patterns.view(torch.float32), torch.tensor(bits))
+        found = adamw.rounded(patterns.view(torch.float32), torch.tensor(bits))
         assert found[:2].tolist() == [math.inf, -math.inf] and found[2:].isnan().all()
 
 
@@ -64,8 +64,8 @@ def test_bits_are_uniform_and_those_of_neighbours_steps_names_and_seeds_are_inde
 
 def test_an_entry_has_its_bits_in_any_memory_layout_and_on_any_rank():
     whole = words(24, step=3)
-    keys = rounding.keys(0, "w", 0, CPU)
-    assert torch.equal(rounding.random_words(torch.Size([4, 6]), keys, torch.tensor(3.0)), whole.view(4, 6))
+    keys = adamw.keys(0, "w", 0, CPU)
+    assert torch.equal(adamw.random_words(torch.Size([4, 6]), keys, torch.tensor(3.0)), whole.view(4, 6))
     assert torch.equal(words(12, step=3, first=12), whole[12:])
 
 
@@ -73,9 +73,8 @@ def test_an_entry_has_its_bits_in_any_memory_layout_and_on_any_rank():
 # AdamW
 
 
-def optimizer_of(p: Tensor, seed: int | None = 0, name: str = "adamw", **knobs) -> optim.Optimizer:
-    more = {"block_size": 256} if name == "adamw_8bit" else {}
-    return optim.build(Choice(name, ADAM | more | knobs), {"w": p}, rounding_seed=seed)
+def optimizer_of(p: Tensor, seed: int | None = 0, **knobs) -> optim.Optimizer:
+    return optim.build(Choice("adamw", ADAM | knobs), {"w": p}, rounding_seed=seed)
 
 
 def test_an_update_is_that_of_float64_on_average_and_bit_for_bit_but_for_its_rounding():
@@ -128,24 +127,3 @@ def test_decay_and_updates_below_half_a_unit_act(start, gradient, lr, decay, end
 
     assert mean(None) == start
     assert mean(0) - start == pytest.approx(end - start, rel=0.05)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, monkeypatch):
-    if name == "adamw_8bit":
-        pytest.importorskip("torchao")
-
-    def trained() -> list[Tensor]:
-        p = torch.randn(640, 24, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-        optimizer = optimizer_of(p, 5, name)
-        for k in range(3):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
-            optimizer.update(1e-3, skip=GO)
-        return [p.detach(), *optimizer.state_tensors().values()]
-
-    whole, calls, advance = trained(), [], wide_adamw._advance
-    monkeypatch.setattr(wide_adamw, "LARGEST", 7000)
-    monkeypatch.setattr(wide_adamw, "_advance", lambda *given: (calls.append(given[0].shape), advance(*given)))
-    assert all(torch.equal(a, b) for a, b in zip(whole, trained(), strict=True))
-    rows = 291 if name == "adamw" else 256
-    assert calls == [(rows, 24), (rows, 24), (640 - 2 * rows, 24)] * 3
