@@ -20,7 +20,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models import dlr
 from dlr_pretrain.models.flops import attention_as_on_a_gpu
 from dlr_pretrain.models.llama import Llama, build
-from dlr_pretrain.models.merged import MergedResiduals
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.optim.build import state_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 

@@ -31,7 +31,7 @@ from dlr_pretrain.deploy.export import deployed, export
 from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
-from dlr_pretrain.models.merged import MergedResiduals
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE, WORKING_DTYPE
 

@@ -19,7 +19,6 @@ model without the residual refuses this unknown name; a model with a residual re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -28,9 +27,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.merged import MergedResiduals
 from dlr_pretrain.models.residual import (
     GROUPINGS,
+    MergedResiduals,
     Residual,
     UpProjection,
     columns_of,
@@ -74,15 +73,12 @@ def attach_dlr(
     for trained weights, such as the truncated SVD of dense ones. The weights must be fp32 or wider: next to -beta, bf16
     would round away B's own values and most of their updates.
 
-    Raises ValueError if nothing matches, if a layer has a residual already or was folded, if another module uses the
-    same weight, if a weight is not a floating-point parameter, or if arguments contradict each other.
+    Raises ValueError if nothing matches, if a layer has a residual already, if another module uses the same weight, if
+    a weight is not a floating-point parameter, or if arguments contradict each other.
     """
-    if impl not in ("weight", "branch"):
-        raise ValueError(f"impl={impl!r}: must be 'weight' or 'branch'")
-    if grouping not in GROUPINGS:
-        raise ValueError(f"grouping={grouping!r}: must be one of {', '.join(GROUPINGS)}")
-    if not math.isfinite(alpha):
-        raise ValueError(f"alpha={alpha}: must be a finite number")
+    for argument, value, known in (("impl", impl, ("weight", "branch")), ("grouping", grouping, GROUPINGS)):
+        if value not in known:
+            raise ValueError(f"{argument}={value!r}: must be {' or '.join(known)}")
     if learn_alpha and impl != "branch":
         raise ValueError(f"learn_alpha=True: alpha is learned in the branch, and this is impl={impl!r}. Use 'branch'")
     if not train_b and keep_output:
@@ -123,10 +119,8 @@ def active(module: nn.Module) -> Iterator[None]:
 def require_residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
     """The up-projections that carry a residual, with their names. Raises ValueError if there are none."""
     found = residuals(module)
-    if not found and any(getattr(m, "dlr_folded", False) for m in module.modules()):
-        raise ValueError("this module is folded already: its weights hold the residual")
     if not found:
-        raise ValueError("this module has no residual: call attach_dlr first")
+        raise ValueError("this module has no residual: attach_dlr was not called, or fold_ was called already")
     return found
 
 
@@ -147,7 +141,6 @@ def fold_(module: nn.Module) -> int:
         up.residual.active = True  # for good
         del up.residual, up.dlr_alpha
         up.__class__ = type(up).__bases__[-1]
-        up.dlr_folded = True
     return len(carrying)
 
 
@@ -203,8 +196,6 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
         if linear.out_features < linear.in_features:
             rule = f"it maps {linear.in_features} to {linear.out_features} features"
             raise ValueError(f"{here} is no up-projection: {rule}. Choose second factors alone by match=")
-        if getattr(linear, "dlr_folded", False):
-            raise ValueError(f"{here} was folded: its weight holds a residual already")
         if "weight" not in dict(linear.named_parameters(recurse=False)) or not linear.weight.is_floating_point():
             raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
         if len(shared := users[id(linear.weight)]) > 1:

@@ -1,15 +1,19 @@
-"""beta R^T of one up-projection: which output receives which latent, how it is added, and the layer that carries it."""
+"""beta R^T of an up-projection: which output receives which latent, the layer that carries it, and how it is merged."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import record_function
 
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -123,7 +127,6 @@ class UpProjection(nn.Linear):
 
     residual: Residual
     dlr_alpha: nn.Parameter | None  # if alpha is learned
-    dlr_folded: bool  # once the residual was folded, and is gone
 
     def forward(self, z: Tensor) -> Tensor:
         """W z + bias, with W = B + beta R^T; with ``impl="branch"``, B z + bias + beta R^T z, the paper's path."""
@@ -165,12 +168,9 @@ class UpProjection(nn.Linear):
         if mark is None:
             rule = f"the state has no {prefix}dlr_mark of a residual that it was trained with"
             raise RuntimeError(f"{name}: {rule}. Load what was trained without one before attach_dlr")
-        (beta, columns), (own_beta, own_columns) = mark.tolist(), self.mark().tolist()
-        if beta != own_beta:
-            raise RuntimeError(f"{name} was trained with beta={beta:g}, here it is {own_beta:g}")
-        if columns != own_columns:
-            rule = "was trained with other columns than it has here: which output receives which latent"
-            raise RuntimeError(f"{name} {rule}. Attach with the same grouping, seed and names of modules")
+        if mark.tolist() != (own := self.mark()).tolist():
+            rule = f"was trained with another residual (beta={mark[0].item():g}, here {own[0].item():g})"
+            raise RuntimeError(f"{name} {rule}. Attach with the same alpha, grouping, seed and names of modules")
 
 
 @cache
@@ -190,3 +190,133 @@ def residuals(module: nn.Module) -> list[tuple[str, UpProjection]]:
 def full_name(module: str, leaf: str) -> str:
     """The name of a parameter of the submodule ``module``, which is empty for the module itself."""
     return f"{module}.{leaf}" if module else leaf
+
+
+# ----------------------------------------------------------------------------------------------------
+# Merging, with few kernels for each storage
+
+
+class MergedResiduals:
+    """Merges the residuals that ``module`` has now into its weights, any number of times.
+
+    With ``masters`` (parameter name -> fp32 master) the masters are the state, and every merge sets all parameters from
+    them. Without, the weights are the state themselves. Places in memory are looked up once: neither may move later.
+    ``compiled`` fuses the kernels of a merge: two a storage, or one with masters, where eager code takes up to five.
+    """
+
+    def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None, compiled: bool = False):
+        self.carrying, self.masters = residuals(module), masters
+        parameters = dict(module.named_parameters())
+        state = parameters if masters is None else masters
+        self.working: list[Tensor] = [parameters[name] for name in masters or ()]
+        by_storage: dict[tuple[int, int], list[tuple[str, UpProjection, Tensor]]] = {}
+        for name, up in self.carrying:
+            if up.residual.impl == "weight":
+                b = state[full_name(name, "weight")]
+                by_storage.setdefault((_storage(up.weight), _storage(b)), []).append((name, up, b))
+        add = torch.compile(_add, fullgraph=True, dynamic=True) if compiled else _add
+        self.storages = [_Storage(layers, add) for layers in by_storage.values()]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the context the weights are B + beta R^T; at its end they are B again. See ``dlr.active``.
+
+        With masters they stay merged until the next merge.
+        """
+        if self.masters is None:
+            for name, up in self.carrying:
+                up.residual.require_inactive(name or "the module", "enter it")
+        watch = register_optimizer_step_pre_hook(self._refuse_step)
+        try:
+            self.merge()
+            yield
+        finally:
+            watch.remove()
+            spoiled = self.restore() if self.masters is None else []
+        if spoiled:
+            rule = "its weight was changed, cast or moved inside `active`, and holds a part of the residual for good"
+            raise RuntimeError(f"{spoiled[0] or 'the module'}: {rule}. Load it again, and do that outside")
+
+    @record_function("with_residual")
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Make the working weights from the state: B + beta R^T, rounded once."""
+        if self.masters is not None:
+            torch._foreach_copy_(self.working, list(self.masters.values()))
+        for storage in self.storages:
+            storage.merge()
+        for _, up in self.carrying:
+            up.residual.active = True
+
+    @record_function("with_residual")
+    @torch.no_grad()
+    def restore(self) -> list[str]:
+        """Take residuals out again that were merged into the state, bit for bit; returns layers that are spoiled."""
+        for _, up in self.carrying:
+            up.residual.active = False
+        return [name for storage in self.storages for name in storage.restore()]
+
+    def _refuse_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, up in self.carrying:
+            if id(up.weight) in stepped:
+                up.residual.require_inactive(name or "the module", "call optimizer.step()")
+
+
+class _Storage:
+    """Layers (name, up-projection, state) whose weights lie in one storage, and whose states lie in one.
+
+    The state of a layer is its weight itself or its master.
+    """
+
+    def __init__(self, layers: list[tuple[str, UpProjection, Tensor]], add: Callable[..., Tensor]):
+        self.names, self.add, (_, first, state) = [name for name, _, _ in layers], add, layers[0]
+        self.own = [sharded.local_rows(up.weight) for _, up, _ in layers]
+        self.in_place = first.weight is state
+        self.weights = self.states = _memory(first.weight)
+        self.write_at = self.read_at = torch.cat([up.residual.places(up.weight) for _, up, _ in layers])
+        if not self.in_place:
+            self.states = _memory(state)
+            self.read_at = torch.cat([up.residual.places(b) for _, up, b in layers])
+        self.entries: Tensor | None = None  # B's, while residuals are merged in place
+        wide, rows = at_least_fp32(self.states.dtype), list(zip(layers, self.own, strict=True))
+        self.betas = torch.cat([own.new_full((len(own),), up.residual.beta, dtype=wide) for (_, up, _), own in rows])
+
+    def merge(self) -> None:
+        entries = self.add(self.weights, self.states, self.write_at, self.read_at, self.betas)
+        torch.autograd.graph.increment_version(self.own)
+        self.entries = entries if self.in_place else None
+        self.merged = self._seen()
+
+    def restore(self) -> list[str]:
+        """Write B's entries back; returns the layers whose weight is not the one that ``merge`` has left."""
+        if self.entries is None:
+            return []
+        seen = zip(self.names, self.merged, self._seen(), strict=True)
+        spoiled = [name for name, before, now in seen if before != now]
+        self.weights[self.write_at] = self.entries
+        torch.autograd.graph.increment_version(self.own)
+        self.entries = None
+        return spoiled
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """For each layer where its weight lies, and how often that was written to, as autograd counts."""
+        return [(own.data_ptr(), own._version) for own in self.own]
+
+
+def _add(weights: Tensor, states: Tensor, write_at: Tensor, read_at: Tensor, betas: Tensor) -> Tensor:
+    """Set ``weights[write_at]`` to ``states[read_at]`` plus ``betas``; returns what was read. All are flat."""
+    entries = states[read_at]
+    weights[write_at] = plus(entries, betas, weights.dtype)
+    return entries
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The whole storage of this rank's rows of ``tensor``, flat; not a view, which compiled code could not change."""
+    own = sharded.local_rows(tensor).detach()
+    size = own.untyped_storage().nbytes() // own.element_size()
+    return own.new_empty(0).set_(own.untyped_storage(), 0, (size,))  # type: ignore[call-overload]
+
+
+def _storage(tensor: Tensor) -> int:
+    return sharded.local_rows(tensor).untyped_storage()._cdata

@@ -29,8 +29,7 @@ from dlr_pretrain.config.tree import Train
 from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.models.merged import MergedResiduals
-from dlr_pretrain.models.residual import Residual
+from dlr_pretrain.models.residual import MergedResiduals, Residual
 from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.train.ranks import Ranks

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, residuals
 from dlr_pretrain.models.linear import require_tied
-from dlr_pretrain.models.merged import MergedResiduals
-from dlr_pretrain.models.residual import Residual, columns_of
+from dlr_pretrain.models.residual import MergedResiduals, Residual, columns_of
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.tensors import STATE_DTYPE

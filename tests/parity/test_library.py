@@ -22,9 +22,11 @@ class Net(nn.Module):
     """Layers with a bias, in places of many names."""
 
     def __init__(self):
+        torch.manual_seed(0)
         super().__init__()
         self.embed, self.norm, self.head = nn.Linear(12, 16), nn.LayerNorm(16), nn.Linear(16, 5)
         self.mlps = nn.ModuleList(nn.Sequential(nn.Linear(16, 38), nn.GELU(), nn.Linear(38, 16)) for _ in range(2))
+        self.double()
 
     def forward(self, x):
         x = self.embed(x)
@@ -33,29 +35,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def net() -> tuple[nn.Module, str]:
-    return Net().double(), "mlps.*"
-
-
-def llama() -> tuple[nn.Module, str]:
-    """The LLaMA of transformers, embedding and head at unit scale: at 0.02 a norm multiplies rounding errors by 50."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=38, num_hidden_layers=2, num_attention_heads=2
-    )
-    model = transformers.LlamaForCausalLM(config).double()
-    model.model.embed_tokens.weight.data.mul_(50)
-    model.lm_head.weight.data.mul_(50)
-    return model, "*_proj"
-
-
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(step % 3)
-    if isinstance(model, Net):
-        x, y = torch.randn(8, 12, generator=draw, dtype=torch.float64), torch.randint(0, 5, (8,), generator=draw)
-        return F.cross_entropy(model(x), y)
-    ids = torch.randint(0, 40, (3, 10), generator=draw)
-    return F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())  # theirs is fp32
+    x, y = torch.randn(8, 12, generator=draw, dtype=torch.float64), torch.randint(0, 5, (8,), generator=draw)
+    return F.cross_entropy(model(x), y)
 
 
 class Literal(nn.Module):
@@ -80,15 +63,9 @@ def literal(model: nn.Module, names: list[str], alpha: float) -> nn.Module:
     return model
 
 
-@pytest.fixture(params=[net, llama])
-def made(request):
-    torch.manual_seed(0)
-    return request.param()
-
-
-def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained(made):
-    model, match = made
-    names = factorize_(model, RANK, match)
+def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained():
+    model = Net()
+    names = factorize_(model, RANK, "mlps.*")
     reference = literal(model, names, alpha=0.8)
     assert attach_dlr(model, alpha=0.8) == [f"{name}.b" for name in names]
     losses = []
@@ -115,10 +92,10 @@ def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained(made):
     assert loss_of(model, 0).item() == pytest.approx(shown, rel=1e-12)
 
 
-def test_factors_are_the_truncated_svd_and_the_residual_can_start_without_changing_it(made):
-    model, match = made
+def test_factors_are_the_truncated_svd_and_the_residual_can_start_without_changing_it():
+    model = Net()
     weights = {name: m.weight.detach().clone() for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    names = factorize_(model, RANK, match)
+    names = factorize_(model, RANK, "mlps.*")
     for name in names:
         u, s, vh = torch.linalg.svd(weights[name])
         b, a = (model.get_submodule(f"{name}.{f}").weight for f in "ba")
@@ -138,22 +115,6 @@ def test_factors_of_full_rank_keep_the_output_and_the_bias():
     expected = model["b"](x)
     factorize_(model, 4, "b")
     torch.testing.assert_close(model["b"](x), expected)
-
-
-def test_a_llama_that_was_factorised_and_folded_is_a_lowrank_llama_of_this_package(tmp_path):
-    model, match = llama()
-    from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
-
-    factorize_(model, RANK, match)
-    attach_dlr(model)
-    fold_(model)
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures")}
-    same = LowRankLlamaForCausalLM(LowRankLlamaConfig(backbone="lowrank", rank=RANK, **settings)).double()
-    same.load_state_dict(model.state_dict())
-    assert loss_of(same, 0).item() == pytest.approx(loss_of(model, 0).item(), rel=1e-12)
-    same.save_pretrained(tmp_path)
-    again = LowRankLlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert loss_of(again, 0).item() == loss_of(same, 0).item()
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -215,7 +176,6 @@ def computed() -> nn.ModuleDict:
     (layer, {"match": "*"}, "a is no up-projection: it maps 8 to 4 features"),
     (lambda: layer().bfloat16(), {"keep_output": True}, "keep_output=True is for fp32 weights, and this is torch"),
     (layer, {"learn_alpha": True}, "alpha is learned in the branch, and this is impl='weight'"),
-    (layer, {"alpha": math.nan}, "alpha=nan: must be a finite number"),
     (layer, {"keep_output": True, "train_b": False}, "train_b=False: B stays zero"),
     (layer, {"impl": "fused"}, "impl='fused'"),
     (layer, {"grouping": "even"}, "grouping='even'"),
@@ -232,7 +192,7 @@ def test_what_cannot_carry_a_residual_is_refused_and_nothing_is_attached(make, a
 def test_the_steps_of_the_interface_are_refused_out_of_order():
     model = layer()
     for act in (fold_, lambda m: active(m).__enter__()):
-        with pytest.raises(ValueError, match="no residual: call attach_dlr"):
+        with pytest.raises(ValueError, match="no residual: attach_dlr was not called"):
             act(model)
     attach_dlr(model)
     with pytest.raises(ValueError, match="has a residual already"):
@@ -242,10 +202,8 @@ def test_the_steps_of_the_interface_are_refused_out_of_order():
             with pytest.raises(RuntimeError, match="merged"):
                 act(model)
     fold_(model)
-    with pytest.raises(ValueError, match="folded already"):
+    with pytest.raises(ValueError, match="fold_ was called already"):
         fold_(model)
-    with pytest.raises(ValueError, match="was folded"):
-        attach_dlr(model)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -279,35 +237,19 @@ def test_a_backward_pass_after_the_residual_was_taken_out_is_refused():
         loss.backward()
 
 
-@pytest.mark.parametrize("optimizer", [
-    lambda p: torch.optim.SGD(p, lr=0.1),
-    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda m: m.double(), "b: its weight was changed, cast or moved inside `active`"),
+    (lambda m: m["b"].weight.detach().add_(1), "b: its weight was changed, cast or moved inside `active`"),
+    (lambda m: torch.optim.AdamW(m.parameters(), fused=True).step(), r"b: .* call optimizer.step\(\) outside `active`"),
 ])  # fmt: skip
-def test_an_update_inside_active_is_an_error(optimizer):
-    model = layer()
+def test_what_spoils_a_weight_inside_active_is_an_error(spoil, message):
+    model, other = layer(), layer()
     attach_dlr(model)
-    updates = optimizer(model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"b: .* call optimizer.step\(\) outside `active`"), active(model):
+    with active(model):  # somebody else's weights may change
+        spoil(other)
+    with pytest.raises(RuntimeError, match=message), active(model):
         run(model).sum().backward()
-        updates.step()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    other = layer()
-    with active(model):  # somebody else's weights may be updated
-        torch.optim.SGD(other.parameters(), lr=0.1).step()
-    updates.step()
-    assert not torch.equal(before["b.weight"], model["b"].weight)
-
-
-def test_what_spoils_a_weight_inside_active_is_told_at_its_end():
-    for spoil in (lambda m: m.double(), lambda m: m["b"].weight.detach().add_(1)):
-        model = layer()
-        attach_dlr(model)
-        with (
-            pytest.raises(RuntimeError, match="b: its weight was changed, cast or moved inside `active`"),
-            active(model),
-        ):
-            spoil(model)
+        spoil(model)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -316,14 +258,19 @@ def test_what_spoils_a_weight_inside_active_is_told_at_its_end():
 
 def test_a_state_is_loaded_by_the_model_that_it_is_of():
     plain, before = layer(), copy.deepcopy(layer().state_dict())
-    model, other = layer(), layer()
+    model, other, drawn, learned, divided = (layer() for _ in range(5))
     attach_dlr(model, alpha=0.5)
     attach_dlr(other, alpha=1.0)
+    attach_dlr(drawn, alpha=0.5, grouping="random")
+    attach_dlr(learned, alpha=0.7, impl="branch", learn_alpha=True)
+    attach_dlr(divided, impl="branch", learn_alpha=True, variance_correction=False)
     state = model.state_dict()
     assert state["b.dlr_mark"][0].item() == 0.5 / math.sqrt(3)
     for into, given, message in (
         (plain, state, r"Unexpected key.*b\.dlr_mark"),
-        (other, state, r"trained with beta=0\.288675, here it is 0\.57735"),
+        (other, state, r"another residual \(beta=0\.288675, here 0\.57735\)"),
+        (drawn, state, r"another residual .* same alpha, grouping, seed"),
+        (divided, learned.state_dict(), r"another residual \(beta=0\.57735, here 1\)"),
         (model, before, r"b\.weight: the state has no b\.dlr_mark.*before attach_dlr"),
     ):
         with pytest.raises(RuntimeError, match=message):
@@ -335,24 +282,6 @@ def test_a_state_is_loaded_by_the_model_that_it_is_of():
     fold_(model)
     plain.load_state_dict(model.state_dict())
     assert torch.equal(plain["b"].weight, model["b"].weight)
-
-
-@pytest.mark.parametrize("learn_alpha", [False, True])
-def test_a_state_of_other_columns_or_another_divisor_is_refused_by_name(learn_alpha):
-    """The columns are drawn by the seed and the module's name. A learned alpha is part of the state itself."""
-    choice = {"grouping": "random", "impl": "branch", "learn_alpha": learn_alpha}
-    one, same, other, wrapped, divided = layer(), layer(), layer(), nn.Sequential(layer()), layer()
-    for model, seed in ((one, 1), (other, 2), (wrapped, 1)):
-        attach_dlr(model, alpha=0.5, seed=seed, **choice)
-    attach_dlr(same, alpha=0.7 if learn_alpha else 0.5, seed=1, **choice)
-    attach_dlr(divided, alpha=0.5, seed=1, variance_correction=False, **choice)
-    same.load_state_dict(one.state_dict())
-    assert not learn_alpha or same["b"].dlr_alpha.item() == 0.5
-    for model in (other, wrapped[0]):
-        with pytest.raises(RuntimeError, match=r"b\.weight was trained with other columns .* same grouping, seed"):
-            model.load_state_dict(one.state_dict())
-    with pytest.raises(RuntimeError, match=r"trained with beta=[\d.]+, here it is [\d.]+"):
-        divided.load_state_dict(one.state_dict())
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dlr_pretrain.deploy.export import deployed
 from dlr_pretrain.models import build, fold_
 from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.models.llama import Llama
-from dlr_pretrain.models.merged import MergedResiduals
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import EXIT_CONFIG, EXIT_FAILED, UserError
 from tests.conftest import SMALL, main_of, saved

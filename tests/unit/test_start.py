@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.models import build
-from dlr_pretrain.models.merged import MergedResiduals
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped, UserError
