@@ -84,7 +84,8 @@ def open_view(cfg: Config, run_dir: Path, console: Console, resumed_step: int) -
         folder = run_dir / "tensorboard"
         console.summary({"tensorboard": f"tensorboard --logdir {shlex.quote(str(folder))}"})
         return View("TensorBoard", console, lambda: TensorBoard(folder, resumed_step + 1))
-    if cfg.logger.view == "wandb" and os.environ.get("WANDB_MODE") != "disabled":
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("1", "on", "yes", "true")
+    if cfg.logger.view == "wandb" and not disabled and os.environ.get("WANDB_MODE") != "disabled":
         return View("W&B", console, lambda: Wandb(cfg, run_dir, console))
     return None
 

@@ -115,11 +115,11 @@ def history(folder: Path) -> list[dict]:
     return [record["history"]["item"] for record in records if record["type"] == "history"]
 
 
-def viewed(folder: Path) -> tuple[View, io.StringIO]:
+def viewed(folder: Path, *words: str) -> tuple[View, io.StringIO]:
     """An open W&B view of a run directory, and what it says."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").touch()
-    cfg, said = load(TINY), io.StringIO()
+    cfg, said = load([*TINY, *words]), io.StringIO()
     return open_view(cfg, folder, Console(cfg, enabled=True, stream=said), 0), said
 
 
