@@ -142,13 +142,11 @@ def _option(group: str, value: str, line: CommandLine) -> str:
     known, chosen = options(group, line.config_dir), []
     for option in value.split(","):
         name = option.strip(" '\"")
-        near = name if name in known else nearest(name, known)
-        if near != name:
-            fix = f"Did you mean {near}?" if near else ""
-            fix = f"Write data=local data.root={name}" if group == "data" and "/" in name else fix
+        if name not in known:
+            fix = f"Write data=local data.root={name}" if group == "data" and "/" in name else did_you_mean(name, known)
             line.problems.append(Problem(group, name, "must be one of " + ", ".join(known), fix))
-        chosen.append(near or "")
-    return f"{group}={','.join(chosen)}" if all(chosen) else ""
+        chosen.append(name if name in known else nearest(name, known))
+    return f"{group}={','.join(chosen)}" if set(chosen) <= {*known} else ""
 
 
 def by_scale(values: Mapping, *, _root_: DictConfig) -> object:

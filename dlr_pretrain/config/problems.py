@@ -71,20 +71,21 @@ def synonyms() -> dict[str, str]:
 
 def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
     """A fix that names the nearest of the known names, or advises; ``otherwise`` if none is near."""
-    for written in (name.lower(), name.lower().rpartition(".")[2]):
-        if " " in (advice := synonyms().get(written, "")):
-            return advice
-    near = nearest(name, known)
-    return f"Did you mean {near}?" if near else otherwise
+    near = nearest(name, known) or otherwise
+    return f"Did you mean {near}?" if near in known else near
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was most likely meant: another trainer's word for it, the same leaf elsewhere, or a typo."""
+def nearest(name: str, known: Collection[str]) -> str:
+    """The known name that was most likely meant: another trainer's word for it, the same leaf elsewhere, or a typo.
+
+    Of a word that no key stands for, the advice; "" if nothing is near.
+    """
     name = name.lower()
     leaf = name.rpartition(".")[2]
     for written in (name, leaf):
-        if name not in known and synonyms().get(written) in known:
-            return synonyms()[written]
+        meant = synonyms().get(written, "")
+        if name not in known and (meant in known or " " in meant):
+            return meant
     if leaf in known:
         return leaf
 
@@ -94,7 +95,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     candidates = sorted(known, key=lambda other: "." in other)  # keys without a section first
     same = [other for other in candidates if other.rpartition(".")[2] == leaf]
     best = max(same or candidates, key=likeness, default="")
-    return best if same or likeness(best) >= 0.75 else None
+    return best if same or likeness(best) >= 0.75 else ""
 
 
 def shown(value: object) -> str:

@@ -54,18 +54,13 @@ def describe_differences(changed: Mapping[str, tuple[object, object]], between: 
 def shorter_run(cfg: Config) -> str:
     """A line about a run beside a new one that differs from it in ``train.steps`` alone; empty if there is none."""
     own, folder = identity(cfg), Path(str(cfg.run.dir))
-    if read_record(folder) or cfg.run.start_from is not None:
-        return ""
     family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)  # the name without the hash of its keys
-    for path in folder.parent.glob(f"{glob.escape(family)}*"):
+    for path in [] if read_record(folder) else folder.parent.glob(f"{glob.escape(family)}*"):
         with suppress(UserError):  # a damaged record of another run
             changed = differences(read_record(path).get("identity", {}), own)
-            if "train.steps" in changed and not changed.keys() - {"train.steps", "train.warmup_steps"}:
-                steps = changed["train.steps"][0]
-                return (
-                    f"this is a new run: {path} has train.steps={steps}. Give that to continue it, or start from it: "
-                    f"run.start_from={path} run.start_optimizer=true"
-                )
+            if changed.keys() == {"train.steps"}:
+                told = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with that"
+                return f"{told}, or start from it: run.start_from={path} run.start_optimizer=true"
     return ""
 
 

@@ -112,9 +112,9 @@ def test_the_batch_must_fit_the_ranks():
 
 
 def test_nearest_key():
-    near = {"train.LR": "train.lr", "eval.steps": "train.steps", "scale.hidden": "scale.hidden_size", "xyz": None,
+    near = {"train.LR": "train.lr", "eval.steps": "train.steps", "scale.hidden": "scale.hidden_size", "xyz": "",
             "optimizer.lr": "train.lr", "train.seed": "seed", "train.weight_decay": "optimizer.weight_decay",
-            "train.foo": None}  # fmt: skip
+            "train.foo": ""}  # fmt: skip
     assert {name: nearest(name, KNOWN) for name in near} == near
 
 
