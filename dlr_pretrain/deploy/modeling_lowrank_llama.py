@@ -9,11 +9,12 @@ attention kernels, generation and everything else are the library's own LLaMA; t
     lax        y = B z, where z joins A x with the latent from the same projection of the previous block
     cola_lax   the same, with a SiLU between the factors
 
-The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, and the
-library's loop passes it to every block as an argument. A latent belongs to its position, so that a cached position
-needs none.
+The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, the library's
+loop passes it to every block as an argument, and the block shows it to its projections. A latent belongs to its
+position, so that a cached position needs none.
 """
 
+import threading
 from functools import wraps
 from typing import ClassVar
 
@@ -22,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -30,8 +30,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
 )
 from transformers.utils import logging
 
@@ -93,6 +91,15 @@ class Latents:
         self.of: dict[tuple[int, str], Tensor] = {}
 
 
+class Call(threading.local):
+    """What the block that computes in this thread was given: the library hands projections nothing but x."""
+
+    latents: Latents | None = None
+
+
+CALL = Call()
+
+
 class LowRankLinear(nn.Module):
     """y = s B phi(A x) with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
@@ -113,7 +120,7 @@ class LowRankLinear(nn.Module):
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h) if self.silu else h
 
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.b(self.activate(self.a(x)) * self.scale)
 
 
@@ -132,7 +139,7 @@ class LostLinear(LowRankLinear):
         """The channels before a checkpoint says which: ``count`` of all, equally far apart."""
         return torch.arange(count) * self.d_in // count
 
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         z = self.activate(self.a(x))
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
 
@@ -174,13 +181,14 @@ class LaxLinear(LowRankLinear):
             self.gate = GATES[config.gate](config.rank)
             self.norm = nn.LayerNorm(config.rank, eps=1e-6)
 
-    def forward(self, x: Tensor, latents: Latents) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        latents = CALL.latents.of
         h = self.a(x)
         if self.block:
-            h = self.norm(h + self.gate(latents.of[self.block - 1, self.name].to(h.device)))
+            h = self.norm(h + self.gate(latents[self.block - 1, self.name].to(h.device)))
         z = self.activate(h)
         if not self.last:
-            latents.of.setdefault((self.block, self.name), z)
+            latents.setdefault((self.block, self.name), z)
         return self.b(z)
 
 
@@ -207,37 +215,12 @@ class LowRankLlamaAttention(LlamaAttention):
             super().__init__(config, layer_idx)
         factorise_(self, config, layer_idx)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None = None,
-        latents: Latents | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (p(hidden_states, latents).view(shape).transpose(1, 2) for p in projections)
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
-        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
-        if cache is not None:  # transformers 5.24
-            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
-        elif past is not None:
-            k, v = past.update(k, v, self.layer_idx, {"cache_position": kwargs.get("cache_position")})
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
-        y, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(y.reshape(*shape[:-2], -1), latents), weights
-
 
 class LowRankLlamaMLP(LlamaMLP):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
         with torch.device("meta"):
             super().__init__(config)
         factorise_(self, config, layer_idx)
-
-    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x, latents)) * self.up_proj(x, latents), latents)
 
 
 class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
@@ -250,9 +233,11 @@ class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, latents: Latents | None = None, **kwargs) -> Tensor:
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), latents=latents, **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), latents)
+        outer, CALL.latents = CALL.latents, latents
+        try:
+            return super().forward(hidden_states, **kwargs)
+        finally:
+            CALL.latents = outer
 
 
 class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
