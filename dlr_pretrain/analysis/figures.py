@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dlr_pretrain.analysis.runs import Runs, ended, spread
-from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.text import amount
 
 IMAGES = ("png", "svg", "pdf")
@@ -72,45 +72,40 @@ def draw(found: Runs, folder: Path) -> Iterator[Picture]:
 
 def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str) -> Picture:
     """A line for each group, and thin ones for unfinished runs."""
-    ax, levels = axes(), []
+    ax = axes()
     for i, (_, of) in enumerate(at.groups()):
-        levels += draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i])
-    if levels:  # not the first losses, which would flatten the curve
-        room = 0.04 * (max(levels) - min(levels)) or 0.1
-        ax.set_ylim(min(levels) - room, max(levels) + room)
+        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i])
+    late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
+    if len(late):  # not the first losses, which would flatten the curves
+        room = 0.04 * np.ptp(late) or 0.1
+        ax.set_ylim(late.min() - room, late.max() + room)
     ax.xaxis.set_major_formatter(lambda value, _: amount(value, 4) if value else "0")
     ax.set(xlabel=LABELS[x], ylabel=LABELS[column])
     told = "means over the finished seeds, with their standard deviation. A line ends where a seed has diverged"
     return save(ax, folder, name, f"{caption}: {told}; unfinished runs are thin.")
 
 
-def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple) -> list[float]:
-    """Draw a group: mean and band, unfinished runs, evaluations. Returns the values that the axes should show."""
+def draw_group(ax: Axes, of: pd.DataFrame, metrics: pd.DataFrame, column: str, x: str, colour: tuple) -> None:
+    """Draw a group: mean and band, unfinished runs, evaluations."""
     last = spread(ended(of).ppl) if len(ended(of)) else "unfinished"
     label = textwrap.fill(f"{of.label.iloc[0]}: {last}", 44)
     wide, at = metrics.pivot(index="step", columns="run", values=column), metrics.groupby("step")[x].mean()
-    is_evaluation = column.startswith("eval/")
-    if is_evaluation:
-        wide = wide.dropna(how="all")
+    if column.startswith("eval/"):
+        wide, mark = wide.dropna(how="all"), "o"
     else:
-        wide = wide.rolling(max(1, len(wide) // 50), center=True, min_periods=1).median().where(wide.notna())
+        wide, mark = wide.rolling(max(1, len(wide) // 50), center=True, min_periods=1).median().where(wide.notna()), ""
     both = [run for run in ended(of).run if run in wide]
     alone = [[run] for run in wide if run not in both]
-    levels: list[float] = []
     for runs in filter(None, [both, *alone]):
         lines = wide[runs].dropna()
         lines = lines.iloc[:: max(1, len(lines) // POINTS)]
-        mean, std = lines.mean(axis=1), lines.std(axis=1)
-        width, mark = 1.6 if runs is both else 0.6, "o" if is_evaluation else None
+        mean, std, width = lines.mean(axis=1), lines.std(axis=1), 1.6 if runs is both else 0.6
         ax.plot(at[mean.index], mean, color=colour, linewidth=width, marker=mark, markersize=4, label=label)
         ax.fill_between(at[mean.index], mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
         label = None
-        levels += mean.iloc[len(mean) // 20 :].tolist()
     if column == "train/loss":
         evaluated = metrics.dropna(subset="eval/loss")
         ax.plot(evaluated[x], evaluated["eval/loss"], "o", color=colour, markersize=3)
-        levels += evaluated["eval/loss"].tolist()
-    return levels
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -122,16 +117,14 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     design = found["design"]
     if len(design["rates"]) == 1:
         return
-    ax = axes()
-    grid = pd.DataFrame(found["trials"])
-    grid = grid[grid.seed.isin(design["seeds"])]
-    grid["ppl"] = grid.loss_b.astype(float).map(perplexity, na_action="ignore")
+    ax, grid = axes(), pd.DataFrame(found["trials"])
+    grid = grid[grid.seed.isin(design["seeds"])].assign(ppl=lambda of: np.exp(of.loss_b.astype(float)))
     for i, method in enumerate(design["methods"]):
         of, style = grid[grid.method == method], {"color": COLOURS[i]}
         means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
         ax.plot(of.lr, of.ppl, "o", alpha=0.4, markersize=4, **style)
         ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)
-        if (best := found["chosen"][method]["lr"]) in means:
+        if (best := found["chosen"][method]["lr"]) is not None:
             ax.plot(best, means[best], "o", markersize=13, markerfacecolor="none", **style)
         lost = of.lr[of.state == "diverged"]
         ax.plot(lost, [0.98] * len(lost), "x", transform=ax.get_xaxis_transform(), **style)

@@ -4,7 +4,7 @@ One half of the validation text (A) chooses a method's rate, the other half (B) 
 the first one, seed by seed. The result is one mapping, as in ``tune.json``:
 
     design        methods, rates (ascending), seeds, fresh (seeds of --confirm, which alone are reported)
-    trials        of each run: method, lr, seed, run, state, reason, and loss_a and loss_b of a complete one
+    trials        of each run: method, lr, seed, run, state, and loss_a and loss_b of a complete one
     chosen        of each method: lr (null if none can be chosen), losses (on B by seed; null if it diverged), reason
     comparisons   of each other method: against, method, by_seed, difference, better ("none shown", or null), reason
 
@@ -31,7 +31,7 @@ from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import ORIGIN, identity, read_record
 from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import Status, status_of
+from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
 from dlr_pretrain.util.history import perplexity, read_metrics
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tune(argv: Sequence[str]) -> int:
+    """Train what is due, compare, and write the report."""
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
@@ -72,7 +73,7 @@ def tune(argv: Sequence[str]) -> int:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
         jobs = start(sorted(some.values(), key=lambda run: run.number), given, for_sbatch, same_text)
         same_text()
-        return [trial(cell, run, status_of(run, jobs)) for cell, run in some.items()]
+        return [trial(cell, run, status_of(run, jobs).state) for cell, run in some.items()]
 
     trials = train_or_queue(runs)
     fresh: dict[Cell, Line] = {}
@@ -93,10 +94,7 @@ def tune(argv: Sequence[str]) -> int:
     write(found, given.output)
     print(methods_table(found).markdown(), *(f"* {line}" for line in found["remarks"]), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
-    broken = [t for t in trials if t["state"] in ("failed", "stopped") or (given.local and t["state"] not in ENDED)]
-    for t in broken:
-        print("{method} lr={lr:g} seed={seed}: {state} {reason}".format(**t))
-    return EXIT_FAILED if broken else 0
+    return EXIT_FAILED if any(t["state"] not in (*ENDED, "running", "pending") for t in trials) else 0
 
 
 def seed_list(text: str) -> list[int]:
@@ -156,18 +154,17 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
             raise UserError(f"{key} of {other} is not that of {first}: {rule}")
 
 
-def trial(cell: Cell, run: PlannedRun, status: Status) -> dict:
+def trial(cell: Cell, run: PlannedRun, state: str) -> dict:
     """A run as ``trials`` describe it; one whose last loss is not finite has diverged."""
-    found = dict(zip(("method", "lr", "seed"), cell, strict=True)) | {"run": str(run.dir)}
-    found |= {"state": status.state, "reason": status.reason, "loss_a": None, "loss_b": None}
-    if status.state != "complete":
-        return found
+    method, lr, seed = cell
+    found = {"method": method, "lr": lr, "seed": seed, "run": str(run.dir), "state": state}
+    if state != "complete":
+        return found | {"loss_a": None, "loss_b": None}
     last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
     if last.get("step") != run.cfg.train.steps:
         raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
-    if last["eval/loss"] is None:
-        return found | {"state": "diverged"}
-    return found | {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
+    found |= {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
+    return found | {"state": "diverged"} if last["eval/loss"] is None else found
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -184,19 +181,19 @@ def compare(design: dict, trials: Sequence[dict]) -> dict:
     first, *others = design["methods"]
     comparisons = []
     for method in others:
-        found = {"against": first, "method": method, "by_seed": {}, "difference": None, "better": None, "reason": ""}
-        comparisons.append(found)
-        if open_question := next((name for name in (first, method) if chosen[name]["reason"]), None):
-            found["reason"] = f"{open_question}: {chosen[open_question]['reason']}"
-            continue
-        losses = chosen[first]["losses"]
-        found["by_seed"] = {seed: loss - losses[seed] for seed, loss in chosen[method]["losses"].items()}
-        mean = estimate(list(found["by_seed"].values()), 1 - (1 - LEVEL) / len(others))
-        found["difference"] = mean
-        if mean["low"] is None:
-            found["reason"] = "one seed says nothing of what another would give"
-        else:
-            found["better"] = method if mean["high"] < 0 else first if mean["low"] > 0 else "none shown"
+        reasons = [f"{name}: {chosen[name]['reason']}" for name in (first, method) if chosen[name]["reason"]]
+        by_seed, difference, better = {}, None, None
+        if not reasons:
+            losses = chosen[first]["losses"]
+            by_seed = {seed: loss - losses[seed] for seed, loss in chosen[method]["losses"].items()}
+            difference = estimate(list(by_seed.values()), 1 - (1 - LEVEL) / len(others))
+            low, high = difference["low"], difference["high"]
+            if low is None:
+                reasons = ["one seed says nothing of what another would give"]
+            else:
+                better = method if high < 0 else first if low > 0 else "none shown"
+        found = {"against": first, "method": method, "by_seed": by_seed, "difference": difference}
+        comparisons.append(found | {"better": better, "reason": "; ".join(reasons)})
     return {"design": design, "chosen": chosen, "comparisons": comparisons, "trials": list(trials)}
 
 
