@@ -12,7 +12,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import platform
 import shutil
 import signal
 import socket
@@ -140,15 +139,14 @@ def configuration(words: list[str]) -> str:
 
 def gpus(cfg: Config) -> str:
     """The GPUs that torch sees, their free memory, and the CPU cores for the ranks of this machine."""
-    machine = f"{cores()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     if not torch.cuda.is_available():
-        text = f"none: the run trains on the CPU ({machine})"
         if cfg.device != "cpu":
-            raise UserWarning(f"{text}. Set device=cpu if that is meant")
-        return text
+            raise UserWarning("none: the run trains on the CPU. Set device=cpu if that is meant")
+        return f"none: the run trains on {cores()} CPU cores"
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     free, total = torch.cuda.mem_get_info(0)
-    text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free, {machine}"
+    text = f"{torch.cuda.device_count()} x {', '.join(names)}, {free / 1e9:.3g} of {total / 1e9:.3g} GB free; "
+    text += f"{cores()} CPU cores, torch {torch.__version__}"
     if free < 0.9 * total:
         raise UserWarning(f"{text}. Another process holds memory: look at nvidia-smi")
     if cores() < 2 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)):

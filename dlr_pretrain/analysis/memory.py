@@ -68,7 +68,7 @@ def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     kept, peak, gradients = step_bytes(model, micro_batch, cfg.train.seq_len, summed, saved, masked)
     casts = entries * state.itemsize if working != state else 0
 
-    weights = sum(_storages([*model.parameters(), *model.buffers(), *_indices(model)]).values())
+    weights = _size([*model.parameters(), *model.buffers(), *_indices(model)])
     masters = everything * state.itemsize if state != working else 0
     optimizer = state_bytes(cfg.optimizer, optimized)
     backward = peak + (gradients if summed else 0)
@@ -94,7 +94,7 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     whole = (root + 2 * max(blocks)) * working.itemsize  # of the gathered weights, and of their gradients
     rows = sum(p.numel() for p in trained.values())
 
-    weights = sum(p.nbytes for p in own.values()) + sum(_storages([*model.buffers(), *_indices(model)]).values())
+    weights = sum(p.nbytes for p in own.values()) + _size([*model.buffers(), *_indices(model)])
     gradients = rows * state.itemsize
     optimizer = state_bytes(cfg.optimizer, trained)
     temporaries = peak - kept + 2 * whole
@@ -134,7 +134,7 @@ def step_bytes(
         loss = model(ids, ids, ids if masked else None)
         kept = alive.now()
         loss.backward()
-    return kept, alive.peak, sum(_storages(p.grad for p in trained if p.grad is not None).values())
+    return kept, alive.peak, _size(p.grad for p in trained if p.grad is not None)
 
 
 class _Alive(TorchDispatchMode):
@@ -169,9 +169,10 @@ class _Alive(TorchDispatchMode):
         return self.bytes
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of each storage that ``tensors`` are views of."""
-    return {(storage := tensor.untyped_storage())._cdata: storage.nbytes() for tensor in tensors}
+def _size(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the storages that ``tensors`` are views of."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _indices(model: nn.Module) -> list[Tensor]:

@@ -149,7 +149,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "planned": config["train"]["steps"],
         "identity": manifest["identity"],
         "start": last,
-        "code": tuple(dict.fromkeys(_commit(start.get("git")) for start in trained.values())),
+        "code": {str(start.get("git"))[:12] for start in trained.values()},
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
         "parameters": manifest.get("parameters", math.nan),
         "flops": metrics.flops.max(),
@@ -174,10 +174,6 @@ def _progress_of(planned: int, manifest: dict, records: list[dict]) -> dict:
     for name, key in {"loss": "loss", "ppl": "perplexity", "convention": "perplexity_galore"}.items():
         found[name] = math.inf if diverged else final.get(f"eval/{key}", math.nan)
     return found
-
-
-def _commit(git: str | None) -> str:
-    return git[:12] + "+" * git.endswith("+") if git else "unknown code"
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -231,8 +227,8 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
         if run["skipped"]:
             yield f"{run['name']} has left out {run['skipped']:,.0f} updates that were not finite"
     for (scale, label), of in runs.groupby(["scale", "label"], sort=False):
-        if len(codes := dict.fromkeys(of.code.sum())) > 1:
-            yield f"{label} at {scale} was trained by different code: {', '.join(codes)}"
+        if len(codes := set().union(*of.code)) > 1:
+            yield f"{label} at {scale} was trained by different code: {', '.join(sorted(codes))}"
     for scale, of in runs.groupby("scale", sort=False):
         if keys := ", ".join(differing_text(of)):
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"

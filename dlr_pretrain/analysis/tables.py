@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import nan
 from pathlib import Path
 
 import pandas as pd
@@ -15,9 +14,8 @@ from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import table as markdown_table
 
 CONVENTION = (
-    "PPL is the unbiased perplexity after the last update, on all of the validation text. PPL (convention) is what "
-    "scripts of the GaLore family print, as in published tables: the loss of n batches is divided by n + 1. It needs "
-    "enough text."
+    "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
+    "print, as in published tables: the loss of n batches is divided by n + 1. It needs enough text."
 )
 
 
@@ -79,24 +77,23 @@ def settings_table(found: Runs) -> Iterator[Table]:
 
 def pairs_table(found: Runs) -> Iterator[Table]:
     """Each backbone without and with DLR, all else equal, and the difference by seed; nothing without such a pair."""
-    theirs = facts("table1").set_index(["scale", "method"]).ppl
     plain = {group.pair: of for group, of in found.groups() if group.dlr == "off"}
     rows, notes = [], [f"Differences are between runs with the same seed: mean ± standard deviation. {CONVENTION}"]
     for group, of in found.groups():
         if group.dlr != "on" or group.pair not in plain:
             continue
-        scale, label, base = group.scale, group.label, group.method.partition("+")[0]
         without, with_dlr = (ended(runs).set_index("seed") for runs in (plain[group.pair], of))
         rows.append({
-            "Scale": scale,
-            "Backbone": label.replace("+dlr", "", 1),
+            "Scale": group.scale,
+            "Backbone": group.label.replace("+dlr", "", 1),
             "PPL plain": spread(without.ppl),
             "PPL with DLR": spread(with_dlr.ppl),
             "Δ PPL": spread(differences(without.ppl, with_dlr.ppl), "+.2f"),
-            "Δ paper": shown(theirs.get((scale, f"{base}+dlr"), nan) - theirs.get((scale, base), nan), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
-            notes.append(f"{label} at {scale}: without a partner, and not in the difference: seed {', '.join(odd)}")
+            notes.append(
+                f"{group.label} at {group.scale}: without a partner, and not in the difference: seed {', '.join(odd)}"
+            )
     if rows:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)
 

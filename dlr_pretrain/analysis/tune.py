@@ -251,9 +251,8 @@ def methods_table(found: dict) -> Table:
         rows.append(row)
     note = (
         "PPL (held out) is on the half of the validation text that chose no rate: mean ± standard deviation (seeds). "
-        "Differences are in nats/token from the first method, between runs with the same seed; negative means that the "
-        "method of the row is better. Intervals are Student's t over seeds. A method is better if its interval "
-        "excludes zero."
+        "Differences are in nats/token from the first method, between runs with the same seed, with intervals by "
+        "Student's t; negative: the row's method is better. It is called so if the interval excludes zero."
     )
     return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
 

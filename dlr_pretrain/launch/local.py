@@ -16,6 +16,7 @@ from dlr_pretrain.util.errors import Stopped
 from dlr_pretrain.util.process import cores, stop_signals
 
 TRAIN = ("-m", "dlr_pretrain")
+LOG = "local.log"  # in the run directory
 
 
 def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], None]) -> None:
@@ -44,7 +45,7 @@ def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], Non
                 run, slot = running.pop(process)
                 slots.append(slot)
                 done = len(runs) - len(waiting) - len(running)
-                failed = f" (exit code {process.returncode}: see {_log(run)})" if process.returncode else ""
+                failed = f" (exit code {process.returncode}: see {run.dir / LOG})" if process.returncode else ""
                 print(f"{done}/{len(runs)}  {run.dir.name}: {status_of(run, {})}{failed}", flush=True)
                 after_each()
             time.sleep(0.05)
@@ -58,17 +59,15 @@ def train(runs: Sequence[PlannedRun], at_once: int, after_each: Callable[[], Non
             signal.signal(number, handler)
 
 
-def _log(run: PlannedRun) -> Path:
-    return run.dir / "local.log"
-
-
 def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
     environment = {"OMP_NUM_THREADS": str(max(1, cores() // at_once))} | os.environ
     known = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
     if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     run.dir.mkdir(parents=True, exist_ok=True)
-    with open(_log(run), "ab") as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, by ``stop``
+    with open(
+        run.dir / LOG, "ab"
+    ) as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, by ``stop``
         return subprocess.Popen(
             [sys.executable, *TRAIN, *run.line.words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, process_group=0,
