@@ -143,7 +143,7 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
         more = world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
         fix = f"Set data.streams={more} before the first start, or start {largest_divisor(streams, world_size)} ranks"
         yield Problem("data.streams", streams, rule, fix)
-    elif micro_batch is not None and share % micro_batch:
+    elif isinstance(micro_batch, int) and share % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"
         yield Problem("train.micro_batch", micro_batch, rule, f"Try {largest_divisor(share, micro_batch)}")
 

@@ -128,7 +128,9 @@ class Train:
     lr_decay: Literal["cosine", "linear"] = key("shape of the learning rate's decay", "cosine")
     lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
-    micro_batch: int | None = key("sequences a rank takes at once; null: by scale.micro_batch", None, ge=1)
+    micro_batch: int | Literal["auto"] | None = key(
+        "sequences a rank takes at once; null: by scale.micro_batch; auto: the most a GPU has room for", None, ge=1
+    )
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
     activation_checkpointing: Literal["none", "latent", "block"] = key("kept: all, input and latents, or input", "none")
@@ -230,8 +232,11 @@ class Config:
         return self.scale.vocab_size or VOCABULARY
 
     def micro_batch(self, world_size: int) -> int:
-        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's."""
-        if self.train.micro_batch is not None:
+        """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's.
+
+        A run on GPUs has resolved ``auto`` before it asks, see ``train/memory.py``; elsewhere it is ``null``.
+        """
+        if isinstance(self.train.micro_batch, int):
             return self.train.micro_batch
         return largest_divisor(self.train.global_batch // world_size, self.scale.micro_batch)
 

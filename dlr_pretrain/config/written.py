@@ -93,7 +93,7 @@ def read_config(run_dir: Path) -> dict:
 
 
 def read_record(run_dir: Path) -> dict:
-    """``run_dir/manifest.json``: identity, state, starts, saved (the last step), started_from.
+    """``run_dir/manifest.json``: identity, state, starts, saved (the last step), started_from, micro_batch.
 
     Empty if there is no such file; raises UserError if it is damaged.
     """

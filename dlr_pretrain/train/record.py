@@ -38,7 +38,7 @@ def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) 
     order and the tokenizer. Raises UserError, with the differences, if the directory holds a run of another identity.
     """
     if "saved" not in read_record(run_dir):
-        update_record(run_dir, {"identity": {}, "started_from": None})
+        update_record(run_dir, {"identity": {}, "started_from": None, "micro_batch": {}})
     bind_identity(run_dir, identity(cfg) | fingerprints)
     record_state(run_dir, "running")
     write_durably(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(to_dict(cfg))))

@@ -24,6 +24,7 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
+from dlr_pretrain.train.memory import PlannedMemory, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
@@ -40,10 +41,11 @@ from dlr_pretrain.util.text import loading
 Report = Callable[[Path], None]  # writes the report of a run directory into it
 
 
-def run(cfg: Config, report: Report | None = None) -> None:
+def run(cfg: Config, report: Report | None = None, planned: PlannedMemory | None = None) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
-    ``report`` writes the report of a run directory; a run that has trained does not fail with it.
+    ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned`` is the
+    plan's estimate of memory, for ``train.micro_batch=auto``.
     Raises Stopped if the run was asked to stop and has saved, and other UserErrors if something prevents the run.
     """
     run_dir = Path(str(cfg.run.dir))  # never None: the configuration has chosen one
@@ -54,7 +56,7 @@ def run(cfg: Config, report: Report | None = None) -> None:
         ranks.require_equal(text.fingerprints)
         ranks.stop_if_asked("before the first step")
         ranks.start_heartbeat(run_dir)
-        Run(cfg, run_dir, ranks, console, text, report).complete()
+        Run(cfg, run_dir, ranks, console, text, report, planned).complete()
 
 
 @dataclass
@@ -67,6 +69,7 @@ class Run:
     console: Console
     text: Text
     report: Report | None
+    planned: PlannedMemory | None
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only, as is
     view: View | None = None  # W&B or TensorBoard
@@ -111,6 +114,7 @@ class Run:
             self.console.say("warning: torch finds no GPU, so this trains on the CPU. Set device=cpu if that is meant")
         text = self.text.source.describe()
         ranks.on_main(lambda: record_start(self.dir, ranks.world_size, ranks.device, text))
+        self.cfg = resolve_micro_batch(self.cfg, ranks, self.text.vocab_size, self.planned, self.dir)
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""

@@ -174,7 +174,7 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
         sizes = (
             f"train.micro_batch={cfg.micro_batch(ranks.world_size)} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
         )
-        fix = "The same command continues with a smaller train.micro_batch; scripts/plan.py counts what settings take"
+        fix = "The same command continues with train.micro_batch=auto or a smaller one; see scripts/plan.py"
         text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
         if not ranks.is_main:
             write_to_stderr(f"error: {text}")

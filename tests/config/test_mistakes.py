@@ -49,7 +49,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
     "train.steps=1.5": ["train.steps=1.5: must be a whole number of at least 1"],
     "train.clip=[1]": ["train.clip=[1]: must be a number above 0 or null"],
-    "train.micro_batch=many": ["train.micro_batch=many: must be a whole number of at least 1 or null"],
+    "train.micro_batch=many": ["train.micro_batch=many: must be a whole number of at least 1 or auto or null"],
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     # rules of the backbone, the optimizer and DLR

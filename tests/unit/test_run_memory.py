@@ -1,4 +1,4 @@
-"""Running out of memory says what helps."""
+"""train.micro_batch=auto takes the largest micro-batch that fits, and running out of memory says what helps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,34 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
+from dlr_pretrain.train.memory import ROOM, resolve_micro_batch
+from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.update import Update, explained
 from dlr_pretrain.util.errors import UserError
+
+
+def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_path, monkeypatch):
+    """Of two ranks with 4 sequences each, at 100 bytes a sequence and 50 beside them."""
+    cfg, room = load(words("train.micro_batch=auto"), 2), [470.0, 299.0]
+    (tmp_path / "manifest.json").write_text('{"identity": {}, "starts": []}')
+
+    def resolved() -> int:
+        ranks = SimpleNamespace(device=torch.device("cuda"), world_size=2, on_main=lambda act: act())
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / ROOM, 1e9))
+        ranks.gather = lambda own: [own, max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)]
+        planned = lambda of, vocab_size, world: 100 * of.train.micro_batch + 50  # noqa: E731
+        return resolve_micro_batch(cfg, ranks, 120, planned, tmp_path).train.micro_batch
+
+    assert resolved() == 2
+    room[:] = [1e6, 1e6]
+    assert resolved() == 2
+    update_record(tmp_path, {"micro_batch": {}})
+    assert resolved() == 4
+    room[1] = 149.0
+    update_record(tmp_path, {"micro_batch": {}})
+    with pytest.raises(UserError, match=r"micro_batch=auto: not one sequence of train.seq_len=32 fits"):
+        resolved()
+    assert cfg.micro_batch(2) == 4  # of a plan and on a CPU: by the scale
 
 
 def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
