@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
 from dlr_pretrain.models.lora import down_factor
@@ -61,15 +60,16 @@ class Sltrain(Group):
         if not self.grouped:
             formed = (form(p.b.weight, p.a.weight, p.values, p.index, self.scale) for p in self.projections)
             return tuple(F.linear(z, weight) for weight in formed)
-        rows, count = z.flatten(0, -2), len(self.projections)
-        entries = *(p.index for p in self.projections), *(p.values for p in self.projections)
-        if torch.is_grad_enabled():
-            y = _Formed.apply(rows, self.scale, self.spec.d_in, self.a.joined, self.b.joined, *entries)
-        else:  # for dynamo, as in Stack
-            storages = self.a.storage, self.b.storage
-            dense = _form_group(self.scale, self.spec.d_in, *storages, entries[:count], entries[count:])
-            y = rows @ dense.flatten(0, 1).T
-        return y.view(*z.shape[:-1], count, -1).unbind(-2)
+        arguments = z.flatten(0, -2), self.a.joined, self.b.joined, *(p.values for p in self.projections)
+        y = checkpoint(self.multiply, *arguments, use_reentrant=False, preserve_rng_state=False)
+        return y.view(*z.shape[:-1], len(self.projections), -1).unbind(-2)
+
+    def multiply(self, x: Tensor, a: Tensor, b: Tensor, *values: Tensor) -> Tensor:
+        """x [N, pad_in], A [G, r, pad_in], B [G, pad_out, r] and the values of the G supports -> [N, G pad_out]."""
+        size, padding = b.shape[1] * a.shape[2], self.spec.pad_in - self.spec.d_in
+        own = [p.index + p.index // self.spec.d_in * padding for p in self.projections]
+        index = torch.cat([g * size + of_one for g, of_one in enumerate(own)])
+        return x @ form(b, a, torch.cat(values), index, self.scale).flatten(0, 1).T
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         b, a, values = (tensors[name] for name in ("b.weight", "a.weight", "values"))
@@ -78,47 +78,9 @@ class Sltrain(Group):
 
 
 def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> Tensor:
-    """scale B A + S, [d_out, d_in]."""
+    """scale B A + S, [..., d_out, d_in]. Positions are unique, so that the order of additions does not matter."""
     product = scale * (b @ a)
     return product.flatten().index_add(0, index, values).view(product.shape)
-
-
-def _positions(index: Tensor, d_in: int, pad_in: int) -> Tensor:
-    """Flat positions in [d_out, d_in] -> the flat positions of the same entries in [pad_out, pad_in]."""
-    return index if pad_in == d_in else index + index // d_in * (pad_in - d_in)
-
-
-def _form_group(scale: float, d_in: int, a: Tensor, b: Tensor, index: Sequence[Tensor], values: Sequence[Tensor]):
-    """The weights of a group, [G, pad_out, pad_in], from storages A [G, r, pad_in] and B [G, pad_out, r]."""
-    dense = torch.bmm(b, a).mul_(scale)
-    for slot, where, value in zip(dense.flatten(1), index, values, strict=True):
-        at = _positions(where, d_in, a.shape[2])
-        slot[at] = slot[at] + value  # positions are unique: no atomics, and the order does not matter
-    return dense
-
-
-class _Formed(torch.autograd.Function):
-    """x [N, pad_in], scale, d_in, storages of A and B, G indices and G values -> [N, G pad_out].
-
-    Forward and backward each form the G weights.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, scale: float, d_in: int, a: Tensor, b: Tensor, *entries: Tensor) -> Tensor:
-        ctx.save_for_backward(x, a, b, *entries)
-        ctx.scale, ctx.d_in = scale, d_in
-        return x @ _form_group(scale, d_in, a, b, entries[: len(a)], entries[len(a) :]).flatten(0, 1).T
-
-    @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, a, b, *entries = ctx.saved_tensors
-        index, values = entries[: len(a)], entries[len(a) :]
-        dx = dy @ _form_group(ctx.scale, ctx.d_in, a, b, index, values).flatten(0, 1)
-        dw = (dy.T @ x).view(len(a), -1, a.shape[2])
-        da = torch.bmm(dw.transpose(1, 2), b).mul_(ctx.scale).transpose(1, 2)
-        db = torch.bmm(dw, a.transpose(1, 2)).mul_(ctx.scale)
-        dv = (g[_positions(where, ctx.d_in, a.shape[2])] for g, where in zip(dw.flatten(1), index, strict=True))
-        return dx, None, None, da, db, *[None] * len(a), *dv
 
 
 BACKBONE = Sltrain
