@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,6 +24,7 @@ from dlr_pretrain.optim.parameters import decay_groups, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
+LARGEST = 1 << 24  # values that are updated at once: the plan leaves the optimizer's temporaries out
 SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
 WORD = 0xFFFFFFFF
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
@@ -131,8 +132,8 @@ class WideAdamW(torch.optim.Optimizer):
         skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
         moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
         numbers = group["weight_decay"], *group["betas"], group["eps"]
-        keys = self.rounding_keys.get(p)
-        self.advance(p.detach(), gradient, *moments, state["step"], lr, skip, self.grad_scale, keys, *numbers)
+        for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):
+            self.advance(w, g, m, v, state["step"], lr, skip, self.grad_scale, keys, *numbers)
         state["step"].add_(skip == 0)
 
     def new_moment(self, p: Tensor, signed: bool) -> Tensor:
@@ -140,9 +141,29 @@ class WideAdamW(torch.optim.Optimizer):
             return quantized.zeros(p, signed, self.block_size)
         return empty_state(p, p.shape, p.dtype).zero_()
 
+    def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
+        """What each pass takes: all of ``w``, or a number of rows that keeps temporaries small and cuts no block."""
+        if w.numel() <= LARGEST:
+            yield w, g, m, v, keys
+            return
+        row = w.shape[1:].numel()
+        rows = max(LARGEST // row // self.block_size, 1) * self.block_size
+        for first in range(0, len(w), rows):
+            end, start = min(first + rows, len(w)), first * row
+            of_piece = None if keys is None else torch.cat((keys[:2], keys[2:] + start))
+            parts = (_rows(moment, first, end, row, self.block_size) for moment in (m, v))
+            yield w[first:end], g[first:end], *parts, of_piece
+
 
 def _parts(moment: Tensor) -> Moment:
     return (moment.codes, moment.scale, moment.qmap) if quantized.is_quantized(moment) else moment
+
+
+def _rows(moment: Moment, first: int, end: int, row: int, block_size: int) -> Moment:
+    if isinstance(moment, Tensor):
+        return moment[first:end]
+    codes, scale, values = moment
+    return codes[first:end], scale[first * row // block_size : end * row // block_size], values
 
 
 def _advance(

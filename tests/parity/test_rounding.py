@@ -127,3 +127,24 @@ def test_decay_and_updates_below_half_a_unit_act(start, gradient, lr, decay, end
 
     assert mean(None) == start
     assert mean(0) - start == pytest.approx(end - start, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, monkeypatch):
+    if name == "adamw_8bit":
+        pytest.importorskip("torchao")
+
+    def trained() -> list[Tensor]:
+        p = torch.randn(640, 24, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        optimizer = optim.build(Choice(name, ADAM | {"block_size": 256}), {"w": p}, rounding_seed=5)
+        for k in range(3):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
+            optimizer.update(1e-3, skip=GO)
+        return [p.detach(), *optimizer.state_tensors().values()]
+
+    whole, calls, advance = trained(), [], adamw._advance
+    monkeypatch.setattr(adamw, "LARGEST", 7000)
+    monkeypatch.setattr(adamw, "_advance", lambda *given: (calls.append(len(given[0])), advance(*given)))
+    assert all(torch.equal(a, b) for a, b in zip(whole, trained(), strict=True))
+    rows = 291 if name == "adamw" else 256
+    assert calls == [rows, rows, 640 - 2 * rows] * 3
