@@ -128,6 +128,12 @@ class Adamw(Adam):
 class Adamw8bit(Adamw):
     block_size: int = key("values that share a scale", 256, ge=1)
 
+    @staticmethod
+    def problems(cfg: Config) -> Iterator[Problem]:
+        if cfg.parallel.name != "ddp":
+            rule = f"8-bit moments come in whole blocks, which parallel={cfg.parallel.name} would cut"
+            yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
+
 
 @dataclass
 class Muon(Adamw):

@@ -12,7 +12,6 @@ no generator is involved, and every rank, every device and every restart gets th
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -64,19 +63,10 @@ def build_8bit(
     compiled: bool = False,
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Build AdamW with 8-bit moments for parameters that are large enough; all ranks decide this alike."""
-    quantised = {sharded.local_rows(p) for p in parameters.values() if _quantised(p, knobs["block_size"])}
+    """Build AdamW with 8-bit moments for parameters that are large enough and consist of whole blocks."""
+    quantised = {p for p in parameters.values() if p.numel() >= SMALLEST and p.numel() % knobs["block_size"] == 0}
     groups = decay_groups(parameters, knobs["weight_decay"])
     return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
-
-
-def _quantised(p: Tensor, block_size: int) -> bool:
-    """Whether the moments of ``p`` are quantised. If ``p`` is sharded, every rank must be able to quantise its rows."""
-    fewest = p.numel()
-    if sharded.is_sharded(p):
-        ranks, (rows, *row) = p.device_mesh.size(), p.shape
-        fewest = (rows - -(-rows // ranks) * (ranks - 1)) * math.prod(row)
-    return fewest >= SMALLEST and quantized.whole_blocks(p, block_size)
 
 
 class WideAdamW(torch.optim.Optimizer):

@@ -123,7 +123,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """The state as ``<parameter>/<entry>`` tensors; a quantised entry is several tensors (see ``quantized``).
 
-        The state of a sharded parameter is sharded like it, except scalars and the maps of quantised entries.
+        The state of a sharded parameter is sharded like it, except scalars.
         """
         return {
             f"{name}/{entry}{suffix}": tensor
@@ -134,9 +134,8 @@ class Optimizer:
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
         """Restore ``state_tensors``, bit for bit, in each parameter's own memory layout.
 
-        ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. If these rows cut a block of
-        quantised state, the state is restored by value and is not quantised from then on. Raises UserError for state of
-        a parameter that this optimizer does not have.
+        ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. Raises UserError for state
+        of a parameter that this optimizer does not have.
         """
         by_entry: dict[tuple[str, str], dict[str, Tensor | Stored]] = {}
         for full, value in tensors.items():

@@ -1,8 +1,7 @@
 """Converts the block-quantised state of torchao's optimizers to plain tensors, and back.
 
 An entry of 8-bit state consists of codes (uint8, of the parameter's shape), one fp32 scale for each block of
-consecutive entries in row-major order, and the fp32 map from codes to values: value = map[code] * scale. If a parameter
-is sharded by rows and no rank's rows cut a block, its blocks are those of the whole parameter.
+consecutive entries in row-major order, and the fp32 map from codes to values: value = map[code] * scale.
 """
 
 from __future__ import annotations
@@ -47,50 +46,24 @@ def is_quantized(value: Tensor) -> TypeGuard[Quantized]:
     return type(value) not in PLAIN
 
 
-def whole_blocks(p: Tensor, block_size: int) -> bool:
-    """Whether every rank's rows of ``p`` consist of whole blocks of the whole tensor."""
-    if not sharded.is_sharded(p):
-        return p.numel() % block_size == 0
-    row, ranks = p.shape[1:].numel(), p.device_mesh.size()
-    return row % block_size == 0 or (p.shape[0] % ranks == 0 and p.shape[0] // ranks * row % block_size == 0)
-
-
 def stored(value: Tensor, p: Tensor) -> dict[str, Tensor]:
     """The tensors that hold ``value``, an entry of the state of ``p``, by the suffix of each tensor's name.
 
-    A plain tensor has the empty suffix. If ``p`` is sharded and each of its rows consists of whole blocks, the scales
-    have one row for each row of ``p``.
+    A plain tensor has the empty suffix.
     """
-    if not is_quantized(value):
-        return {"": sharded.shard_like(p, value) if value.dim() else value}
-    scale, shape = value.scale, torch.Size([p.numel() // value.block_size])
-    if sharded.is_sharded(p) and p.shape[1:].numel() % value.block_size == 0:
-        scale, shape = scale.view(len(value), -1), torch.Size([len(p), p.shape[1:].numel() // value.block_size])
-    return {
-        ".codes": sharded.shard_like(p, value.codes),
-        ".scale": sharded.shard_like(p, scale, shape),
-        ".map": value.qmap,
-    }
+    if is_quantized(value):
+        return {".codes": value.codes, ".scale": value.scale, ".map": value.qmap}
+    return {"": sharded.shard_like(p, value) if value.dim() else value}
 
 
 def restored(tensors: Mapping[str, Tensor | Stored], p: Tensor) -> Tensor:
     """The inverse of ``stored`` for ``p``, on its device; the result shares no memory with ``tensors``.
 
-    The block size follows from the number of scales, and a map with negative values is that of signed ones. If some
-    rank's rows of ``p`` cut a block, the result is a plain tensor of the same values.
+    The block size follows from the number of scales, and a map with negative values is that of signed ones.
     """
-    scale, qmap = sharded.whole(tensors[".scale"]).flatten(), sharded.whole(tensors[".map"])
-    block, signed = p.numel() // len(scale), bool(qmap.min() < 0)
-    if not whole_blocks(p, block):
-        everything = _state_class()(sharded.whole(tensors[".codes"]), scale, qmap, signed, dtype=p.dtype)
-        return sharded.own_part(p, everything.dequantize()).to(p.device, copy=True)
-    codes = sharded.own_part(p, tensors[".codes"])
-    if sharded.is_sharded(p):
-        row = p.shape[1:].numel()
-        first, end = sharded.span(p)
-        scale = scale[first * row // block : end * row // block]
-    parts = [part.to(p.device, copy=True).contiguous() for part in (codes, scale, qmap)]
-    return _state_class()(*parts, signed, dtype=p.dtype)
+    whole = (sharded.whole(tensors[suffix]) for suffix in (".codes", ".scale", ".map"))
+    codes, scale, qmap = (part.to(p.device, copy=True).contiguous() for part in whole)
+    return _state_class()(codes, scale, qmap, bool(qmap.min() < 0), dtype=p.dtype)
 
 
 def decoded(codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:

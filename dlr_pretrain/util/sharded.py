@@ -48,14 +48,13 @@ def local_rows(tensor: Tensor) -> Tensor:
     return kept["_local_rows"]
 
 
-def shard_like(tensor: Tensor, own: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A tensor of ``shape`` (default: that of ``tensor``), sharded like ``tensor``, with ``own`` as the rows here."""
+def shard_like(tensor: Tensor, own: Tensor) -> Tensor:
+    """A tensor of the shape of ``tensor``, sharded like it, with ``own`` as the rows here."""
     if not is_sharded(tensor):
         return own
     from torch.distributed.tensor import DTensor
 
-    shape = torch.Size(shape or tensor.shape)
-    stride = torch.empty(shape, device="meta").stride()
+    shape, stride = tensor.shape, torch.empty(tensor.shape, device="meta").stride()
     return DTensor.from_local(own, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 

@@ -53,6 +53,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
     # rules of the backbone, the optimizer and DLR
+    "optimizer=adamw_8bit parallel=fsdp": ["8-bit moments come in whole blocks", "Use parallel=ddp"],
     "optimizer=galore": ["optimizer=galore", "backbone=lowrank", "Use backbone=full"],
     "optimizer=loro backbone=cola dlr=on": ["optimizer=loro", "backbone=cola", "Use backbone=lowrank"],
     "optimizer=loro optimizer.shift=30": ["optimizer.shift=30", "a multiple of optimizer.exact_every=50", "270"],
@@ -137,6 +138,6 @@ def test_what_can_be_is_accepted():
     for words in (
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
-        "optimizer=adamw_8bit backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
+        "backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
     ):
         load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])
