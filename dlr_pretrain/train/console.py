@@ -10,7 +10,6 @@ from typing import TextIO
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.dlr import residuals
-from dlr_pretrain.models.llama import backbone
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import describe_device
@@ -20,7 +19,6 @@ from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
 
 LABEL = 12  # characters in the summary's first column
-FEW = 20_000  # tokens: a token's loss scatters by about 2.5 nats, so that their mean does by 0.02
 
 
 class Console:
@@ -91,22 +89,19 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
     layers = len(residuals(weights.model))
     total = sum(p.numel() for p in weights.model.parameters())
     trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
-    after = "merged into dense weights at the end" if backbone(cfg).deployed_dense else "the same after folding"
     tokens, shape = t.global_batch * t.seq_len, "a line" if t.lr_decay == "linear" else "a cosine"
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     anew = f", anew every {plural(every, 'step')}" if (every := restarts(cfg)) else ""
     vocabulary, validation = len(weights.state["model.embed_tokens.weight"]), text.validation
-    few = "; so few that the perplexity may be off by some per cent" if validation.real_tokens < FEW else ""
     table = {
         "run": str(run_dir),
         "model": f"{cfg.scale.name}, {cfg.backbone.name}{f' ({knobs})' if knobs else ''}, {dlr}"
         f"{f' on {layers} projections' if layers else ''}",
-        "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}, {after}; "
+        "parameters": f"{total:,}{f' ({trained:,} of them trained)' if trained < total else ''}; "
         f"vocabulary {vocabulary:,}{', padded' if vocabulary > text.tokenizer.vocab_size else ''}",
         "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
-        "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, "
-        f"{cfg.eval.packing}{few}",
+        "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "

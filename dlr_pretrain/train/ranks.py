@@ -132,10 +132,8 @@ class Ranks:
     def require_equal(self, values: Mapping[str, object]) -> None:
         """Raise UserError if ``values`` differ between ranks: other commands, devices, or files at the same path."""
         for rank, other in enumerate(self.gather(values)):
-            pairs = {
-                name: (values.get(name, "not there"), other.get(name, "not there")) for name in {**values, **other}
-            }
-            lines = [f"  {n}: {a} on rank {self.rank}, {b} on rank {rank}" for n, (a, b) in pairs.items() if a != b]
+            pairs = ((name, *(of.get(name, "not there") for of in (values, other))) for name in {**values, **other})
+            lines = [f"  {name}: {a} on rank {self.rank}, {b} on rank {rank}" for name, a, b in pairs if a != b]
             if lines:
                 fix = "Start every rank with the same command, on the same files and kind of device"
                 raise UserError("\n".join(["the ranks differ:", *lines, fix]))
