@@ -76,9 +76,6 @@ class Guard:
             traceback.print_exc()
             raise UserError(f"the training data: {type(error).__name__}: {error}") from error
 
-    # ------------------------------------------------------------------------------------------------
-    # After an update
-
     def see(self, step: int, outcome: Outcome[float], batch: Batch) -> bool:
         """Take in the outcome of an update; returns whether the run goes on from it."""
         self.stop_requested = self.stop_requested or outcome.stops > 0
@@ -154,9 +151,6 @@ class Guard:
             f"{saved}. Use GPUs of one kind and one version of torch on all nodes"
         )
 
-    # ------------------------------------------------------------------------------------------------
-    # The end
-
     def raise_if_stopped(self, step: int) -> None:
         """Raise Stopped if the run was asked to end after ``step``, which is saved."""
         where = f"stopped after step {step} of {self.cfg.train.steps}"
@@ -185,9 +179,6 @@ class Guard:
         """After the last step: raise the error of a rank, which no later update can carry."""
         for error in filter(None, self.ranks.gather(self.error)):
             raise error
-
-    # ------------------------------------------------------------------------------------------------
-    # State
 
     def state(self) -> list[int]:
         return [self.skipped, self.skipped_in_a_row, self.last_skipped]

@@ -107,10 +107,6 @@ class TensorBoard:
         self.writer.close()
 
 
-# ----------------------------------------------------------------------------------------------------
-# W&B
-
-
 class Wandb:
     """The W&B run of a run directory, new or resumed; its curves are drawn over the records' "step".
 
