@@ -9,12 +9,11 @@ attention kernels, generation and everything else are the library's own LLaMA; t
     lax        y = B z, where z joins A x with the latent from the same projection of the previous block
     cola_lax   the same, with a SiLU between the factors
 
-The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, the library's
-loop passes it to every block as an argument, and the block shows it to its projections. A latent belongs to its
-position, so that a cached position needs none.
+The latents of lax and cola_lax belong to one forward pass: the model makes a ``Latents`` for each call, and the
+library's loop passes it to every block as an argument. A latent belongs to its position, so that a cached position
+needs none.
 """
 
-import threading
 from functools import wraps
 from typing import ClassVar
 
@@ -22,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModel, GenerationMixin, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -30,6 +31,8 @@ from transformers.models.llama.modeling_llama import (
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
 )
 from transformers.utils import logging
 
@@ -49,13 +52,26 @@ class LowRankLlamaConfig(LlamaConfig):
     """
 
     model_type = "lowrank_llama"
-    backbone = "lowrank"
-    rank = 128
-    latent_scale = 1.0
-    gamma = 0.7
-    sparsity = 0.01
-    activation = "silu"
-    gate = "tensor"
+
+    def __init__(
+        self,
+        backbone: str = "lowrank",
+        rank: int = 128,
+        latent_scale: float = 1.0,
+        gamma: float = 0.7,
+        sparsity: float = 0.01,
+        activation: str = "silu",
+        gate: str = "tensor",
+        **kwargs,
+    ):
+        self.backbone = backbone
+        self.rank = rank
+        self.latent_scale = latent_scale
+        self.gamma = gamma
+        self.sparsity = sparsity
+        self.activation = activation
+        self.gate = gate
+        super().__init__(**kwargs)
 
     @property
     def crosses(self) -> bool:
@@ -91,15 +107,6 @@ class Latents:
         self.of: dict[tuple[int, str], Tensor] = {}
 
 
-class Call(threading.local):
-    """What the block that computes in this thread was given: the library hands projections nothing but x."""
-
-    latents: Latents | None = None
-
-
-CALL = Call()
-
-
 class LowRankLinear(nn.Module):
     """y = s B phi(A x) with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
@@ -120,7 +127,7 @@ class LowRankLinear(nn.Module):
     def activate(self, h: Tensor) -> Tensor:
         return F.silu(h) if self.silu else h
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         return self.b(self.activate(self.a(x)) * self.scale)
 
 
@@ -139,7 +146,7 @@ class LostLinear(LowRankLinear):
         """The channels before a checkpoint says which: ``count`` of all, equally far apart."""
         return torch.arange(count) * self.d_in // count
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
         z = self.activate(self.a(x))
         return self.b(z * self.gamma) + self.s(x.index_select(-1, self.channels) * (1 - self.gamma))
 
@@ -181,14 +188,13 @@ class LaxLinear(LowRankLinear):
             self.gate = GATES[config.gate](config.rank)
             self.norm = nn.LayerNorm(config.rank, eps=1e-6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        latents = CALL.latents.of
+    def forward(self, x: Tensor, latents: Latents) -> Tensor:
         h = self.a(x)
         if self.block:
-            h = self.norm(h + self.gate(latents[self.block - 1, self.name].to(h.device)))
+            h = self.norm(h + self.gate(latents.of[self.block - 1, self.name].to(h.device)))
         z = self.activate(h)
         if not self.last:
-            latents.setdefault((self.block, self.name), z)
+            latents.of.setdefault((self.block, self.name), z)
         return self.b(z)
 
 
@@ -201,26 +207,57 @@ LAYERS = {
 }
 
 
-def factorise_(module: nn.Module, config: LowRankLlamaConfig, block: int) -> None:
-    """Put the layers of ``config`` in the place of dense ones."""
-    for name, dense in list(module.named_children()):
-        if isinstance(dense, nn.Linear):
-            layer = LAYERS[config.backbone](dense.in_features, dense.out_features, config, block, name)
-            setattr(module, name, layer)
-
-
 class LowRankLlamaAttention(LlamaAttention):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        with torch.device("meta"):  # its dense layers take no memory
-            super().__init__(config, layer_idx)
-        factorise_(self, config, layer_idx)
+        nn.Module.__init__(self)  # the library's own would build dense projections
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.num_key_value_groups = heads // key_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        layer, wide, narrow = LAYERS[config.backbone], heads * self.head_dim, key_heads * self.head_dim
+        self.q_proj = layer(config.hidden_size, wide, config, layer_idx, "q_proj")
+        self.k_proj = layer(config.hidden_size, narrow, config, layer_idx, "k_proj")
+        self.v_proj = layer(config.hidden_size, narrow, config, layer_idx, "v_proj")
+        self.o_proj = layer(wide, config.hidden_size, config, layer_idx, "o_proj")
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        latents: Latents | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (p(hidden_states, latents).view(shape).transpose(1, 2) for p in projections)
+        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        if cache is not None:  # transformers 5.24
+            k, v = cache.update(k, v, self.layer_idx, kwargs=kwargs)
+        elif past is not None:
+            k, v = past.update(k, v, self.layer_idx, {"cache_position": kwargs.get("cache_position")})
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        y, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(y.reshape(*shape[:-2], -1), latents), weights
 
 
 class LowRankLlamaMLP(LlamaMLP):
     def __init__(self, config: LowRankLlamaConfig, layer_idx: int):
-        with torch.device("meta"):
-            super().__init__(config)
-        factorise_(self, config, layer_idx)
+        nn.Module.__init__(self)
+        layer, narrow, wide = LAYERS[config.backbone], config.hidden_size, config.intermediate_size
+        self.config, self.hidden_size, self.intermediate_size = config, narrow, wide
+        self.gate_proj = layer(narrow, wide, config, layer_idx, "gate_proj")
+        self.up_proj = layer(narrow, wide, config, layer_idx, "up_proj")
+        self.down_proj = layer(wide, narrow, config, layer_idx, "down_proj")
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor, latents: Latents | None = None) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x, latents)) * self.up_proj(x, latents), latents)
 
 
 class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
@@ -233,11 +270,9 @@ class LowRankLlamaDecoderLayer(LlamaDecoderLayer):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, latents: Latents | None = None, **kwargs) -> Tensor:
-        outer, CALL.latents = CALL.latents, latents
-        try:
-            return super().forward(hidden_states, **kwargs)
-        finally:
-            CALL.latents = outer
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), latents=latents, **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states), latents)
 
 
 class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
