@@ -234,7 +234,7 @@ class Config:
     def micro_batch(self, world_size: int) -> int:
         """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's.
 
-        A run on GPUs has resolved ``auto`` before it asks, see ``train/memory.py``; elsewhere it is ``null``.
+        A run on GPUs has resolved ``auto`` before it asks, see ``train/update.py``; elsewhere it is ``null``.
         """
         if isinstance(self.train.micro_batch, int):
             return self.train.micro_batch

@@ -1,7 +1,7 @@
 """Checkpoints: folders of safetensors files and one JSON file, which get their name when they are complete.
 
 checkpoints/step_00001000/
-    part_00000_of_00002.safetensors   written by rank 0: model/<parameter>, optimizer/<parameter>/<entry>, random/<rank>
+    part_00000_of_00002.safetensors   written by rank 0: model/<parameter>, optimizer/<parameter>/<entry>
     checkpoint.json                   the state that is no tensor (step, data position, tokens, ...), and for each part
                                       its checksum and the rows of sharded tensors that it holds
 
@@ -53,7 +53,6 @@ class Snapshot:
 
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    random: list[Tensor]
     state: dict[str, Any]  # JSON
 
 
@@ -73,7 +72,6 @@ def share(snapshot: Snapshot, rank: int, world_size: int) -> dict[str, Piece]:
     """The pieces that ``rank`` writes: its rows of sharded tensors, and some of the others, balanced by bytes."""
     tensors = {f"model/{name}": tensor.detach() for name, tensor in snapshot.model.items()}
     tensors |= {f"optimizer/{name}": tensor for name, tensor in snapshot.optimizer.items()}
-    tensors |= {f"random/{number}": tensor for number, tensor in enumerate(snapshot.random)}
     pieces, loads = {}, [0] * world_size
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
         if sharded.is_sharded(tensor):
@@ -182,7 +180,6 @@ class Checkpoint:
     path: Path
     model: dict[str, Stored]
     optimizer: dict[str, Stored]
-    random: list[Tensor]  # one state for each rank that wrote it
     state: dict[str, Any]
     sha256: str
 
@@ -216,9 +213,7 @@ def load(directory: Path) -> Checkpoint:
         names = (name for name in pieces if name.startswith(prefix))
         return {name.removeprefix(prefix): Stored(pieces[name], counts[name]) for name in names}
 
-    by_rank = sorted(group("random/").items(), key=lambda item: int(item[0]))
-    random = [stored.read().clone() for _, stored in by_rank]
-    return Checkpoint(directory, group("model/"), group("optimizer/"), random, content["state"], content["sha256"])
+    return Checkpoint(directory, group("model/"), group("optimizer/"), content["state"], content["sha256"])
 
 
 def newest(root: Path) -> tuple[Path | None, dict[Path, str]]:

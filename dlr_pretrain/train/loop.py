@@ -156,7 +156,6 @@ class Loop:
         return Snapshot(
             self.weights.state,
             self.optimizer.state_tensors(),
-            self.ranks.random_state(),
             state={
                 "step": self.step,
                 "tokens": self.tokens,
@@ -170,8 +169,6 @@ class Loop:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
         self.optimizer.load_state_tensors(found.optimizer)
-        if len(found.random) == self.ranks.world_size:
-            self.ranks.set_random_state(found.random[self.ranks.rank])
         require_tied(self.weights.model)
         found.close()
         state = found.state

@@ -1,4 +1,4 @@
-"""This process as one of the ranks of a job: its device, agreement between ranks, signals, random state."""
+"""This process as one of the ranks of a job: its device, agreement between ranks, signals."""
 
 from __future__ import annotations
 
@@ -182,19 +182,6 @@ class Ranks:
         if self.device.type == "cuda" and tensor.device.type == "cpu":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor.to(self.device)
-
-    def random_state(self) -> list[Tensor]:
-        """The generator states of every rank: one uint8 tensor each, the CPU's and then the GPU's if any."""
-        states = [torch.get_rng_state()]
-        if self.device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self.device))
-        return self.gather(torch.cat(states))
-
-    def set_random_state(self, state: Tensor) -> None:
-        host = torch.get_rng_state().numel()
-        torch.set_rng_state(state[:host])
-        if self.device.type == "cuda" and state.numel() > host:
-            torch.cuda.set_rng_state(state[host:], self.device)
 
     # ------------------------------------------------------------------------------------------------
     # Start and end

@@ -24,14 +24,13 @@ from dlr_pretrain.train.evaluate import Evaluator
 from dlr_pretrain.train.guard import Guard
 from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.train.loop import Loop
-from dlr_pretrain.train.memory import PlannedMemory, resolve_micro_batch
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import open_record, record_start, recorded_end, update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.text import Text, open_text
-from dlr_pretrain.train.update import Update, explained
+from dlr_pretrain.train.update import PlannedMemory, Update, explained, resolve_micro_batch
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged

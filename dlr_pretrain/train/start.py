@@ -148,7 +148,6 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
                 raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
 
     refuse(MODEL, "model", "; from the other run's folded folder weights start under another dlr, too")
-    found.random.clear()
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()

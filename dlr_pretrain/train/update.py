@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -11,16 +13,21 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
+from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
 from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.weights import Weights, place
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE
 
+ROOM = 0.94  # of a GPU's free memory: NCCL and the evaluation need the rest
+# (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
+PlannedMemory = Callable[[Config, int, int], int]
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
 
 
@@ -156,6 +163,33 @@ def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
     separator = 1 if cfg.data.mask_documents else None  # any id
     return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)
+
+
+def resolve_micro_batch(
+    cfg: Config, ranks: Ranks, vocab_size: int, planned: PlannedMemory | None, run_dir: Path
+) -> Config:
+    """``cfg`` with a number for ``train.micro_batch=auto``: the largest for which every rank has room. All must call.
+
+    The run's record keeps the number for later starts on as many ranks: another one would change the rounding of the
+    losses. Without a GPU, or without ``planned``, ``auto`` is ``null``. Raises UserError if no sequence fits.
+    """
+    if cfg.train.micro_batch != "auto" or planned is None or ranks.device.type != "cuda":
+        return cfg
+    world = ranks.world_size
+    share = cfg.train.global_batch // world
+    sizes = (replace(cfg, train=replace(cfg.train, micro_batch=n)) for n in range(share, 0, -1) if share % n == 0)
+    kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
+    rows = kept.get(str(world))
+    if rows is None:
+        room = ROOM * torch.cuda.mem_get_info(ranks.device)[0]
+        fits = (c.micro_batch(world) for c in sizes if planned(c, vocab_size, world) <= room)
+        rows = min(ranks.gather(next(fits, 0)))
+        if rows == 0:
+            rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {room / 1e9:.1f} GB"
+            fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
+            raise UserError(f"train.micro_batch=auto: {rule}. {fix}")
+        ranks.on_main(lambda: update_record(run_dir, {"micro_batch": kept | {str(world): rows}}))
+    return replace(cfg, train=replace(cfg.train, micro_batch=rows))
 
 
 @contextmanager

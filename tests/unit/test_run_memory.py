@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from dlr_pretrain.cli import load
-from dlr_pretrain.train.memory import ROOM, resolve_micro_batch
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.update import Update, explained
+from dlr_pretrain.train.update import ROOM, Update, explained, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError
 
 
