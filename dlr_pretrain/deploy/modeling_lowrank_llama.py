@@ -34,14 +34,11 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
-from transformers.utils import logging
 
 try:
     from transformers.initialization import copy_  # leaves alone what a checkpoint has set
 except ImportError:  # transformers 4 does not ask for modules that are set
     copy_ = Tensor.copy_
-
-logger = logging.get_logger(__name__)
 
 
 class LowRankLlamaConfig(LlamaConfig):
@@ -110,17 +107,13 @@ class Latents:
 class LowRankLinear(nn.Module):
     """y = s B phi(A x) with A [rank, d_in] and B [d_out, rank]; x [..., d_in] -> y [..., d_out].
 
-    phi is a SiLU in cola, cola_lax and, unless ``activation`` says none, in lost; the identity in lowrank and lax.
-    ``initial`` gives, for each parameter of a module, the function of ``nn.init`` that starts it, and its arguments.
-    """
+    phi is a SiLU in cola, cola_lax and, unless ``activation`` says none, in lost; the identity in lowrank and lax."""
 
     def __init__(self, d_in: int, d_out: int, config: LowRankLlamaConfig, block: int, name: str):
         super().__init__()
         self.block, self.name = block, name
         self.a = nn.Linear(d_in, config.rank, bias=False)
         self.b = nn.Linear(config.rank, d_out, bias=False)
-        std = (config.rank * (d_in + d_out)) ** -0.25  # Var[(B A)_ij] = 1 / (d_in + d_out)
-        self.a.initial = self.b.initial = {"weight": ("normal_", {"std": std})}
         self.scale = config.latent_scale
         self.silu = config.backbone in ("cola", "cola_lax") or (config.backbone, config.activation) == ("lost", "silu")
 
@@ -159,23 +152,9 @@ class TensorGate(nn.Module):
         short = max(n for n in range(1, int(rank**0.5) + 1) if rank % n == 0)
         self.e1 = nn.Parameter(torch.empty(rank // short, rank // short))
         self.e2 = nn.Parameter(torch.empty(short, short))
-        bounds = {name: (6 / len(e)) ** 0.5 for name, e in self.named_parameters()}
-        self.initial = {name: ("uniform_", {"a": -bound, "b": bound}) for name, bound in bounds.items()}
 
     def forward(self, c: Tensor) -> Tensor:
         return (self.e2.T @ (c.unflatten(-1, (len(self.e2), len(self.e1))) @ self.e1)).flatten(-2)
-
-
-class DenseGate(nn.Linear):
-    """G(c) = W c + w."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank, rank)
-        start = ("uniform_", {"a": -(rank**-0.5), "b": rank**-0.5})
-        self.initial = {"weight": start, "bias": start}
-
-
-GATES = {"tensor": TensorGate, "dense": DenseGate}
 
 
 class LaxLinear(LowRankLinear):
@@ -185,7 +164,7 @@ class LaxLinear(LowRankLinear):
         super().__init__(d_in, d_out, config, block, name)
         self.last = block == config.num_hidden_layers - 1
         if block:
-            self.gate = GATES[config.gate](config.rank)
+            self.gate = TensorGate(config.rank) if config.gate == "tensor" else nn.Linear(config.rank, config.rank)
             self.norm = nn.LayerNorm(config.rank, eps=1e-6)
 
     def forward(self, x: Tensor, latents: Latents) -> Tensor:
@@ -281,22 +260,18 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
     _can_record_outputs: ClassVar = {"hidden_states": LowRankLlamaDecoderLayer, "attentions": LowRankLlamaAttention}
 
     def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
         if isinstance(module, LostLinear):
             copy_(module.channels, module.spread(len(module.channels)))
-        if hasattr(module, "initial"):
-            for name, (draw, arguments) in module.initial.items():
-                getattr(nn.init, draw)(getattr(module, name), **arguments)
-        else:
-            super()._init_weights(module)
+        elif isinstance(module, TensorGate):
+            for e in module.parameters():
+                nn.init.normal_(e, std=self.config.initializer_range)
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
-        """As the library's. A reentrant one follows gradients through hidden states alone: the latents' are lost."""
-        settings = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
-        # CODEPATH: backbones lax and cola_lax
-        if settings["use_reentrant"] and self.config.crosses:
-            logger.warning_once("Latents cross between blocks: use_reentrant=False is taken instead of True.")
-            settings["use_reentrant"] = False
-        super().gradient_checkpointing_enable(settings, **kwargs)
+        """As the library's, never reentrant: that follows gradients through hidden states alone, and latents cross."""
+        super().gradient_checkpointing_enable(
+            (gradient_checkpointing_kwargs or {}) | {"use_reentrant": False}, **kwargs
+        )
 
 
 class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):
