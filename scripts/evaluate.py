@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from dlr_pretrain.deploy.folder import need
+from dlr_pretrain.deploy.export import need
 from dlr_pretrain.util.errors import at_least_1, command
 from dlr_pretrain.util.files import write_durably
 

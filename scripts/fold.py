@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-from dlr_pretrain.config import ConfigError, Problem
 from dlr_pretrain.util.errors import UserError, command
 from dlr_pretrain.util.history import read_metrics
 
@@ -20,7 +19,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
     parser.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     parser.add_argument(
-        "--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: none)"
+        "--tokens", type=int, default=50_000, help="of validation text, for the report (default: 50,000; 0: none)"
     )
     given = parser.parse_args()
     return command(lambda: fold(given))
@@ -34,8 +33,6 @@ def fold(given: argparse.Namespace) -> None:
     if not checkpoint.is_dir():
         there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "no checkpoint"
         raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
-    if given.tokens is not None and given.tokens < 0:
-        raise ConfigError([Problem("--tokens", given.tokens, "must be at least 0")])
     forms = ["dense" if given.dense else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
     if output.exists():

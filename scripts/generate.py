@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.deploy.sft import prompt_of
 from dlr_pretrain.util.errors import at_least_1, command
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dlr_pretrain.deploy.folder import need
+from dlr_pretrain.deploy.export import need
 from dlr_pretrain.deploy.sft import DATASET, RECORD, fine_tune, read_rows
 from dlr_pretrain.util.errors import at_least_1, command, write_to_stderr
 

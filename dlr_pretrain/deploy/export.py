@@ -1,6 +1,6 @@
-"""Writes folded weights as a folder that ``transformers`` loads.
+"""Writes folded weights as a folder that ``transformers`` loads, and opens such folders.
 
-The folder is written under another name, checked, and renamed at the end: it is either complete or absent.
+A folder is written under another name, checked, and renamed at the end: it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -8,27 +8,29 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
-from dlr_pretrain.config import Config
+from dlr_pretrain.config import Config, to_dict
 from dlr_pretrain.data.tokenizer import load_tokenizer
-from dlr_pretrain.deploy.card import card
-from dlr_pretrain.deploy.folder import agreement
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
-from dlr_pretrain.models.llama import INIT_STD, NORM_EPS, ROPE_BASE, Llama, backbone
-from dlr_pretrain.util.errors import UserError, write_to_stderr
+from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
+from dlr_pretrain.models.start import listed
+from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
-from dlr_pretrain.util.text import loading
+from dlr_pretrain.util.process import without_warnings
+from dlr_pretrain.util.text import loading, table
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
-SHARD_BYTES = 5 * 10**9
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
 EXPORTED = {  # the backbones that MODELING has a layer for, and the knobs that these layers take
     "lowrank": ("rank", "latent_scale"),
@@ -44,6 +46,22 @@ AUTO_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
 }
+OF_THE_MODEL = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
+USE = """```python
+{loading}
+prompt = tokenizer("The house stands", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
+```"""
+PEFT = """
+For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
+"""
+# Largest difference of any logit, in units of the logits' standard deviation, that passes. Measured on 2 x 256 ids with
+# vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
+# A residual that was left unfolded shows as 0.4, a wrong RoPE base as 0.06 to 0.14. Training lets rounding errors grow:
+# fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
+BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+VERIFIED_SEQUENCES = 2
+PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 
 
 def export(
@@ -81,7 +99,7 @@ def export(
     if loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
     export_tokenizer(partial, tokenizer_path, settings["max_position_embeddings"])
-    text = card(own, record, cfg, how_to_load(own, loadable))
+    text = card(own, record, cfg, loadable)
     (partial / "README.md").write_text(text, encoding="utf-8")
     if not loadable:
         checked = f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
@@ -133,7 +151,7 @@ def deployed_dense(cfg: Config) -> bool:
     return cfg.backbone.name == DENSE.name or backbone(cfg).deployed_dense
 
 
-def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+def write_weights(folder: Path, tensors: dict[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
     """Write ``model.safetensors``, or shards of at most ``shard_bytes`` (at least one tensor each) with their index.
 
     Raises UserError if a file cannot be written.
@@ -164,10 +182,7 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
         "hidden_act": "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear",
         "rms_norm_eps": NORM_EPS,
         "rope_theta": ROPE_BASE,
-        "attention_bias": False,
-        "mlp_bias": False,
         "tie_word_embeddings": False,
-        "initializer_range": INIT_STD,
         "bos_token_id": None,
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -183,11 +198,111 @@ def model_config(cfg: Config, vocab_size: int, dtype: torch.dtype) -> dict[str, 
     }
 
 
-def how_to_load(cfg: Config, loadable: bool) -> str:
-    if not loadable:
-        return f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
-    return f"""```python
-{loading(".", trust=cfg.backbone.name != "full")}
-prompt = tokenizer("The house stands", return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
-```"""
+def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool) -> str:
+    """The text of the README: ``cfg`` is the model in the folder, ``trained`` is the configuration of the run, and
+    ``record`` has the final numbers by name; None is omitted."""
+    name = trained.backbone.name
+    title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
+    title += ", merged into dense weights" if name != cfg.backbone.name else ""
+    text = trained.data.dataset if trained.data.source == "c4" else None  # a path says nothing to a reader
+    facts = {
+        "trained on": f"{text or trained.data.source}, {trained.data.packing}",
+        "evaluation text": trained.eval.packing,
+        "precision": trained.precision.name,
+    }
+    rows = {key: value for key, value in (facts | record).items() if value is not None}
+    tree, trust = to_dict(trained), cfg.backbone.name != DENSE.name
+    use = f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
+    if loadable:
+        use = USE.format(loading=loading(".", trust)) + PEFT * trust
+    template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
+    return Template(template).substitute(
+        tags=", ".join(["pre-training", "low-rank", name, *["dlr"] * trained.dlr.enabled]),
+        scale=cfg.scale.name,
+        title=title,
+        use=use,
+        numbers=table(["", ""], ([key, shown(value)] for key, value in rows.items())),
+        configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL})),
+        citation=citation if trained.dlr.enabled else "",
+    )
+
+
+def shown(value: object, digits: int = 4) -> str:
+    """A number in few digits, anything else as it is."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
+    """The ``PreTrainedModel`` of an exported folder, on the CPU and in evaluation mode, and its tokenizer.
+
+    The weights are cast to ``dtype``; "auto" keeps that of the file. The low-rank layers are this package's own, so
+    that no code of the folder runs. Raises UserError, which lists the tensors that do not fit, unless ``folder`` is
+    what an export wrote; ``transformers`` itself would only warn of missing weights, and draw them at random.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    with without_warnings():
+        from dlr_pretrain.deploy.modeling_lowrank_llama import LowRankLlamaConfig, LowRankLlamaForCausalLM
+
+    AutoConfig.register(LowRankLlamaConfig.model_type, LowRankLlamaConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LowRankLlamaConfig, LowRankLlamaForCausalLM, exist_ok=True)
+    if not (folder / "config.json").is_file():
+        fix = "Name a folder that an export wrote, such as runs/<name>/folded (scripts/fold.py for a checkpoint)"
+        raise UserError(f"{folder}: has no config.json. {fix}")
+    disable_progress_bar()
+    lenient = {"ignore_mismatched_sizes": True, "output_loading_info": True, "trust_remote_code": False}
+    try:
+        with without_warnings():
+            model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **lenient)
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of any type: from a configuration, a file of tensors or a tokenizer that is damaged
+        raise UserError(f"{folder}: is not what an export wrote: {first_line(error)}. Export it again") from error
+    wrong = [f"{name}: missing" for name in sorted(report["missing_keys"])]
+    wrong += [f"{name}: not a tensor of this model" for name in sorted(report["unexpected_keys"])]
+    wrong += [f"{n}: has shape {[*has]} instead of {[*needs]}" for n, has, needs in sorted(report["mismatched_keys"])]
+    if wrong:
+        raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *listed(wrong)]))
+    return model.eval(), tokenizer
+
+
+@torch.no_grad()
+def agreement(folder: Path, cfg: Config, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor) -> str:
+    """Compare ``folder`` with our model of ``cfg`` and ``tensors``, on token ids [B, T] in fp32; the result in words.
+
+    The bound is that of the dtype to which the folder's weights were ``rounded`` once more than ``tensors``; fp32 if
+    they are the same. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound, or if the
+    tokenizer does not give the ids of training.
+    """
+    try:
+        with without_warnings():
+            import transformers  # noqa: F401
+    except Exception as error:  # also from its own imports, such as a torchvision built for another torch
+        return f"not verified: transformers cannot be imported ({first_line(error)})"
+    with torch.device("meta"):
+        model = Llama(cfg, len(tensors["lm_head.weight"]))
+    model.to_empty(device="cpu")
+    model.load_state_dict(tensors)
+    trained = model.logits(ids)
+    del model  # before the folder's own is there
+    exported, tokenizer = open_folder(folder, torch.float32)
+    difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
+    if not difference <= BOUNDS[rounded]:  # NaN is beyond it too
+        raise UserError(
+            f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
+            f"their standard deviation, beyond the bound of {BOUNDS[rounded]:g}"
+        )
+    if [tokenizer(PROBE, split_special_tokens=True).input_ids] != [load_tokenizer(folder).encode([PROBE])[0].tolist()]:
+        raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
+    return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
+
+
+def need(package: str, extra: str) -> str:
+    """The installed version of ``package``, which ``pip install -e ".[extra]"`` installs; UserError if it is absent."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        fix = f'Install it with: pip install -e ".[{extra}]"'
+        raise UserError(f"this command needs {package}, which is not installed. {fix}") from None

@@ -26,9 +26,7 @@ from dlr_pretrain.data import (
     open_source,
     validation_set,
 )
-from dlr_pretrain.deploy.card import shown
-from dlr_pretrain.deploy.export import deployed, export
-from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
+from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, shown
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
 from dlr_pretrain.models.residual import MergedResiduals
@@ -37,7 +35,6 @@ from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE, WORKING_DTYPE
 
 SEQUENCES = 8  # in one forward pass
 TIMED = 0.2  # seconds of forward passes of each form, at least
-CPU_TOKENS = 50_000  # of the report, where nothing else is asked for
 
 
 def fold_checkpoint(
@@ -47,15 +44,15 @@ def fold_checkpoint(
     output: Path,
     dtype: torch.dtype | None,
     dense: bool,
-    tokens: int | None,
+    tokens: int,
     device: torch.device,
 ) -> list[str]:
     """Write the folded weights of a checkpoint of ``run`` to ``output``; returns the lines of a report.
 
     ``tensors`` are those of the checkpoint's model. ``dtype`` and ``dense`` are the form that is written (see
     ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals, the
-    report is measured on about ``tokens`` tokens of the run's validation text (0: not measured; None: ``eval.tokens``
-    on a GPU, fewer on a CPU) on ``device``. ``record`` and the report go into ``fold.json`` and the folder's README.
+    report is measured on about ``tokens`` tokens of the run's validation text (0: not measured) on ``device``.
+    ``record`` and the report go into ``fold.json`` and the folder's README.
     Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
@@ -63,9 +60,7 @@ def fold_checkpoint(
     meta = build(cfg, rows, torch.device("meta"))
     folded = folded_state(meta, tensors)
     report = [] if residuals(meta) else [f"{'layers':<29} nothing to fold"]
-    if tokens is None:
-        tokens = CPU_TOKENS if device.type == "cpu" else cfg.eval.tokens
-    if tokens and residuals(meta):
+    if tokens > 0 and residuals(meta):
         written = deployed(cfg, folded, dense, dtype)
         found = consistency(cfg, tensors, folded, *written, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in found.items()}
@@ -81,17 +76,13 @@ def fold_checkpoint(
 def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
     """About ``tokens`` of the run's own validation text, and no more than the run was evaluated on."""
     few, record = replace(cfg, eval=replace(cfg.eval, tokens=min(tokens, cfg.eval.tokens))), read_record(run)
-    try:
-        source = open_source(few, version=record.get("data.version"))
-        trained = record.get("identity", {}).get("data.shards", source.fingerprint)
-        if source.fingerprint != trained:  # its perplexity would not be the run's
-            rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"
-            raise UserError(f"{source.describe()}: is another text by now, {rule}. Bring the run's own back")
-        return validation_set(few, source, load_tokenizer(run / "tokenizer"))
-    except (UserError, OSError) as error:
-        raise UserError(
-            f"the validation text of {run} cannot be read: {error}\nscripts/fold.py --tokens 0 folds without it"
-        ) from error
+    source = open_source(few, version=record.get("data.version"))
+    trained = record.get("identity", {}).get("data.shards", source.fingerprint)
+    if source.fingerprint != trained:  # its perplexity would not be the run's
+        rule = f"data.shards={source.fingerprint[:12]}, and the run was of {trained[:12]} ({MANIFEST})"
+        fix = "Bring the run's own back; scripts/fold.py --tokens 0 folds without it"
+        raise UserError(f"{source.describe()}: is another text by now, {rule}. {fix}")
+    return validation_set(few, source, load_tokenizer(run / "tokenizer"))
 
 
 @torch.no_grad()

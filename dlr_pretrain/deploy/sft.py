@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.util.errors import UserError, first_line
 from dlr_pretrain.util.files import write_durably
 

@@ -16,7 +16,7 @@ import torch
 from lm_eval import evaluator
 from lm_eval.models.huggingface import HFLM
 
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.util.errors import UserError, first_line
 
 # Task -> the folder of the harness that has it. Reading these alone saves the seconds that its 14,000 files take.

@@ -15,8 +15,7 @@ from torch import Tensor
 from dlr_pretrain.config import Config, flatten, to_dict
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import TrainLoader, ValidationSet
-from dlr_pretrain.deploy.export import deployed_dense, export
-from dlr_pretrain.deploy.folder import VERIFIED_SEQUENCES
+from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.train.console import Console, duration, summary

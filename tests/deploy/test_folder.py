@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dlr_pretrain.deploy.folder import need, open_folder
-from dlr_pretrain.models import attach_dlr, fold_
+from dlr_pretrain.deploy.export import need, open_folder
+from dlr_pretrain.models import attach_dlr
 from dlr_pretrain.util.errors import UserError
 from tests.deploy.models import exported, of_kind, tokenizer_of
 
@@ -41,16 +41,13 @@ def test_tensors_that_do_not_fit_are_named(folder):
             open_folder(folder)
 
 
-def test_a_state_whose_residual_was_not_folded_is_named(folder):
+def test_a_state_whose_residual_was_not_folded_is_refused(folder):
     """As it is saved in the middle of somebody's loop: the shapes are right, and the model is not."""
     model, _ = open_folder(folder)
     attach_dlr(model)
     model.save_pretrained(folder)
-    with pytest.raises(UserError, match=r"21 residuals were not folded, such as .*_proj\.b\.dlr_mark; call fold_"):
+    with pytest.raises(UserError, match=r"_proj\.b\.dlr_mark: not a tensor of this model"):
         open_folder(folder)
-    fold_(model)
-    model.save_pretrained(folder)
-    open_folder(folder)
 
 
 def test_what_is_no_export_or_not_installed_says_what_to_name(folder, tmp_path):

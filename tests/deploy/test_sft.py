@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.deploy.sft import fine_tune, prompt_of, read_rows
 from dlr_pretrain.util.errors import UserError
 from tests.conftest import main_of

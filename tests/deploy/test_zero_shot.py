@@ -15,7 +15,7 @@ pytest.importorskip("lm_eval", reason='zero-shot tasks need lm-evaluation-harnes
 import lm_eval.tasks
 
 from dlr_pretrain.deploy import zero_shot
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from tests.conftest import main_of
 from tests.deploy.models import exported, of_kind, tokenizer_of
 

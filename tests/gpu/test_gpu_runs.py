@@ -17,7 +17,7 @@ from dlr_pretrain.analysis import memory as plan
 from dlr_pretrain.cli import load
 from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.deploy.folder import open_folder
+from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.models import build
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import noise, trial

@@ -73,7 +73,6 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none_and_what_is_not_sound_is_
         ([run_dir], "name one as"),
         ([checkpoint.with_name("step_00000009")], "is not there; "),
         ([checkpoint, "--output", precious], "exists already. Move it away"),
-        ([checkpoint, "--tokens", "-1"], "must be at least 0"),
     ):
         refused = fold(*words)
         assert refused.returncode in (EXIT_FAILED, EXIT_CONFIG) and reason in refused.err
@@ -180,7 +179,7 @@ def test_the_perplexity_of_other_text_is_not_told_as_the_runs(train, tmp_path, c
     said = fold(checkpoint).err
     assert "text: " in said and "is another text by now, data.shards=" in said and "--tokens 0 folds" in said
     shutil.rmtree(text)
-    assert "--tokens 0 folds without it" in fold(checkpoint).err
+    assert fold(checkpoint).returncode == EXIT_FAILED
     assert fold(checkpoint, "--tokens", 0).returncode == 0
 
 
