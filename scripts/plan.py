@@ -15,13 +15,18 @@ def main() -> int:
         epilog="Everything else is an override, as train.py takes them.",
         allow_abbrev=False,
     )
-    parser.add_argument("--gpus", type=at_least_1, default=1, metavar="N", help="GPUs of the run (default: 1)")
+    parser.add_argument("--gpus", type=at_least_1, metavar="N", help="GPUs of the run (default: 1)")
     parser.add_argument(
         "--mfu", type=share, metavar="SHARE", help="model FLOPs utilisation for the time (default: from 0.11 to 0.35)"
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, in bytes and with stable keys")
+    parser.add_argument("--table1", action="store_true", help="the paper's parameters and memory beside ours")
     given, words = parser.parse_known_args()
-    return command(lambda: print(one(words, given.gpus, given.mfu, given.json)))
+    if given.table1:
+        if words or given.gpus or given.mfu:
+            parser.error("--table1 is of the recipes as they stand: give nothing but --json with it")
+        return command(lambda: print(table1(given.json)))
+    return command(lambda: print(one(words, given.gpus or 1, given.mfu, given.json)))
 
 
 def share(text: str) -> float:
@@ -41,6 +46,13 @@ def one(words: list[str], gpus: int, mfu: float | None, as_json: bool) -> str:
 
     found = plan(cfg, gpus, MFU if mfu is None else [mfu])
     return json.dumps(found, indent=2) if as_json else render(found)
+
+
+def table1(as_json: bool) -> str:
+    from dlr_pretrain.analysis.plan import beside_table1
+
+    found = beside_table1(lambda words: load(list(words), machine=False))
+    return found.to_json(orient="records", indent=2) if as_json else found.to_string(index=False)
 
 
 if __name__ == "__main__":

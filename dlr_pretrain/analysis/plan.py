@@ -20,14 +20,15 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
+import pandas as pd
 import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.runs import method_name
-from dlr_pretrain.analysis.tables import printed
+from dlr_pretrain.analysis.tables import facts, printed, recipe
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
@@ -102,6 +103,28 @@ def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
     count = keep.keep_last + 1 + (steps // keep.keep_every if keep.keep_every else 0)
     folded = parameters(cfg, vocab_size)["folded"] * STATE_DTYPE[cfg.precision.name].itemsize
     return {"checkpoint": checkpoint, "run": min(count, -(-steps // keep.every) + 1) * checkpoint + folded}
+
+
+def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
+    """The parameters (millions) and memory (GB) of the paper's Table 1, a row each, beside those of our recipes.
+
+    Our memory is that of weights and optimizer state, as in a checkpoint. ``configure`` composes a configuration from
+    overrides.
+    """
+    rows = []
+    for row in facts("table1").itertuples():
+        cfg = configure([f"scale={row.scale}", *recipe(row.method)])
+        rows.append(
+            {
+                "method": row.method,
+                "scale": row.scale,
+                "parameters": round(parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6),
+                "parameters in the paper": round(row.params_m),
+                "memory": round(disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9, 2),
+                "memory in the paper": row.mem_gb,
+            }
+        )
+    return pd.DataFrame(rows)
 
 
 def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequence[float]) -> dict | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from dlr_pretrain.analysis.runs import NONE, Runs, differences, differing, ended, shown, spread
+from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.util.text import table as markdown_table
 
 CONVENTION = (
@@ -113,7 +114,7 @@ def runs_table(found: Runs) -> Table:
 
 
 # ----------------------------------------------------------------------------------------------------
-# The paper's figures, and ours beside
+# The paper's figures, our recipes for them, and ours beside
 
 
 @cache
@@ -127,6 +128,14 @@ def printed(name: str, method: str, scale: str) -> dict | None:
     table = facts(name)
     rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
     return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
+
+
+def recipe(method: str) -> list[str]:
+    """The overrides of our recipe for a method of the paper, such as cola+dlr: its own, or ``experiment=paper``."""
+    base, _, residual = method.partition("+")
+    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
+    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
+    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
 
 
 def paper_table(found: Runs) -> Iterator[Table]:

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
+from dlr_pretrain.analysis.tables import recipe
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, flatten, to_dict
-from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.launch.runs import read_runs
 from tests.conftest import ROOT
 
@@ -86,14 +86,6 @@ SHEETS = {
     | {"optimizer.rank": (128, 256, 256, 512, 64), "optimizer.limiter": 1.01}
     | {"train.steps": (10_000, 20_000, 60_000, 100_000, 10_000)},
 }
-
-
-def recipe(method: str) -> list[str]:
-    """The overrides of our recipe for a method of the paper, such as cola+dlr: its own, or ``experiment=paper``."""
-    base, _, residual = method.partition("+")
-    own = (CONFIG_DIR / "experiment" / "table1" / f"{base}.yaml").exists()
-    words = [f"experiment=table1/{base}"] if own else ["experiment=paper", f"backbone={base}"]
-    return [*words, f"dlr={'on' if residual == 'dlr' else residual}"] if residual else words
 
 
 @cache

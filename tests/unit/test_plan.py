@@ -12,13 +12,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlr_pretrain.analysis.memory import memory, step_bytes
-from dlr_pretrain.analysis.plan import disk, parameters, plan, render
-from dlr_pretrain.analysis.tables import facts, printed
+from dlr_pretrain.analysis.plan import beside_table1, parameters, plan, render
+from dlr_pretrain.analysis.tables import printed
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
-from dlr_pretrain.launch.runs import read_runs
 from dlr_pretrain.models import build, dlr
-from tests.conftest import ROOT, main_of
+from tests.conftest import main_of
 from tests.parity.test_starts import COUNTS
 
 TINY = ["scale=tiny", "scale.vocab_size=500", "train.seq_len=64", "train.micro_batch=2", "data=sample", "logger=jsonl"]
@@ -40,18 +39,14 @@ def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
 
 
 @pytest.mark.full
-def test_the_recipes_have_the_parameters_and_the_memory_of_the_papers_table():
-    """Where a method has one setting; the paper's memory is that of a checkpoint, rounded part by part."""
-    recipes = dict(zip(facts("table1").method.unique(), read_runs(ROOT / "slurm/table1.runs"), strict=True))
-    other = set()
-    for row in facts("table1").itertuples():
-        cfg = config(f"scale={row.scale}", *recipes[row.method].words)
-        if round(parameters(cfg, 32_000)["trainable"] / 1e6) != round(row.params_m):
-            other.add((row.method, row.scale))
-        if row.method in ("full", "lowrank", "cola", "cola+dlr", "lost+dlr") and row.scale != "60m":
-            assert round(disk(cfg, 32_000)["checkpoint"] / 1e9, 2) == pytest.approx(row.mem_gb, abs=0.0101)
-    assert {method for method, scale in other if scale != "1b"} == {"sltrain"}
-    assert {method for method, _ in other} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
+def test_the_papers_table_beside_our_recipes():
+    """Where a method has one setting, parameters and memory are the paper's; its memory is rounded part by part."""
+    found = beside_table1(lambda words: config(*words))
+    other = found[found["parameters"] != found["parameters in the paper"]]
+    assert len(found) == 64 and {*other.method[other.scale != "1b"]} == {"sltrain"}
+    assert {*other.method} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
+    alike = found[found.method.isin(["full", "lowrank", "cola", "cola+dlr", "lost+dlr"]) & (found.scale != "60m")]
+    assert (alike["memory"] - alike["memory in the paper"]).abs().max() < 0.0101
 
 
 @pytest.mark.parametrize("words", ["backbone=cola dlr=on", "backbone=lost train.activation_checkpointing=block"])
@@ -155,6 +150,7 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
 
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
+    (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip
