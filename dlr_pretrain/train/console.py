@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
 
@@ -114,13 +115,9 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
     return table
 
 
-def duration(seconds: float) -> str:
-    """A duration as text: 12:05, 3:04:05, or 2d 3h."""
-    whole = round(seconds)
-    if whole >= 48 * 3600:
-        return f"{whole // 86400}d {whole % 86400 // 3600}h"
-    hours, minutes, rest = whole // 3600, whole % 3600 // 60, whole % 60
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def duration(seconds: float) -> timedelta:
+    """A duration that shows whole seconds: 0:12:05, or 1 day, 3:04:05."""
+    return timedelta(seconds=round(seconds))
 
 
 def decimal(number: float | None, places: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.problems import shown
-from dlr_pretrain.config.written import differences, read_record
+from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint
@@ -61,10 +61,8 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
     if (path := ranks.on_main(lambda: newest(run_dir, say))) is not None:
         found = checkpoint.load(path)
         if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
-            name, (there, now) = next(iter(changed.items()))
-            what = f"{len(changed)} keys differ: {name} was {shown(there)} there, and is {shown(now)} here"
             fix = "Move it away, or start a new run from it with run.start_from"
-            raise UserError(f"{path}: it is of another run ({what}). {fix}")
+            raise UserError(f"{path}: it is of another run ({describe_differences(changed)}). {fix}")
         return Start(found, resumes=True)
     if cfg.run.start_from is not None:
         return start_from(cfg, run_dir, ranks, vocab_size, Path(cfg.run.start_from), say)
@@ -87,8 +85,9 @@ def newest(run_dir: Path, say: Say) -> Path | None:
         fix = "Restore it, or move the run directory away to start over"
         raise UserError(f"{root}: none, and step {saved:,} was saved. {fix}")
     if found is not None and step_of(found) < saved:
-        lost = f"the checkpoint of step {saved:,}, the last that was saved, is missing or damaged"
-        say(f"warning: {root}: {lost}. Continuing from {found.name}: the steps after it are trained again")
+        say(
+            f"warning: {root}: the last saved, of step {saved:,}, is not there. The steps after {found.name} come again"
+        )
     return found
 
 
