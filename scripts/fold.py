@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="cast the folded weights")
     parser.add_argument("--dense", action="store_true", help="multiply linear low-rank layers out into a plain LLaMA")
     parser.add_argument(
-        "--tokens", type=int, default=50_000, help="of validation text, for the report (default: 50,000; 0: none)"
+        "--tokens", type=int, help="of validation text (default: eval.tokens, on a CPU 50,000; 0: no report)"
     )
     given = parser.parse_args()
     return command(lambda: fold(given))
@@ -33,6 +33,8 @@ def fold(given: argparse.Namespace) -> None:
     if not checkpoint.is_dir():
         there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "no checkpoint"
         raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
+    if given.tokens is not None and given.tokens < 0:
+        raise UserError(f"--tokens={given.tokens}: must be at least 0")
     forms = ["dense" if given.dense else "", given.dtype or ""]
     output = Path(os.path.abspath(given.output or run / "_".join(["folded", checkpoint.name, *filter(None, forms)])))
     if output.exists():
@@ -47,7 +49,10 @@ def fold(given: argparse.Namespace) -> None:
     found = load(checkpoint)
     tensors = {name: stored.whole() for name, stored in found.model.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    how = (getattr(torch, given.dtype or "", None), given.dense, given.tokens, device)
+    tokens = given.tokens
+    if tokens is None:
+        tokens = 50_000 if device.type == "cpu" else 10**12  # all that the run was evaluated on
+    how = (getattr(torch, given.dtype or "", None), given.dense, tokens, device)
     report = fold_checkpoint(run, tensors, facts(run, found.state), output, *how)
     print("\n".join([*report, f"{'written':<29} {output}"]))
 
