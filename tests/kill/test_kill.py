@@ -35,8 +35,9 @@ MOMENTS, WEIGHTS = ("any", "save", "evaluation", "fold"), (3, 4, 2, 1)
 def start(words: list[str], ranks: int = 1, log=subprocess.PIPE) -> subprocess.Popen:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.Popen(
-        [sys.executable, *launch, str(ROOT / "train.py"), *words], stdout=log, stderr=log, text=True
-    )
+        [sys.executable, *launch, str(ROOT / "train.py"), *words], stdout=log, stderr=log, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # these tests may run under nohup
+    )  # fmt: skip
 
 
 def children(process: subprocess.Popen) -> list[int]:
@@ -60,13 +61,11 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen) -> None:
     wait_until(lambda: last_step(folder) >= step, process)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGUSR1))]
-)
-def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, number):
+@pytest.mark.parametrize("name", ["TERM", *(pytest.param(n, marks=pytest.mark.full) for n in ("INT", "HUP", "USR1"))])
+def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, name):
     process = start(words(f"run.dir={tmp_path}/run", *RUN[:2], "checkpoint.every=1000"))
     wait_for_step(tmp_path / "run", 5, process)
-    process.send_signal(number)
+    process.send_signal(signal.Signals[f"SIG{name}"])
     _, err = process.communicate()
     assert process.returncode == EXIT_STOPPED, err
     assert "saved. The same command continues" in err and "Traceback" not in err

@@ -1,50 +1,15 @@
-"""The seconds in which a process imports torch: it is nobody's orphan, and hears that it is to stop."""
+"""The first seconds of a process: it hears that it is to stop, and says why it cannot meet the other ranks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from dlr_pretrain.util.errors import EXIT_FAILED, EXIT_STOPPED
 from tests.conftest import ROOT
-
-WORKER = f"""
-import sys, time
-sys.path.insert(0, {str(ROOT)!r})
-from dlr_pretrain.util import process
-process.prepare()
-print("prepared", flush=True)
-time.sleep(6000)
-"""
-AGENT = """
-import subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
-worker.stdout.readline()
-print(worker.pid, flush=True)
-time.sleep(6000)
-"""
-
-
-@pytest.mark.full
-def test_a_worker_whose_agent_is_killed_before_torch_is_there_ends_with_it():
-    agent = subprocess.Popen(
-        [sys.executable, "-c", AGENT, WORKER],
-        env=os.environ | {"TORCHELASTIC_RUN_ID": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    worker = int(agent.stdout.readline())
-    agent.kill()
-    agent.communicate()
-    deadline = time.monotonic() + 300  # a worker that is left alone lives on
-    while os.path.exists(f"/proc/{worker}"):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
 
 EARLY = f"""
 import os, signal, sys
