@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit
 from dlr_pretrain.models.lora import down_factor
 from dlr_pretrain.util.tensors import at_least_fp32
 
@@ -39,9 +42,6 @@ class Sltrain(Group):
     def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
         super().__init__(spec, projections, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
-        if grouped:
-            self.a = Stack([p.a for p in projections], spec.pad_in, knobs["rank"])
-            self.b = Stack([p.b for p in projections], knobs["rank"], spec.pad_out)
 
     @staticmethod
     def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
@@ -57,19 +57,15 @@ class Sltrain(Group):
             p.index.copy_(order[: len(p.index)].sort().values)
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        if not self.grouped:
-            formed = (form(p.b.weight, p.a.weight, p.values, p.index, self.scale) for p in self.projections)
-            return tuple(F.linear(z, weight) for weight in formed)
-        arguments = z.flatten(0, -2), self.a.joined, self.b.joined, *(p.values for p in self.projections)
-        y = checkpoint(self.multiply, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return y.view(*z.shape[:-1], len(self.projections), -1).unbind(-2)
+        multiply: Callable[..., Tensor] = self.multiply
+        if self.grouped:
+            multiply = partial(checkpoint, self.multiply, use_reentrant=False, preserve_rng_state=False)
+        return tuple(multiply(z, p.b.weight, p.a.weight, p.values, p.index) for p in self.projections)
 
-    def multiply(self, x: Tensor, a: Tensor, b: Tensor, *values: Tensor) -> Tensor:
-        """x [N, pad_in], A [G, r, pad_in], B [G, pad_out, r] and the values of the G supports -> [N, G pad_out]."""
-        size, padding = b.shape[1] * a.shape[2], self.spec.pad_in - self.spec.d_in
-        own = [p.index + p.index // self.spec.d_in * padding for p in self.projections]
-        index = torch.cat([g * size + of_one for g, of_one in enumerate(own)])
-        return x @ form(b, a, torch.cat(values), index, self.scale).flatten(0, 1).T
+    def multiply(self, z: Tensor, b: Tensor, a: Tensor, values: Tensor, index: Tensor) -> Tensor:
+        """z [..., pad_in] -> the output [..., pad_out] of one projection."""
+        padding = (0, self.spec.pad_in - self.spec.d_in, 0, self.spec.pad_out - self.spec.d_out)
+        return F.linear(z, F.pad(form(b, a, values, index, self.scale), padding))
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         b, a, values = (tensors[name] for name in ("b.weight", "a.weight", "values"))
@@ -78,7 +74,7 @@ class Sltrain(Group):
 
 
 def form(b: Tensor, a: Tensor, values: Tensor, index: Tensor, scale: float) -> Tensor:
-    """scale B A + S, [..., d_out, d_in]. Positions are unique, so that the order of additions does not matter."""
+    """scale B A + S, [d_out, d_in]. Positions are unique, so that the order of additions does not matter."""
     product = scale * (b @ a)
     return product.flatten().index_add(0, index, values).view(product.shape)
 
