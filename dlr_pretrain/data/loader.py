@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import Tokens, token_dtype
-from dlr_pretrain.data.packing import RowReader, packed_runs, padded, padded_runs
+from dlr_pretrain.data.packing import Row, packed_rows, padded, padded_rows
 from dlr_pretrain.data.sources import Source
 from dlr_pretrain.data.streams import DocumentStream, Position
 from dlr_pretrain.data.tokenizer import Tokenizer
@@ -114,20 +115,20 @@ class TrainLoader:
             self._queue.put(error)
 
 
-def _read_first_rows(groups: list[list[RowReader]], closed: threading.Event) -> None:
-    """Let every reader read its first rows, in parallel. The first error ends this and is raised.
+def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], closed: threading.Event) -> None:
+    """Read the first row of every stream, in parallel. The first error ends this and is raised.
 
-    The readers of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
+    The streams of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
     """
     results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
     turns, failed = threading.Semaphore(STARTING_THREADS), threading.Event()
 
-    def work(group: list[RowReader]) -> None:
+    def work(group: list[int]) -> None:
         try:
             with turns:
-                for reader in group:
+                for v in group:
                     if not closed.is_set() and not failed.is_set():
-                        reader.ready()
+                        rows[v] = chain([next(rows[v])], rows[v])
             results.put(None)
         except Exception as error:
             results.put(error)
@@ -149,25 +150,27 @@ def _batches(
     seq_len, packed = cfg.train.seq_len, cfg.data.packing == "packed"
     if not packed:
         tokenizer = tokenizer.beginnings(seq_len + 1)  # one more than a row has shows that a document must be cut
-    readers: dict[int, RowReader] = {}
-    sharing: dict[tuple[int, ...], list[RowReader]] = defaultdict(list)
+    rows: dict[int, Iterator[Row]] = {}
+    sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for v, position in positions.items():
         stream = DocumentStream(source, tokenizer, cfg.data.seed, v, cfg.num_streams)
         chunks = stream.chunks(position)
         if packed:
-            readers[v] = RowReader(packed_runs(chunks, position, seq_len))
+            rows[v] = packed_rows(chunks, position, seq_len)
         else:
-            readers[v] = RowReader(padded_runs(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id))
-        sharing[stream.shards].append(readers[v])
-    _read_first_rows(list(sharing.values()), closed)
+            rows[v] = padded_rows(chunks, seq_len, tokenizer.pad_id, tokenizer.eos_id)
+        sharing[stream.shards].append(v)
+    _read_first_rows(rows, list(sharing.values()), closed)
+    streams = list(rows)
     each = cfg.train.global_batch // cfg.num_streams
     separator = tokenizer.eos_id if cfg.data.mask_documents else None
     while True:
-        tokens = np.empty((len(readers) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
+        tokens = np.empty((len(rows) * each, seq_len + 1), token_dtype(tokenizer.vocab_size))
         lengths, state = np.empty(len(tokens), np.int32), {}
-        for i, (v, reader) in enumerate(readers.items()):
-            own = slice(i * each, (i + 1) * each)
-            state[str(v)] = reader.fill(tokens[own], lengths[own])
+        for at in range(len(tokens)):
+            v = streams[at // each]
+            tokens[at], lengths[at], position = next(rows[v])
+            state[str(v)] = list(position)
         real = int(np.minimum(lengths, seq_len).sum())
         yield Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), real, state, separator)
 

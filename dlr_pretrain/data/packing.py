@@ -7,7 +7,6 @@ stored, read or sent to a device twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,15 +16,8 @@ from dlr_pretrain.data.documents import Tokens
 from dlr_pretrain.data.streams import Position
 from dlr_pretrain.util.tensors import IGNORE
 
-
-class Run(NamedTuple):
-    """Consecutive rows of a stream, and the stream's position after each of them."""
-
-    tokens: np.ndarray  # [n, seq_len + 1], padded
-    lengths: np.ndarray  # int32 [n], number of tokens in each row that are not padding
-    position: Position  # its epoch, shard and block are those in which the rows end
-    document: np.ndarray  # [n], ``Position.document`` after each row
-    token: np.ndarray  # [n], ``Position.token`` after each row
+# A row [seq_len + 1], padded; the number of its tokens that are not padding; and the stream's position after it.
+Row = tuple[np.ndarray, int, Position]
 
 
 def inputs_and_targets(
@@ -72,18 +64,19 @@ def padded(
     return rows, lengths.astype(np.int32)
 
 
-def padded_runs(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Run]:
-    """A run for each chunk: its documents, one per row."""
+def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Row]:
+    """The documents of the chunks, one a row."""
     for position, chunk in chunks:
-        after = position.document + 1 + np.arange(len(chunk.starts))
-        yield Run(*padded(*chunk, seq_len, pad_id, eos_id), position, after, np.zeros_like(after))
+        rows, lengths = padded(*chunk, seq_len, pad_id, eos_id)
+        for done, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True), position.document + 1):
+            yield row, length, position._replace(document=done, token=0)
 
 
-def packed_runs(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Run]:
+def packed_rows(chunks: Iterator[tuple[Position, Tokens]], position: Position, seq_len: int) -> Iterator[Row]:
     """Windows of seq_len + 1 tokens, seq_len apart, over the joined documents: every position has a target.
 
-    A window's last token is the first of the next. A run holds the windows that the chunks so far complete; the
-    tokens that are left are carried over to the next chunk.
+    A window's last token is the first of the next. The tokens that are left after the windows of a chunk are carried
+    over to the next chunk.
     """
     carried, skip = np.empty(0, np.uint16), position.token
     for where, chunk in chunks:
@@ -94,34 +87,8 @@ def packed_runs(chunks: Iterator[tuple[Position, Tokens]], position: Position, s
             # At most seq_len tokens are carried, so the first token after any window lies in this chunk.
             after = np.arange(seq_len, used + 1, seq_len) - len(carried) + skip
             document = np.searchsorted(chunk.starts, after, side="right") - 1
-            rows, lengths = sliding_window_view(flat, seq_len + 1)[::seq_len], np.full(count, seq_len + 1, np.int32)
-            yield Run(rows, lengths, where, where.document + document, after - chunk.starts[document])
+            token = after - chunk.starts[document]
+            windows = sliding_window_view(flat, seq_len + 1)[::seq_len]
+            for row, d, t in zip(windows, document.tolist(), token.tolist(), strict=True):
+                yield row, seq_len + 1, where._replace(document=where.document + d, token=t)
         carried, skip = flat[used:], 0
-
-
-class RowReader:
-    """Reads rows from runs, any number at a time."""
-
-    def __init__(self, runs: Iterator[Run]):
-        self._runs = runs
-        self._run: Run | None = None
-        self._taken = 0  # rows of the run
-
-    def ready(self) -> Run:
-        """The run that the next row is of. The first takes long if the documents before it must be skipped."""
-        if self._run is None or self._taken == len(self._run.document):
-            self._run, self._taken = next(self._runs), 0
-        return self._run
-
-    def fill(self, tokens: np.ndarray, lengths: np.ndarray) -> list[int]:
-        """Write the next rows to ``tokens`` [n, seq_len + 1] and ``lengths`` [n]; returns the position after them."""
-        done, after = 0, Position()
-        while done < len(tokens):
-            run = self.ready()
-            count = min(len(tokens) - done, len(run.document) - self._taken)
-            own, found = slice(done, done + count), slice(self._taken, self._taken + count)
-            tokens[own], lengths[own] = run.tokens[found], run.lengths[found]
-            done, self._taken = done + count, self._taken + count
-            last = self._taken - 1
-            after = run.position._replace(document=int(run.document[last]), token=int(run.token[last]))
-        return list(after)
