@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
 
@@ -21,12 +22,13 @@ from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.documents import Block, text_blocks
 from dlr_pretrain.data.files import File, find, open_file, pinned
-from dlr_pretrain.data.formats import SUFFIXES, parse_text, rows, sniff
+from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.text import plural
 
+KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
 SNIFF_THREADS = 16
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
@@ -155,8 +157,10 @@ class TextSource:
     def texts(self, shard: str, start: int = 0, step: int = 1) -> Iterator[str | None]:
         """As ``read``, of a file's rows, whether held out or not."""
         file, data = self.files[shard], self.data
-        found = rows(file, data.text_key, data.document == "paragraph", data.cache, start)
-        for document, row in zip(count(start, step), islice(found, 0, None, step), strict=False):
+        how = (file, data.text_key, data.document == "paragraph", data.cache)
+        small = step > 1 and file.size is not None and file.size <= KEPT_BYTES
+        found = iter(_kept_rows(*how)[start::step]) if small else islice(rows(*how, start), 0, None, step)
+        for document, row in zip(count(start, step), found, strict=False):
             try:
                 yield parse_text(row, data.text_key, file.address, document)
             except UserError as error:
@@ -181,6 +185,12 @@ class TextSource:
 
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+@lru_cache(maxsize=KEPT_FILES)
+def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[Row]:
+    """All rows of a small file: several streams read it, each every m-th row."""
+    return list(rows(file, text_key, by_paragraph, cache))
 
 
 Source = TextSource | TokenSource  # documents in named shards; one rank opens it, and sends it to the others
