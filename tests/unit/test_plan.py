@@ -57,7 +57,7 @@ def test_the_count_is_what_the_allocator_hands_out(words):
     """
     cfg = config(*TINY, *words.split(), "precision=fp32")
     model = build(cfg, 500, torch.device("cpu"))
-    counted_kept, counted_peak, _ = step_bytes(build(cfg, 500, torch.device("meta")), 2, 64, held=False)
+    counted = step_bytes(build(cfg, 500, torch.device("meta")), 2, 64, held=False)
     ids = torch.zeros(2, 64, dtype=torch.int64)
     residual = functools.partial(dlr.active, model) if cfg.dlr.enabled else nullcontext
     with residual():
@@ -77,8 +77,7 @@ def test_the_count_is_what_the_allocator_hands_out(words):
         if event.name() == "[memory]":
             alive += event.nbytes()
             peak = max(peak, alive)
-    assert counted_kept == pytest.approx(kept, abs=500)
-    assert counted_peak == pytest.approx(peak, abs=500)
+    assert counted[:2] == pytest.approx((kept, peak), abs=500)
 
 
 @pytest.mark.parametrize(("checkpointing", "values"), [("latent", 7 * 24 + 128), ("block", 128)])
@@ -110,17 +109,15 @@ def test_what_precision_and_ranks_add():
     assert parts("precision=bf16_mixed") == (2, 4, 6, 8)
 
 
-KEYS = {
-    *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "disk", "batch"),
-    *("steps", "warmup_steps", "tokens", "speed", "paper"),
-}
-
-
 def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
     assert main_of("plan", "scale=130m", "+backbone=cola", "+dlr=on", "--gpus", "16", "--json") == 0
     done = capsys.readouterr()
     found = json.loads(done.out)
-    assert set(found) == KEYS and done.err == ""
+    assert list(found) == [
+        *("run", "vocabulary", "parameters", "flops_per_token", "flops_total", "memory", "disk", "batch", "steps"),
+        *("warmup_steps", "tokens", "speed", "paper"),
+    ]
+    assert done.err == ""
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
     assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "micro_batches": 1, "seq_len": 256,
                               "positions": 131_072}  # fmt: skip
@@ -134,8 +131,6 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
     found = plan(config("scale=1b", "backbone=cola", "dlr=on", ranks=32), 32)
     slow, fast = found["speed"]["estimates"]
     assert (slow["mfu"], fast["mfu"]) == (0.11, 0.35)
-    measured = found["paper"]["measured"]
-    assert (measured["memory_gb"], measured["tokens_per_s_32xh100"]) == (13.09, 1_044_264)
     assert slow["tokens_per_second"] == pytest.approx(1_044_264, rel=0.01)
     for e in (slow, fast):
         assert e["tokens_per_second"] == pytest.approx(e["mfu"] * 32 * 989e12 / found["flops_per_token"])
@@ -150,7 +145,6 @@ def test_time_is_that_of_the_flops_at_a_stated_utilisation():
 
 @pytest.mark.parametrize(("words", "error"), [
     (["backbone=colla"], "error: backbone=colla: must be one of"),
-    (["--table1", "scale=1b"], "--table1 is of the recipes as they stand"),
     (["scale=1b", "--mfu", "35"], "argument --mfu: '35': must be a number above 0 and at most 1"),
     (["scale=1b", "--gpu", "8"], "--gpu: not a flag of this command. See --help"),
 ])  # fmt: skip
