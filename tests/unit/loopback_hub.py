@@ -21,7 +21,7 @@ from dlr_pretrain.data import Source, open_source
 _LETTERS = random.Random(0)
 TEXTS = [f"document {i} " + "".join(_LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=i % 90)) for i in range(400)]
 KEYS = {"train__global_batch": 4, "train__seq_len": 16}
-TROUBLE = ("429", "503", "403 of the store", "stall", "truncate", "reset", "no bytes")
+TROUBLE = ("429", "503", "403", "stall", "truncate", "reset", "no bytes")
 STALL_SECONDS = 0.15  # what the client under test waits; a stall lasts longer
 
 
@@ -36,7 +36,7 @@ class Hub:
         self.commit = "a" * 40  # the newest
         self.commits = {"a" * 40, "b" * 40}
         self.trouble: Callable[[str, int], str | None] = lambda path, first: None
-        self.token: str | None = None  # that files ask for
+        self.gated = False
         self.retry_after = "0"
         self.ranges = 0  # that were asked for
         self.told: list[str] = []  # trouble that was made
@@ -58,7 +58,6 @@ class Hub:
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
-    store: str
 
     def do_GET(self):
         hub, path = self.hub, self.path.split("?")[0]
@@ -100,18 +99,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": "b" * 40}
 
     def resolve(self, path: str) -> None:
-        """The hub's answer to a request for a file: itself, or the address of the store."""
+        """The answer to a request for a file, whole or in part."""
         hub, (commit, _, name) = self.hub, path.split("/resolve/")[1].partition("/")
         about = {"X-Repo-Commit": hub.commit, "ETag": f'"{"b" * 40}"', "Accept-Ranges": "bytes"}
-        in_store = self.server.server_address[1] == int(self.store.rsplit(":", 1)[1])
-        if not in_store and hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+        if hub.gated:
             return self.reply(b"", 401, {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
-        if in_store and self.headers.get("Authorization"):
-            return self.reply(b"", 400)
         if commit not in ({*hub.commits, hub.commit, "main"}) or name not in hub.files:
             return self.reply(b"", 404)
-        if not in_store:
-            return self.reply(b"", 302, about | {"Location": self.store + self.path})
         if self.command == "HEAD":
             return self.reply(hub.files[name], 200, about)
         hub.ranges += 1
@@ -163,18 +157,11 @@ class _Server(http.server.ThreadingHTTPServer):
 
 @contextmanager
 def serving(hub: Hub) -> Iterator[str]:
-    """The hub's address; its store listens beside it."""
-    servers = [_Server(("127.0.0.1", 0), None) for _ in range(2)]
-    addresses = [f"http://127.0.0.1:{server.server_port}" for server in servers]
-    for server in servers:
-        server.RequestHandlerClass = type("Handler", (_Handler,), {"hub": hub, "store": addresses[1]})
+    """The hub's address."""
+    with _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield addresses[0]
-    finally:
-        for server in servers:
-            server.shutdown()
-            server.server_close()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @contextmanager
@@ -196,10 +183,8 @@ def serving_here(hub: Hub, monkeypatch) -> Iterator[Hub]:
             monkeypatch.setattr(client, f"{name}_SECONDS", seconds)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         HfFileSystem.clear_instance_cache()
-        try:
-            yield hub
-        finally:
-            HfFileSystem.clear_instance_cache()
+        yield hub
+        HfFileSystem.clear_instance_cache()
 
 
 def open_hub(**keys) -> Source:

@@ -74,7 +74,7 @@ def test_a_hub_that_never_recovers_or_denies_access_ends_the_run_with_the_reason
     hub.files.pop("en/c4-train.00001-of-00003.json.gz")
     with pytest.raises(UserError, match=r"c4-train\.00001-of-00003\.json\.gz: (no such file|cannot be)"):
         read(source)
-    hub.token = "secret"
+    hub.gated = True
     with pytest.raises(UserError, match=r"c4-train\.00000.*: cannot be read: .*Access is restricted"):
         read(open_hub())
 

@@ -69,18 +69,6 @@ def test_documents_are_shuffled_within_their_block_which_documents_or_characters
     assert {p.block for p, _ in takewhile(lambda chunk: chunk[0].epoch == 0, chunks)} == {0, 4, 8, 12, 16}
 
 
-def test_a_stream_continues_from_any_document():
-    stream = DocumentStream(MemorySource(corpus(3, 40)), TOKENIZER, 42, 0, 1)
-    whole = [chunk for chunk, _ in zip(stream.chunks(Position()), range(8), strict=False)]
-    flat, begin = np.concatenate([some.tokens for _, some in whole]), 0
-    for position, some in whole[:4]:
-        for document in (0, 1, len(some.starts) - 1):
-            _, after = next(stream.chunks(position._replace(document=position.document + document)))
-            start = begin + int(some.starts[document])
-            assert np.array_equal(after.tokens, flat[start : start + len(after.tokens)])
-        begin += len(some.tokens)
-
-
 @pytest.mark.parametrize(
     ("shards", "stream", "streams", "rule"),
     [
