@@ -91,7 +91,7 @@ def full(cfg: Config, state: State) -> Project:
 def up(cfg: Config, state: State, name: str) -> Tensor:
     """B; with DLR, B + alpha / sqrt(K) R^T with K = ceil(d_out / r)."""
     b, dlr = state[f"{name}.b.weight"], cfg.dlr
-    if not dlr.enabled:
+    if not dlr.enabled or dlr.mode == "offset":  # which is in B from the start
         return b
     alpha = state.get(f"{name}.b.dlr_alpha", dlr.alpha)
     root = math.sqrt(math.ceil(b.shape[0] / b.shape[1])) if dlr.variance_correction else 1

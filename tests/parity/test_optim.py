@@ -335,16 +335,6 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     assert (optimizer.state_tensors()["w/exp_avg"] != expected).float().mean() < 0.01
 
 
-def test_moments_of_4096_values_or_more_are_quantised(choice):
-    optimizer = optim.build(choice, draw())
-    updated(optimizer, range(1))
-    state = optimizer.state_tensors()
-    matrices = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "mlp.down_proj.weight"]
-    expected = {f"{LAYER}{name}/{m}.codes" for name in matrices for m in ("exp_avg", "exp_avg_sq")}
-    assert {name for name in state if ".codes" in name} == (expected if choice.name == "adamw_8bit" else set())
-    assert all(value.dtype == torch.uint8 for name, value in state.items() if ".codes" in name)
-
-
 def test_state_of_another_model_is_refused(choice):
     optimizer = optim.build(choice, draw())
     with pytest.raises(UserError, match=r"optimizer state of model\.layers\.7\.other\.weight"):
