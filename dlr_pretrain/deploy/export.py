@@ -48,10 +48,11 @@ AUTO_CLASSES = {
 }
 OF_THE_MODEL = ("seed", "scale", "backbone", "dlr", "optimizer", "precision", "train", "eval")  # no paths
 USE = """```python
-{loading}
+{}
 prompt = tokenizer("The house stands", return_tensors="pt")
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=50)[0]))
 ```"""
+NO_LAYER = f"transformers cannot load backbone={{}} yet: {MODELING.name} has no layer for it"
 PEFT = """
 For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` and so on are no single matrices here.
 """
@@ -99,10 +100,9 @@ def export(
     if loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
     export_tokenizer(partial, tokenizer_path, settings["max_position_embeddings"])
-    text = card(own, record, cfg, loadable)
-    (partial / "README.md").write_text(text, encoding="utf-8")
+    (partial / "README.md").write_text(card(own, record, cfg, loadable), encoding="utf-8")
     if not loadable:
-        checked = f"transformers cannot load backbone={own.backbone.name} yet: deploy/ has no layer for it"
+        checked = NO_LAYER.format(own.backbone.name)
     elif ids is None:
         checked = "not verified"
     else:
@@ -212,9 +212,7 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     }
     rows = {key: value for key, value in (facts | record).items() if value is not None}
     tree, trust = to_dict(trained), cfg.backbone.name != DENSE.name
-    use = f"The folded weights of backbone={cfg.backbone.name}, for which {MODELING.name} has no layer yet."
-    if loadable:
-        use = USE.format(loading=loading(".", trust)) + PEFT * trust
+    use = USE.format(loading(".", trust)) + PEFT * trust if loadable else NO_LAYER.format(cfg.backbone.name)
     template, citation = (Path(__file__).with_name(f"{part}.md").read_text("utf-8") for part in ("card", "citation"))
     return Template(template).substitute(
         tags=", ".join(["pre-training", "low-rank", name, *["dlr"] * trained.dlr.enabled]),

@@ -10,6 +10,7 @@ versions). In random Unicode only, a combining mark after a character that NFKC 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -142,10 +143,5 @@ def _split_literal_specials(pieces) -> pre_tokenizers.PreTokenizer:
             return any(pair in piece for piece in ordinary), ordinary.isdisjoint(pair)
 
         cut = min(range(1, len(literal)), key=harm)
-        patterns.append(f"{_quoted(literal[:cut])}(?={_quoted(literal[cut:])})")
+        patterns.append(f"{re.escape(literal[:cut])}(?={re.escape(literal[cut:])})")
     return pre_tokenizers.Split(Regex("|".join(patterns)), "merged_with_previous")
-
-
-def _quoted(text: str) -> str:
-    """``text`` as a pattern that matches itself, in the syntax that every regex engine shares."""
-    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
