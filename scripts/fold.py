@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from dlr_pretrain.util.errors import UserError, command
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ import pandas as pd
 from dlr_pretrain.config.tree import Data
 from dlr_pretrain.config.written import ORIGIN, read_config, read_record
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.history import sound_records
+from dlr_pretrain.util.files import sound_records
 from dlr_pretrain.util.text import plural
 
 NAMING_OPTIMIZERS = ("galore", "fira", "loro")  # the papers' tables name these methods by the optimizer

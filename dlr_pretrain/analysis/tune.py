@@ -34,7 +34,8 @@ from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
-from dlr_pretrain.util.history import perplexity, read_metrics
+from dlr_pretrain.util.files import read_metrics
+from dlr_pretrain.util.text import perplexity
 
 EPILOG = """examples:
   tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8

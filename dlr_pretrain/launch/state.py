@@ -24,8 +24,7 @@ from dlr_pretrain.config import identity
 from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.util.errors import UserError, command
-from dlr_pretrain.util.files import EXPIRY, read_beat
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import EXPIRY, read_beat, read_metrics
 
 STATES = ("complete", "diverged", "running", "pending", "failed", "stopped", "not started")
 DUE = ("failed", "stopped", "not started")  # states of the runs that are queued or trained

@@ -10,8 +10,8 @@ import torch
 from dlr_pretrain.data import ValidationSet, inputs_and_targets
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.util.history import perplexity
 from dlr_pretrain.util.tensors import IGNORE
+from dlr_pretrain.util.text import perplexity
 
 # The GaLore family of scripts divides the summed losses of n batches by n + 1; a batch is 512 sequences over all ranks,
 # with 195 real tokens each on average.

@@ -22,8 +22,7 @@ from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.files import write_durably
-from dlr_pretrain.util.history import sound_records
+from dlr_pretrain.util.files import sound_records, write_durably
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 SPEED_WINDOW = 20  # steps over which it is averaged

@@ -33,7 +33,7 @@ from dlr_pretrain.train.update import PlannedMemory, Update, explained, resolve_
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import loading
 
 Report = Callable[[Path], None]  # writes the report of a run directory into it

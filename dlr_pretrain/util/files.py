@@ -1,4 +1,4 @@
-"""Small files that a crash cannot damage, and files that other machines write."""
+"""Small files that a crash cannot damage, files that other machines write, and the lines of ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -50,3 +50,27 @@ def read_beat(run_dir: Path, rank: int) -> dict:
         return beat if {"host", "pid", "machine", "token", "time"} <= beat.keys() else {}
     except (FileNotFoundError, ValueError, AttributeError):
         return {}
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of a metrics file; damaged lines, as after a power failure, are left out."""
+    return sound_records(path)[0]
+
+
+def sound_records(path: Path) -> tuple[list[dict], int]:
+    """The records of ``read_metrics``, and the number of damaged lines.
+
+    An incomplete last line, which a killed run leaves, counts for nothing.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    records = [record for line in lines if (record := _record(line)) is not None]
+    return records, len(lines) - len(records)
+
+
+def _record(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+        record["step"] + 0  # fails if the record has no step
+    except (ValueError, KeyError, TypeError):
+        return None
+    return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -19,6 +20,11 @@ def amount(number: float, digits: int = 3) -> str:
         if float(shown := f"{number / size:.{digits}g}") >= 1:  # 999,999 is 1M, not 1e+03k
             return f"{shown}{unit}"
     return f"{number:.{digits}g}"
+
+
+def perplexity(loss: float) -> float:
+    """The perplexity of a loss in nats per token; infinite if it exceeds the range of a float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def plural(n: int, noun: str) -> str:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT
 
 RUN = "scale=tiny data=sample compile=false precision=fp32 train.steps=2 train.warmup_steps=1 eval.tokens=300"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from dlr_pretrain.train import run
 from dlr_pretrain.train.guard import Guard
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_export")]

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from dlr_pretrain.util.errors import EXIT_STOPPED
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT
 from tests.resume.test_resume import assert_same, final
 

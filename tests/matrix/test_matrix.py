@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dlr_pretrain.util.errors import Stopped
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
 from tests.resume.test_resume import assert_same, final
 

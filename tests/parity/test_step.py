@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.data.streams import permutation
 from dlr_pretrain.train.update import Update
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked
 

@@ -7,7 +7,7 @@ import torch
 
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests import conftest
 from tests.resume.test_resume import assert_same, final
 

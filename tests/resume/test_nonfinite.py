@@ -18,7 +18,7 @@ from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.update import Update
 from dlr_pretrain.train.weights import Gradients
 from dlr_pretrain.util.errors import Diverged, Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
 from tests.resume.test_merging import Late
 from tests.resume.test_resume import assert_same, final

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from dlr_pretrain.optim import build as optim
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked, saved
 
 pytestmark = pytest.mark.usefixtures("no_export")

@@ -12,7 +12,7 @@ from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.text import Text
 from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import saved
 from tests.resume.test_resume import assert_same, final
 

@@ -15,7 +15,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.train import metrics
 from dlr_pretrain.train.metrics import SPEED_WINDOW, WARMUP_STEPS, Meter, MetricsFile, Pending
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 
 
 def steps(path) -> list[int]:

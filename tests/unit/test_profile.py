@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import forked
 from tests.resume.test_resume import assert_same, final
 

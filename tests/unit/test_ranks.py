@@ -16,7 +16,7 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.run import run
 from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import on_ranks
 
 

@@ -30,7 +30,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.record import open_record, record_start, update_record
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import main_of
 
 SHORT = ("scale=tiny", "scale.vocab_size=8192", "data=sample", "train.steps=60", "eval.every=20", "logger=jsonl")

@@ -21,7 +21,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.util.errors import Stopped, UserError
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import on_ranks
 from tests.unit.test_checkpoint import keeping
 

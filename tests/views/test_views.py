@@ -19,7 +19,7 @@ from dlr_pretrain.train import views
 from dlr_pretrain.train.console import Console
 from dlr_pretrain.train.views import View, open_view, wandb_id
 from dlr_pretrain.util.errors import EXIT_STOPPED, Stopped
-from dlr_pretrain.util.history import read_metrics
+from dlr_pretrain.util.files import read_metrics
 from tests.conftest import ROOT
 
 wandb = pytest.importorskip("wandb")
