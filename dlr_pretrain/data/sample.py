@@ -49,20 +49,14 @@ def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]
     progress(f"harvesting sample text from Python's standard library into {folder} (once, seconds)")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".draft-", dir=cache) as drafts:
-        build(draft := Path(drafts, own), progress)
+        (draft := Path(drafts, own)).mkdir()
+        documents = list(harvest())
+        lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
+        (draft / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
+        train_tokenizer(draft / TOKENIZER_FILE, documents, VOCAB_SIZE)
         with suppress(OSError):  # another process was faster
             draft.rename(folder)
     return folder
-
-
-def build(folder: Path, progress: Callable[[str], None]) -> None:
-    """Harvest the sample into ``folder``: its text and the tokenizer."""
-    folder.mkdir()
-    documents = list(harvest())
-    progress(f"{sum(map(len, documents)) / 1e6:.1f} MB of text in {len(documents):,} documents; training a tokenizer")
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
-    (folder / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
-    train_tokenizer(folder / TOKENIZER_FILE, documents, VOCAB_SIZE)
 
 
 def harvest() -> Iterator[str]:
