@@ -175,20 +175,24 @@ def _up_projections(module: nn.Module, match: str | Callable | None) -> Iterator
                 if isinstance(a, nn.Linear) and isinstance(b, nn.Linear) and a.out_features == b.in_features:
                     yield full_name(name, up), b
     else:
-        chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
-        for name, linear in module.named_modules():
-            if isinstance(linear, nn.Linear) and chosen(name, linear):
-                yield name, linear
+        yield from matching(module, match)
+
+
+def matching(module: nn.Module, match: str | Callable[[str, nn.Linear], bool]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers of ``module`` that ``match`` chooses: a glob over names, or a predicate (name, linear)."""
+    chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear) and chosen(name, linear):
+            yield name, linear
 
 
 def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: bool) -> None:
     """Raise ValueError if a residual on ``targets`` would not do what ``attach_dlr`` promises."""
     if not targets:
         raise ValueError("no up-projection matches; name nn.Linear layers by match=, for instance match='*.up'")
-    users: dict[int, list[str]] = {}
-    for name, m in module.named_modules():
-        for leaf, p in m.named_parameters(recurse=False):
-            users.setdefault(id(p), []).append(full_name(name, leaf))
+    named = [
+        (full_name(n, leaf), p) for n, m in module.named_modules() for leaf, p in m.named_parameters(recurse=False)
+    ]
     for name, linear in targets.items():
         here = name or "the module"
         if isinstance(linear, UpProjection):
@@ -198,7 +202,7 @@ def _require_fit(module: nn.Module, targets: dict[str, nn.Linear], keep_output: 
             raise ValueError(f"{here} is no up-projection: {rule}. Choose second factors alone by match=")
         if "weight" not in dict(linear.named_parameters(recurse=False)) or not linear.weight.is_floating_point():
             raise ValueError(f"{here}: its weight is computed from others, or quantised: there is no B to add to")
-        if len(shared := users[id(linear.weight)]) > 1:
+        if len(shared := [full for full, p in named if p is linear.weight]) > 1:
             raise ValueError(f"{here}: {' and '.join(shared)} are one parameter: the residual would reach all of them")
         if keep_output and linear.weight.dtype.itemsize < 4:
             raise ValueError(f"{here}: keep_output=True is for fp32 weights, and this is {linear.weight.dtype}")

@@ -6,7 +6,7 @@ There is no activation between the factors. The order of operations is that of t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -30,26 +30,6 @@ class TensorGate(nn.Module):
     def forward(self, c: Tensor) -> Tensor:
         return two_sided(c[..., None, :], self.e1[None], self.e2[None]).squeeze(-2)
 
-    def init_(self, seeded: SeededInit, name: str) -> None:
-        """Draw both factors from Kaiming's uniform distribution for a ReLU: each doubles the variance."""
-        for key, e in self.named_parameters():
-            e.copy_(seeded.uniform(f"{name}.{key}", e.shape, (6 / len(e)) ** 0.5))
-
-
-class DenseGate(nn.Linear):
-    """G(c) = W c + b."""
-
-    def __init__(self, rank: int):
-        super().__init__(rank, rank)
-
-    def init_(self, seeded: SeededInit, name: str) -> None:
-        for key, value in self.named_parameters():
-            value.copy_(seeded.uniform(f"{name}.{key}", value.shape, self.in_features**-0.5))
-
-
-Gate = TensorGate | DenseGate
-GATES: dict[str, Callable[[int], Gate]] = {"tensor": TensorGate, "dense": DenseGate}
-
 
 def two_sided(c: Tensor, e1: Tensor, e2: Tensor) -> Tensor:
     """c [..., G, n1 n2], E1 [G, n2, n2], E2 [G, n1, n1] -> E2^T C E1 [..., G, n1 n2]."""
@@ -63,12 +43,12 @@ def stacked(modules: Sequence[nn.Module], name: str) -> Tensor:
 
 
 class LaxProjection(Factors):
-    """The factors of one projection and, from the second block on, its gate and norm."""
+    """The factors of one projection and, from the second block on, its gate (tensor, or dense: W c + b) and norm."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):
         super().__init__(spec.d_in, spec.d_out, rank := knobs["rank"])
         if spec.block > 0:
-            self.gate: Gate = GATES[knobs["gate"]](rank)
+            self.gate = TensorGate(rank) if knobs["gate"] == "tensor" else nn.Linear(rank, rank)
             self.norm = nn.LayerNorm(rank, eps=NORM_EPS)
 
 
@@ -91,7 +71,10 @@ class Lax(LowRank):
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         super().init_(seeded, prefix)
         for name, p in self.named(prefix) if self.spec.block > 0 else ():
-            p.gate.init_(seeded, f"{name}.gate")
+            for key, value in p.gate.named_parameters():
+                # a tensor gate: Kaiming's bound for a ReLU, by which each factor doubles the variance
+                bound = (6 / len(value)) ** 0.5 if self.knobs["gate"] == "tensor" else self.knobs["rank"] ** -0.5
+                value.copy_(seeded.uniform(f"{name}.gate.{key}", value.shape, bound))
             p.norm.reset_parameters()
 
     def latent(self, x: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:

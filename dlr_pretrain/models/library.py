@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from fnmatch import fnmatch
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.dlr import active
+from dlr_pretrain.models.dlr import active, matching
 from dlr_pretrain.models.lowrank import balanced, leading
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -52,25 +51,20 @@ def factorize_(
 
     Raises ValueError if nothing matches, or if a layer is smaller than ``rank`` or used under two names.
     """
-    chosen = (lambda name, _: fnmatch(name, match)) if isinstance(match, str) else match
-    linears = [(n, m) for n, m in module.named_modules(remove_duplicate=False) if n and isinstance(m, nn.Linear)]
-    targets = {name: linear for name, linear in linears if chosen(name, linear)}
+    targets = {name: linear for name, linear in matching(module, match) if name}
     if not targets:
         raise ValueError(f"match={match!r}: no linear layer has such a name")
     for name, linear in targets.items():
         if not 1 <= rank <= min(linear.weight.shape):
             raise ValueError(f"rank={rank}: {name} has a weight of shape {list(linear.weight.shape)}")
-        users = [m for m in module.modules() for p in m.parameters(recurse=False) if p is linear.weight]
-        if len(users) > 1 or sum(m is linear for _, m in linears) > 1:
+        if sum(p is linear.weight for _, p in module.named_parameters(remove_duplicate=False)) > 1:
             raise ValueError(f"{name}: its weight is used under two names, which factors would part")
     for name, linear in targets.items():
-        made = Factors(linear, rank)
+        made = Factors(linear, rank).requires_grad_(linear.weight.requires_grad)
         b, a = balanced(*leading(linear.weight, rank))
         made.b.weight.copy_(b), made.a.weight.copy_(a)
         if linear.bias is not None:
             made.b.bias.copy_(linear.bias)
-        for factor in (made.a, made.b):
-            factor.requires_grad_(linear.weight.requires_grad)
         _put(module, name, made)
     return list(targets)
 
