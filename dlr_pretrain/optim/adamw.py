@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter, 2019): torch's kernels, and an update that rounds stochastically or has 8-bit moments.
 
 There is one learning rate for all parameters, as in the DLR paper. Moments are tensors of the parameter's dtype, or
-blocks of 8-bit codes (Dettmers et al., 2022) that torchao quantises.
+8-bit ones (Dettmers et al., 2022): codes (uint8, of the parameter's shape), an fp32 scale for each block of consecutive
+entries in row-major order, and the fp32 map from codes to values. A value is map[code] * scale; torchao quantises.
 
 **Stochastic rounding** from fp32 to bf16 takes a value to one of its two bf16 neighbours, to the nearer one with the
 higher probability, so that the mean over many draws is the value itself. Changes smaller than half a unit in the last
@@ -14,13 +15,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim import quantized
 from dlr_pretrain.optim.parameters import decay_groups, empty_state
 from dlr_pretrain.util import sharded
+from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.tensors import at_least_fp32
 
 LARGEST = 1 << 24  # values that are updated at once: the plan leaves the optimizer's temporaries out
@@ -64,6 +66,7 @@ def build_8bit(
     rounding_seed: int | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Build AdamW with 8-bit moments for parameters that are large enough and consist of whole blocks."""
+    _map(signed=True)  # imports torchao here, and not in code that is compiled
     quantised = {p for p in parameters.values() if p.numel() >= SMALLEST and p.numel() % knobs["block_size"] == 0}
     groups = decay_groups(parameters, knobs["weight_decay"])
     return [WideAdamW(groups, knobs, compiled, rounding_keys(parameters, rounding_seed), quantised)]
@@ -118,18 +121,21 @@ class WideAdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = self.new_moment(p, True), self.new_moment(p, False)
+            state.update(self.new_moment(p, "exp_avg", True), **self.new_moment(p, "exp_avg_sq", False))
         skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
-        moments = _parts(state["exp_avg"]), _parts(state["exp_avg_sq"])
+        moments = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):
             self.advance(w, g, m, v, state["step"], lr, skip, self.grad_scale, keys, *numbers)
         state["step"].add_(skip == 0)
 
-    def new_moment(self, p: Tensor, signed: bool) -> Tensor:
-        if p in self.quantised:
-            return quantized.zeros(p, signed, self.block_size)
-        return empty_state(p, p.shape, p.dtype).zero_()
+    def new_moment(self, p: Tensor, entry: str, signed: bool) -> dict[str, Tensor]:
+        """The tensors of a moment of zeros, by their names in the state."""
+        if p not in self.quantised:
+            return {entry: empty_state(p, p.shape, p.dtype).zero_()}
+        codes = empty_state(p, p.shape, torch.uint8).zero_()
+        scale = torch.zeros(p.numel() // self.block_size, device=p.device)
+        return dict(zip(_names(entry), (codes, scale, torch.tensor(_map(signed), device=p.device)), strict=True))
 
     def pieces(self, w: Tensor, g: Tensor, m: Moment, v: Moment, keys: Tensor | None) -> Iterator[tuple]:
         """What each pass takes: all of ``w``, or a number of rows that keeps temporaries small and cuts no block."""
@@ -145,8 +151,23 @@ class WideAdamW(torch.optim.Optimizer):
             yield w[first:end], g[first:end], *parts, of_piece
 
 
-def _parts(moment: Tensor) -> Moment:
-    return (moment.codes, moment.scale, moment.qmap) if quantized.is_quantized(moment) else moment
+def _names(entry: str) -> tuple[str, str, str]:
+    return f"{entry}.codes", f"{entry}.scale", f"{entry}.map"
+
+
+def _moment(state: Mapping[str, Tensor], entry: str) -> Moment:
+    if entry in state:
+        return state[entry]
+    codes, scale, values = (state[name] for name in _names(entry))
+    return codes, scale, values
+
+
+@cache
+def _map(signed: bool) -> list[float]:
+    """The values of the 256 codes. torchao is imported without its warnings about its other parts."""
+    with without_warnings():
+        from torchao.optim.quant_utils import create_dynamic_map
+    return list(create_dynamic_map(signed=signed))
 
 
 def _rows(moment: Moment, first: int, end: int, row: int, block_size: int) -> Moment:
@@ -193,7 +214,12 @@ def _advance(
 
 
 def _read(moment: Moment, dtype: torch.dtype) -> Tensor:
-    return (moment if isinstance(moment, Tensor) else quantized.decoded(*moment)).to(dtype)
+    if isinstance(moment, Tensor):
+        return moment.to(dtype)
+    from torchao.optim.quant_utils import dequant_with_qmap
+
+    codes, scale, values = moment
+    return dequant_with_qmap(codes.contiguous(), values, scale).to(dtype)
 
 
 def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
@@ -201,9 +227,12 @@ def _write(target: Moment, value: Tensor, kept: Tensor) -> None:
     if isinstance(target, Tensor):
         target.copy_(torch.where(kept, target, value.to(target.dtype)))
     else:
+        from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
         codes, scale, values = target
-        for old, new in zip((codes, scale), quantized.encoded(value, values, len(scale)), strict=True):
-            old.copy_(torch.where(kept, old, new))
+        unit, new_scale = scale_tensor(value.contiguous(), value.numel() // len(scale))
+        codes.copy_(torch.where(kept, codes, quantize_8bit_with_qmap(unit, values)))
+        scale.copy_(torch.where(kept, scale, new_scale))
 
 
 # ----------------------------------------------------------------------------------------------------

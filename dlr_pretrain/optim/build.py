@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.config.knobs import ROUND_AT_WILL
-from dlr_pretrain.optim import adamw, galore, loro, muon, quantized
+from dlr_pretrain.optim import adamw, galore, loro, muon
 from dlr_pretrain.optim.adam import Adam
 from dlr_pretrain.optim.parameters import empty_state
 from dlr_pretrain.util import sharded
@@ -121,14 +121,10 @@ class Optimizer:
             sharded.local_rows(p).grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state as ``<parameter>/<entry>`` tensors; a quantised entry is several tensors (see ``quantized``).
-
-        The state of a sharded parameter is sharded like it, except scalars.
-        """
+        """The state as ``<parameter>/<entry>`` tensors, sharded like their parameters, except scalars."""
         return {
-            f"{name}/{entry}{suffix}": tensor
+            f"{name}/{entry}": sharded.shard_like(self.parameters[name], value) if value.dim() else value
             for name, entry, value in self._entries()
-            for suffix, tensor in quantized.stored(value, self.parameters[name]).items()
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor | Stored]) -> None:
@@ -137,19 +133,14 @@ class Optimizer:
         ``tensors`` are whole; each rank takes its rows of the state of sharded parameters. Raises UserError for state
         of a parameter that this optimizer does not have.
         """
-        by_entry: dict[tuple[str, str], dict[str, Tensor | Stored]] = {}
-        for full, value in tensors.items():
+        states: dict[str, dict[str, Tensor]] = {}
+        for full, stored in tensors.items():
             name, entry = full.rsplit("/", 1)
             if name not in self.parameters:
                 raise UserError(f"optimizer state of {name}, which this model does not have")
-            entry, dot, suffix = entry.partition(".")
-            by_entry.setdefault((name, entry), {})[dot + suffix] = value
-        for name, _ in by_entry:
-            self.part_of[name].state[sharded.local_rows(self.parameters[name])] = {}
-        for (name, entry), stored in by_entry.items():
-            p, part = self.parameters[name], self.part_of[name]
-            state = _own(p, part, entry, stored[""]) if "" in stored else quantized.restored(stored, p)
-            part.state[sharded.local_rows(p)][entry] = state
+            states.setdefault(name, {})[entry] = _own(self.parameters[name], self.part_of[name], entry, stored)
+        for name, state in states.items():
+            self.part_of[name].state[sharded.local_rows(self.parameters[name])] = state
 
     @torch.no_grad()
     def prune(self, names: Collection[str], keep: float, seed: int) -> None:
@@ -157,14 +148,18 @@ class Optimizer:
 
         The choice depends on (seed, name, entry) alone. Source: ReLoRA (Lialin et al., 2023), which keeps 0.001.
         """
-        for name, entry, value in self._entries():
-            if name in names and entry in MOMENTS:
-                p = self.parameters[name]
-                digest = hashlib.sha256(f"{seed}/{name}/{entry}".encode()).digest()
+        state = {(name, entry): value for name, entry, value in self._entries()}
+        for (name, entry), value in state.items():
+            moment, _, part = entry.partition(".")
+            if name in names and moment in MOMENTS and part in ("", "codes"):
+                p, zero = self.parameters[name], 0
+                if part == "codes":
+                    zero = int(state[name, f"{moment}.map"].abs().argmin())
+                digest = hashlib.sha256(f"{seed}/{name}/{moment}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 shape = p.shape if sharded.is_sharded(p) else value.shape
                 dropped = (torch.rand(shape, generator=generator) >= keep).to(value.device)
-                quantized.zero_(value, sharded.own_part(p, dropped))
+                value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:
         for name, p in self.parameters.items():
