@@ -21,7 +21,7 @@ def main() -> int:
         help="run directory, folder of them, glob of either",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="index.html, report.md, numbers.csv, figures"
+        "--output", type=Path, required=True, metavar="DIR", help="report.html, report.md, numbers.csv, figures"
     )
     given = parser.parse_args()
     return command(lambda: report(given))
@@ -33,7 +33,7 @@ def report(given: argparse.Namespace) -> None:
     remarks = write_reports(given.places, given.output, shlex.join(["python", *sys.argv]))
     for remark in remarks:
         print(f"note: {remark}")
-    print(f"report      {given.output / 'index.html'}\nnumbers     {given.output / 'numbers.csv'}")
+    print(f"report      {given.output / 'report.html'}\nnumbers     {given.output / 'numbers.csv'}")
     print(f"figures     {given.output / 'figures'}: png, svg, pdf")
 
 

@@ -33,9 +33,9 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that was saved in each format of ``IMAGES`` as ``<name>.<format>``; ``caption`` describes it."""
+    """A figure: the ``path`` of its PNG, beside which it is in the other formats, and what describes it."""
 
-    name: str
+    path: Path
     caption: str
 
 
@@ -54,7 +54,7 @@ def save(ax: Axes, folder: Path, name: str, caption: str) -> Picture:
     folder.mkdir(parents=True, exist_ok=True)
     for kind in IMAGES:
         ax.figure.savefig(folder / f"{name}.{kind}", bbox_inches="tight")
-    return Picture(name, caption)
+    return Picture(folder / f"{name}.png", caption)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -31,14 +31,12 @@ META = torch.device("meta")
 class Memory:
     """Bytes on one GPU. ``total`` is the peak, which may differ from the sum of the parts: not all are alive at once.
 
-    ``weights`` are the working weights, including padding and indices; ``masters`` are their fp32 copies. ``gradients``
-    are what the update reads, including copies that it casts. ``activations`` are what one micro-batch keeps for its
-    backward pass, including logits. ``temporaries`` are what else is alive at the peak of forward and backward; those
-    of the optimizer are not counted.
+    ``weights`` are the working weights with padding and indices; ``masters`` their fp32 copies. ``gradients`` are what
+    the update reads, and its casts. ``activations`` are what one micro-batch keeps for its backward pass, with logits;
+    ``temporaries`` what else is alive at the peak of forward and backward. Those of the optimizer are not counted.
 
     With ``parallel=fsdp``, ``weights`` are a rank's rows of the state, which needs no masters, and what every rank
-    holds whole; ``temporaries`` include gathered rows of other ranks, and whole gradients before they are reduced to
-    rows.
+    holds whole; ``temporaries`` include gathered rows, and whole gradients before they are reduced to rows.
     """
 
     weights: int

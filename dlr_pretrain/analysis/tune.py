@@ -274,6 +274,6 @@ def remarks(found: dict, methods: dict[str, list[PlannedRun]]) -> list[str]:
 
 def write(found: dict, folder: Path) -> None:
     """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
-    parts = [methods_table(found), *draw_rates(found, folder), ("Made by", found["command"])]
-    write_page(" / ".join(found["design"]["methods"]), found["remarks"], parts, folder, folder)
+    parts = [methods_table(found), *draw_rates(found, folder)]
+    write_page(" / ".join(found["design"]["methods"]), found["remarks"], parts, found["command"], folder)
     (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from dlr_pretrain.launch.local import train
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, queue, status_of
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError, at_least_1, command
+from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
 
@@ -104,8 +104,6 @@ def submit(
     command = ["sbatch", "--parsable", *options, *own, "slurm/array.sbatch", f"{folder}/runs.txt"]
     if given.status:
         return f"Would submit {len(due)} of {len(runs)}: {shlex.join(command)}"
-    if not (Path("train.py").exists() and Path("slurm/array.sbatch").exists()):
-        raise UserError(f"{Path.cwd()} is not the root of the repository: submit from there")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "runs.txt").write_text(text, encoding="utf-8")
     for run in due:  # fail before queueing: a job that is not noted would be queued again
