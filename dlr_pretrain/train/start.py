@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.written import describe_differences, differences, read_record
 from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
 from dlr_pretrain.optim.schedule import rate
@@ -141,10 +140,9 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
     changed = {name: both for name, both in changed.items() if not name.startswith("run.")}
 
     def refuse(keys: tuple[str, ...], what: str, fix: str) -> None:
-        for name, (there, now) in changed.items():
-            if name.startswith(keys):
-                rule = f"another {what}: {name} is {shown(there)} there, and {shown(now)} here"
-                raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
+        if differ := {name: both for name, both in changed.items() if name.startswith(keys)}:
+            rule = f"another {what} ({describe_differences(differ)})"
+            raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
 
     refuse(MODEL, "model", "; from the other run's folded folder weights start under another dlr, too")
     found.state |= {"skipped": [0, 0, 0]}
@@ -160,5 +158,5 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
         found.state["streams"] = None
         say("the data start anew, because their keys have changed")
     say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")
-    for name, (there, now) in changed.items():
-        say(f"from step {found.step:,} on, {name} is {shown(now)}; it was {shown(there)}")
+    if changed:
+        say(f"what differs from there: {describe_differences(changed)}")
