@@ -107,16 +107,14 @@ mechanism() { # residual and initial offset: with and without decay, for each ro
   done
 }
 
-ablations() { # variants of the residual; then alternatives to it: a larger B at the start, a smaller rank
+ablations() { # variants of the residual; then an alternative to it: a smaller rank
   local off=dlr=off on=dlr=on
-  local controls=("$off backbone.b_gain=1.3" "$off backbone.b_gain=2")
   local strengths=("$on dlr.alpha=0.25" "$on dlr.alpha=0.5" "$on dlr.alpha=2" "$on dlr.alpha=4")
   local forms=(dlr=uncorrected dlr=random dlr=no_b dlr=learnable_alpha)
   local halves=("$off backbone.rank=$half" "$on backbone.rank=$half")
   local quarters=("$off backbone.rank=$three_quarters" "$on backbone.rank=$three_quarters")
-  local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5" "$off backbone.b_gain=1.3")
+  local some=(dlr=uncorrected dlr=random "$on dlr.alpha=0.5")
   each residual "$lower" "$on" "${forms[@]}" "${strengths[@]}"
-  each controls "$lower" "$on" "$off" "${controls[@]}"
   each rank "$lower" "$on" "$off" "${halves[@]}" "${quarters[@]}"
   each at_the_papers_rate "$paper" "$on" "$off" "${some[@]}"
   # The same runs, compared in three more ways after they had been seen.

@@ -44,7 +44,6 @@ class Factors(Backbone):
 
 @dataclass
 class LowRank(Factors):
-    b_gain: float = key("factor of B's initial values; 1.2 to 1.4 gives it the energy that DLR adds", 1.0, gt=0)
     latent_scale: float = key("factor s of the latent", 1.0, gt=0)
 
 

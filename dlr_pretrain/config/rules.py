@@ -23,7 +23,6 @@ READ_IF: list[tuple] = [
     ("dlr.impl", "dlr.mode", "residual"),
     ("profile.", "profile.enabled", True),
     ("logger.", "logger.view", "wandb"),
-    ("backbone.b_gain", "dlr.train_b", True),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),
     ("scale.micro_batch", "train.micro_batch", None),
@@ -74,7 +73,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             group, leaf = other.split(".")
             option = values[f"{group}.name" if leaf == "enabled" else other]
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={shown(option)}"
-    if name in ("backbone.init", "backbone.b_gain") and _starts_from_weights(cfg):
+    if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
     if name == "scale.rank" and "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         yield f"backbone={cfg.backbone.name} has no rank"

@@ -231,11 +231,7 @@ class Group(ABC):
 
 
 class GroupHolder(nn.Module):
-    """A module whose linear layers are groups; it restores their common storages after moves, copies and loads."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_load_state_dict_post_hook(_tie_again)
+    """A module whose linear layers are groups; it restores their common storages after moves and copies."""
 
     def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict[str, Any], grouped: bool) -> Group:
         """Register the projections of ``spec`` as children under their own names, and return their group."""
@@ -278,7 +274,7 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 def share_memory_(model: nn.Module, chosen: Callable[[Any], bool]) -> None:
     """Put every stack whose linears are all ``chosen`` into one storage, so that one kernel can reach all of them.
 
-    When the model is moved, cast, copied or loaded by ``load_state_dict``, each stack gets a storage of its own again.
+    When the model is moved, cast or copied, each stack gets a storage of its own again.
     """
     stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(chosen, stack.linears))]
     sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
@@ -286,11 +282,6 @@ def share_memory_(model: nn.Module, chosen: Callable[[Any], bool]) -> None:
         memory = stacks[0].storage.new_zeros(sum(sizes))
         for stack, part in zip(stacks, memory.split(sizes), strict=True):
             stack.tie(part[: stack.numel])
-
-
-def _tie_again(holder: GroupHolder, _) -> None:
-    """``load_state_dict(assign=True)`` replaces the parameters, so tie the new ones."""
-    holder.tie()
 
 
 def require_tied(model: nn.Module) -> None:

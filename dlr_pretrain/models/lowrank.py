@@ -14,7 +14,7 @@ class LowRank(Group):
 
     Knob ``init``: "cola", normal with Var[(B A)_ij] = 1 / (d_in + d_out), as in CoLA and DLR; "kaiming", uniform with
     bound 1/sqrt(fan_in), as in the benchmark of Glentis et al.; "xavier", normal with variance 2 / (fan_in + fan_out),
-    as in LORO. ``latent_scale`` is s, ``b_gain`` multiplies the initial B.
+    as in LORO. ``latent_scale`` is s.
     """
 
     def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
@@ -36,15 +36,14 @@ class LowRank(Group):
 
     def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
         """Draw A [r, d_in] or B [d_out, r]."""
-        gain = self.knobs.get("b_gain", 1.0) if name.endswith(".b.weight") else 1.0
         match self.knobs.get("init", "cola"):
             case "cola":
                 std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
-                weight.copy_(seeded.normal(name, weight.shape, gain * std))
+                weight.copy_(seeded.normal(name, weight.shape, std))
             case "xavier":
-                weight.copy_(seeded.normal(name, weight.shape, gain * (2 / sum(weight.shape)) ** 0.5))
+                weight.copy_(seeded.normal(name, weight.shape, (2 / sum(weight.shape)) ** 0.5))
             case "kaiming":
-                weight.copy_(seeded.uniform(name, weight.shape, gain * weight.shape[1] ** -0.5))
+                weight.copy_(seeded.uniform(name, weight.shape, weight.shape[1] ** -0.5))
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         own = type(self)

@@ -151,7 +151,7 @@ def test_help_is_one_screen_and_cfg_prints_the_composed_configuration(tmp_path):
     assert [(group, o) for group in GROUPS for o in options(group) if not {group, o} <= listed] == []
     done = python(str(ROOT / "train.py"), "+scale=1b", "--cfg", "job", "train.lr=0.5", cwd=tmp_path)
     assert done.returncode == 0
-    for line in ("  lr: 0.5\n", "  intermediate_size: 5461\n", "  seq_len: 256\n", "  b_gain: 1.0\n"):
+    for line in ("  lr: 0.5\n", "  intermediate_size: 5461\n", "  seq_len: 256\n", "  latent_scale: 1.0\n"):
         assert line in done.stdout
     assert list(tmp_path.iterdir()) == []
 

@@ -60,15 +60,6 @@ def test_factors_start_as_their_papers_have_them(backbone, init):
     assert_normal(model.lm_head.weight, 0.02)
 
 
-def test_a_gain_multiplies_the_initial_b_alone():
-    plain, gained = (
-        build(small("cola", "dlr=off", *more), VOCAB, CPU, torch.float64).state_dict()
-        for more in ((), ("backbone.b_gain=1.3",))
-    )
-    for name, value in plain.items():
-        torch.testing.assert_close(gained[name], (1.3 if name.endswith(".b.weight") else 1.0) * value)
-
-
 # ----------------------------------------------------------------------------------------------------
 # LOST: everything from one dense weight W
 
