@@ -221,32 +221,27 @@ class RankChecks:
 
     def data(self) -> str:
         """The text of the run, and this rank's first batch, with some of what it says."""
-        cfg, ranks, began = self.cfg, self.ranks, time.perf_counter()
+        cfg, ranks = self.cfg, self.ranks
         text = open_text(cfg, Path(str(cfg.run.dir)), ranks, lambda _: None)
         self.vocab_size = text.vocab_size
         with closing(TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, None)) as batches:
             batch = next(batches)
         sample = " ".join(text.tokenizer.decode(batch.tokens[0, : int(batch.lengths[0])].tolist()).split())[:48]
-        found = f'{text.source.describe()}; first batch in {time.perf_counter() - began:.1f} s: "{sample}..." '
-        found += f"(vocabulary {text.tokenizer.vocab_size:,}, data {text.source.fingerprint[:8]})"
+        found = f'{text.source.describe()}, vocabulary {text.tokenizer.vocab_size:,}; first batch: "{sample}..."'
         if text.unknown > MUCH_UNKNOWN:
             raise UserWarning(f"{found}. {text.unknown:.0%} of it is unknown to the tokenizer: look at tokenizer.path")
         return found
 
     def step(self) -> str:
         """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
-        cfg, ranks, vocab_size, rows = (
-            self.cfg,
-            self.ranks,
-            self.vocab_size,
-            self.cfg.micro_batch(self.ranks.world_size),
-        )
+        cfg, ranks, vocab_size = self.cfg, self.ranks, self.vocab_size
         ranks.use_device()
+        rows = cfg.micro_batch(ranks.world_size)
         few = min(2, cfg.train.global_batch // ranks.world_size // rows)
         short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
         parent = _existing(Path(str(cfg.run.dir)).absolute().parent)
         temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
-        losses, times = [], [time.perf_counter()]
+        losses, times = [], []
         with ExitStack() as kept, explained(short, ranks):
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
             loop, batch = trial_loop(short, ranks, vocab_size, scratch), noise(short, ranks, vocab_size)
@@ -259,7 +254,7 @@ class RankChecks:
                 loop.save(final=True)
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
-        _, first, second, saved = times
+        first, second, saved = times
         planned = memory(short, vocab_size, ranks.world_size).total
         text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
         text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
