@@ -4,7 +4,7 @@ One half of the validation text (A) chooses a method's rate, the other half (B) 
 the first one, seed by seed. The result is one mapping, as in ``tune.json``:
 
     design        methods, rates (ascending), seeds, fresh (seeds of --confirm, which alone are reported)
-    trials        of each run: method, lr, seed, run, state, and loss_a and loss_b of a complete one
+    trials        of each run: method, lr, seed, run, state, tokens, and loss_a and loss_b of a complete one
     chosen        of each method: lr (null if none can be chosen), losses (on B by seed; null if it diverged), reason
     comparisons   of each other method: against, method, by_seed, difference, better ("none shown", or null), reason
 
@@ -30,7 +30,7 @@ from dlr_pretrain.analysis.runs import TEXT, method_name, spread
 from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import ORIGIN, identity, read_record
-from dlr_pretrain.launch.runs import Line, PlannedRun, load_runs, read_table
+from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
 from dlr_pretrain.launch.submit import parser_of, read, start
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
@@ -48,8 +48,6 @@ alone, and reports them instead of the grid's. The same command continues where 
 LEVEL = 0.95
 ENDED = ("complete", "diverged")
 
-Cell = tuple[str, float, int]  # method, learning rate, seed
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
@@ -62,38 +60,38 @@ def tune(argv: Sequence[str]) -> int:
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
     given, for_sbatch = read(parser, argv)
-    methods = by_method(load_runs(read_table(given.what), machine=given.local))
-    design, runs = grid(methods, given.confirm)
+    runs = load_runs(read_table(given.what), machine=given.local)
+    names = method_names(runs)
+    design = grid(names, runs, given.confirm)
 
     def same_text() -> None:
         """The files may have changed since the runs were configured: what those that have saved have read decides."""
-        records = {str(run.dir): read_record(run.dir) for run in runs.values()}
+        records = {str(run.dir): read_record(run.dir) for run in runs}
         require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
 
-    def train_or_queue(some: dict[Cell, PlannedRun]) -> list[dict]:
+    def train_or_queue(some: Sequence[PlannedRun]) -> list[dict]:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
-        jobs = start(sorted(some.values(), key=lambda run: run.number), given, for_sbatch, same_text)
+        jobs = start(some, given, for_sbatch, same_text)
         same_text()
-        return [trial(cell, run, status_of(run, jobs).state) for cell, run in some.items()]
+        return [trial(names[own_words(run)], run, status_of(run, jobs).state) for run in some]
 
     trials = train_or_queue(runs)
-    fresh: dict[Cell, Line] = {}
-    for method, seed in product(methods, given.confirm):
-        if (lr := choose(design, trials, method)["lr"]) is not None:
-            line = runs[method, lr, design["seeds"][0]].line
-            words = (*(word for word in line.words if key_of(word) != "seed"), f"seed={seed}")
-            fresh[method, lr, seed] = replace(line, words=words)
+    best = {method: choose(design, trials, method)["lr"] for method in names.values()}
+    fresh = []
+    for run, seed in product(runs, given.confirm):
+        if (run.cfg.train.lr, run.cfg.seed) == (best[names[own_words(run)]], design["seeds"][0]):
+            words = (*(word for word in run.line.words if key_of(word) != "seed"), f"seed={seed}")
+            fresh.append(replace(run.line, words=words))
     if fresh:
-        confirming = dict(zip(fresh, load_runs(list(fresh.values()), machine=given.local), strict=True))
-        runs |= confirming
+        confirming = load_runs(fresh, machine=given.local)
+        runs += confirming
         trials += train_or_queue(confirming)
     found = compare(design, trials)
-    found["remarks"] = remarks(found, methods)
-    words = [own_words(of[0]) for of in methods.values()]
-    found["shared"] = shlex.join(word for word in words[0] if all(word in own for own in words))
+    first, *others = names
+    found["shared"] = shlex.join(word for word in first if all(word in other for other in others))
     found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
     write(found, given.output)
-    print(methods_table(found).markdown(), *(f"* {line}" for line in found["remarks"]), sep="\n")
+    print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
     return EXIT_FAILED if any(t["state"] not in (*ENDED, "running", "pending") for t in trials) else 0
 
@@ -107,43 +105,36 @@ def seed_list(text: str) -> list[int]:
 # The grid
 
 
-def by_method(runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
-    """The runs of each method, which differ in train.lr and seed alone.
-
-    A method is named as in reports. Where several have one name, its own overrides are added.
-    """
-    alike: dict[tuple[str, ...], list[PlannedRun]] = {}
-    names: dict[tuple[str, ...], str] = {}
-    for run in runs:
-        words, cfg = own_words(run), run.cfg
-        alike.setdefault(words, []).append(run)
-        names[words] = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
-    methods = {}
-    for words, name in names.items():
-        others = [other for other in names if names[other] == name]
-        apart = " ".join(word for word in words if not all(word in other for other in others))
-        methods[f"{name} ({apart})" if apart else name] = alike[words]
-    return methods
-
-
 def own_words(run: PlannedRun) -> tuple[str, ...]:
-    """The overrides that a run shares with all runs of its method."""
+    """The overrides that a run shares with all runs of its method, which differ in train.lr and seed alone."""
     return tuple(word for word in run.line.words if key_of(word) not in ("train.lr", "seed"))
 
 
-def grid(methods: dict[str, list[PlannedRun]], fresh: Sequence[int]) -> tuple[dict, dict[Cell, PlannedRun]]:
-    """The design, and the run of each of its cells; raises UserError if the methods do not compare."""
-    cells = {(method, run.cfg.train.lr, run.cfg.seed): run for method, of in methods.items() for run in of}
+def method_names(runs: Sequence[PlannedRun]) -> dict[tuple[str, ...], str]:
+    """The name of each method by its own words: as in reports. Where several have one name, words are added."""
+    names, found = {}, {}
+    for run in runs:
+        names[own_words(run)] = method_name(run.cfg.backbone.name, run.cfg.dlr.name, run.cfg.optimizer.name)
+    for words, name in names.items():
+        others = [other for other in names if names[other] == name]
+        apart = " ".join(word for word in words if not all(word in other for other in others))
+        found[words] = f"{name} ({apart})" if apart else name
+    return found
+
+
+def grid(names: dict[tuple[str, ...], str], runs: Sequence[PlannedRun], fresh: Sequence[int]) -> dict:
+    """The design; raises UserError if the methods do not compare."""
+    cells = {(names[own_words(run)], run.cfg.train.lr, run.cfg.seed): run for run in runs}
     rates, seeds = sorted({lr for _, lr, _ in cells}), list(dict.fromkeys(seed for _, _, seed in cells))
-    for method, lr, seed in product(methods, rates, seeds):
+    for method, lr, seed in product(names.values(), rates, seeds):
         if (method, lr, seed) not in cells:
             rule = "a fair comparison gives all methods the same rates and seeds"
             raise UserError(f"{method} has no run with train.lr={lr:g} seed={seed}: {rule}")
     if both := set(seeds) & set(fresh):
         raise UserError(f"--confirm: the rates are chosen with seed {min(both)}. Give seeds that are not in seed=")
-    configured = {method: identity(of[0].cfg) for method, of in methods.items()}
+    configured = {method: identity(run.cfg) for (method, _, _), run in cells.items()}
     require_one_text(configured, (*TEXT, *ORIGIN, "scale.vocab_size"))
-    return {"methods": list(methods), "rates": rates, "seeds": seeds, "fresh": list(fresh)}, cells
+    return {"methods": list(names.values()), "rates": rates, "seeds": seeds, "fresh": list(fresh)}
 
 
 def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
@@ -155,14 +146,15 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
             raise UserError(f"{key} of {other} is not that of {first}: {rule}")
 
 
-def trial(cell: Cell, run: PlannedRun, state: str) -> dict:
+def trial(method: str, run: PlannedRun, state: str) -> dict:
     """A run as ``trials`` describe it; one whose last loss is not finite has diverged."""
-    method, lr, seed = cell
-    found = {"method": method, "lr": lr, "seed": seed, "run": str(run.dir), "state": state}
+    train = run.cfg.train
+    found = {"method": method, "lr": train.lr, "seed": run.cfg.seed, "run": str(run.dir), "state": state}
+    found["tokens"] = train.steps * train.global_batch * train.seq_len
     if state != "complete":
         return found | {"loss_a": None, "loss_b": None}
     last = next((r for r in reversed(read_metrics(run.dir / "metrics.jsonl")) if "eval/loss" in r), {})
-    if last.get("step") != run.cfg.train.steps:
+    if last.get("step") != train.steps:
         raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
     found |= {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
     return found | {"state": "diverged"} if last["eval/loss"] is None else found
@@ -258,22 +250,22 @@ def methods_table(found: dict) -> Table:
     return table("tune", "Each method at its own learning rate, on half of the validation text", rows, [note])
 
 
-def remarks(found: dict, methods: dict[str, list[PlannedRun]]) -> list[str]:
+def remarks(found: dict) -> list[str]:
     """What a reader must know before quoting a verdict."""
     said, rates = [], found["design"]["rates"]
     for method, choice in found["chosen"].items():
         if len(rates) > 1 and choice["lr"] in (rates[0], rates[-1]):
             rule = f"its best rate, {choice['lr']:g}, is at an end of the grid, and a better one may lie beyond"
             said.append(f"{method}: {rule}. Widen train.lr= in the same command.")
-    trains = {method: of[0].cfg.train for method, of in methods.items()}
-    budgets = {method: f"{t.steps * t.global_batch * t.seq_len:,} tokens" for method, t in trains.items()}
+    budgets = {t["method"]: t["tokens"] for t in found["trials"]}
     if len(set(budgets.values())) > 1:
-        said.append(f"The budgets are not equal: {'; '.join(f'{m} {budget}' for m, budget in budgets.items())}.")
+        shown = "; ".join(f"{method} {tokens:,} tokens" for method, tokens in budgets.items())
+        said.append(f"The budgets are not equal: {shown}.")
     return said
 
 
 def write(found: dict, folder: Path) -> None:
     """Write ``tune.json``, the curve as a figure, ``report.md`` and ``report.html``."""
     parts = [methods_table(found), *draw_rates(found, folder)]
-    write_page(" / ".join(found["design"]["methods"]), found["remarks"], parts, found["command"], folder)
+    write_page(" / ".join(found["design"]["methods"]), remarks(found), parts, found["command"], folder)
     (folder / "tune.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -32,7 +32,7 @@ def trials(design: dict, loss, seeds=None) -> list[dict]:
     for method, lr, seed in product(design["methods"], design["rates"], seeds or design["seeds"]):
         a, b = halves if (halves := loss(method, lr, seed)) else (None, None)
         state = "diverged" if halves is None else "complete"
-        found.append({"method": method, "lr": lr, "seed": seed, "state": state, "loss_a": a, "loss_b": b})
+        found.append({"method": method, "lr": lr, "seed": seed, "state": state, "tokens": 1, "loss_a": a, "loss_b": b})
     return found
 
 
@@ -96,7 +96,7 @@ def test_the_files_hold_the_numbers_and_a_diverged_run_is_left_out_of_no_mean(tm
         return None if (method, lr, seed) == ("two", 0.01, 3) else (level, level + seed * scatter)
 
     found = tune.compare(TWO, trials(TWO, loss)) | {"command": "tune.py"}
-    tune.write(found | {"remarks": tune.remarks(found, {})}, tmp_path)
+    tune.write(found, tmp_path)
     stored = json.loads((tmp_path / "tune.json").read_text())
     difference = stored["comparisons"][0]["difference"]
     assert stored["comparisons"][0]["better"] == "two" and difference == found["comparisons"][0]["difference"]
@@ -167,13 +167,17 @@ PAIR = ("backbone=cola", "dlr=off,on")
 def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
     path = tmp_path / "my.runs"
     path.write_text("dlr=on\ndlr=on dlr.alpha=0.5\nbackbone=full optimizer=galore train.steps=9\n")
-    methods = tune.by_method(load_runs(read_table([str(path), "scale=tiny", "train.lr=0.01,0.001", "seed=1,2"])))
-    assert list(methods) == ["lowrank+dlr", "lowrank+dlr (dlr.alpha=0.5)", "galore"]
-    design, runs = tune.grid(methods, [3])
-    assert design == {"methods": list(methods), "rates": [0.001, 0.01], "seeds": [1, 2], "fresh": [3]}
-    assert len(runs) == 12
-    assert all((run.cfg.train.lr, run.cfg.seed) == (lr, seed) for (_, lr, seed), run in runs.items())
-    (remark,) = tune.remarks({"design": design, "chosen": {}}, methods)
+    runs = load_runs(read_table([str(path), "scale=tiny", "train.lr=0.01,0.001", "seed=1,2"]))
+    names = tune.method_names(runs)
+    assert list(names.values()) == ["lowrank+dlr", "lowrank+dlr (dlr.alpha=0.5)", "galore"] and len(runs) == 12
+    design = tune.grid(names, runs, [3])
+    assert design == {"methods": list(names.values()), "rates": [0.001, 0.01], "seeds": [1, 2], "fresh": [3]}
+    found = {
+        "design": design,
+        "chosen": {},
+        "trials": [tune.trial(names[tune.own_words(run)], run, "") for run in runs],
+    }
+    (remark,) = tune.remarks(found)
     assert remark.startswith("The budgets are not equal: lowrank+dlr ")
 
 
