@@ -57,16 +57,13 @@ def summed_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, score: Scor
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, score: Score) -> Tensor:
-        for_x, for_weight = ctx.needs_input_grad[:2]
-        losses, dx, dw = [], torch.empty_like(x) if for_x else None, None
+        losses, dx, dw = [], torch.empty_like(x), None
         for rows, logits, some in _pieces(x, weight, targets):
             loss, at_target = score(logits, some, True)
             logits[torch.arange(len(some), device=x.device), some.clamp(min=0)] = at_target[:, 0].to(logits.dtype)
             losses.append(loss)
-            if dx is not None:
-                torch.mm(logits, weight, out=dx[rows])
-            if for_weight:
-                dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))
+            torch.mm(logits, weight, out=dx[rows])
+            dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))
         ctx.gradients, ctx.dtype = (dx, dw), weight.dtype  # not save_for_backward: a saved tensor cannot become a .grad
         return torch.stack(losses).sum()
 
@@ -77,9 +74,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the gradients of this loss were formed once, and are gone; call the model again")
         (dx, dw), ctx.gradients = ctx.gradients, None
         scale = scale.view(1, 1) if scale.is_cuda else scale  # a GPU would round a 0-d scale to bf16 first
-        dx = None if dx is None else dx.mul_(scale)
-        dw = None if dw is None else dw.mul_(scale).to(ctx.dtype)
-        return dx, dw, None, None
+        return dx.mul_(scale), dw.mul_(scale).to(ctx.dtype), None, None
 
 
 def _added(total: Tensor | None, a: Tensor, b: Tensor, alone: bool) -> Tensor:

@@ -271,11 +271,9 @@ class _Storage:
         self.names, (_, first, state) = [name for name, _, _ in layers], layers[0]
         self.own = [sharded.local_rows(up.weight) for _, up, _ in layers]
         self.in_place = first.weight is state
-        self.weights = self.states = _memory(first.weight)
-        self.write_at = self.read_at = torch.cat([up.residual.places(up.weight) for _, up, _ in layers])
-        if not self.in_place:
-            self.states = _memory(state)
-            self.read_at = torch.cat([up.residual.places(b) for _, up, b in layers])
+        self.weights, self.states = _memory(first.weight), _memory(state)
+        self.write_at = torch.cat([up.residual.places(up.weight) for _, up, _ in layers])
+        self.read_at = self.write_at if self.in_place else torch.cat([up.residual.places(b) for _, up, b in layers])
         self.entries: Tensor | None = None  # B's, while residuals are merged in place
         wide, rows = at_least_fp32(self.states.dtype), list(zip(layers, self.own, strict=True))
         self.betas = torch.cat([own.new_full((len(own),), up.residual.beta, dtype=wide) for (_, up, _), own in rows])

@@ -57,13 +57,11 @@ class Loro(Adam):
             return super().update_group(group)
         for b, a in self.heartbeat(zip(group["params"][::2], group["params"][1::2], strict=True)):
             if b.grad is not None and a.grad is not None:
-                self.update_pair(b, a, self.direction(b, b.grad, group), self.direction(a, a.grad, group), group)
+                (db, step), (da, _) = self.direction(b, b.grad, group), self.direction(a, a.grad, group)
+                self.update_pair(b, a, db, da, step, group["weight_decay"])
 
-    def update_pair(
-        self, b: Tensor, a: Tensor, of_b: tuple[Tensor, float], of_a: tuple[Tensor, float], group: dict
-    ) -> None:
-        """Move B and A along Adam's directions, which come with the step size."""
-        (db, step), (da, _) = of_b, of_a
+    def update_pair(self, b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float, weight_decay: float) -> None:
+        """Move B and A along Adam's directions."""
         if self.is_exact:
             new_b, new_a = retract(b.to(db.dtype), a.to(da.dtype).T, db, da.T, step)
             b.copy_(new_b)
@@ -71,7 +69,7 @@ class Loro(Adam):
         else:
             share = a.shape[0] / self.hidden_size
             for p, direction in ((b, db), (a, da)):
-                move(p, direction, share * step, step * group["weight_decay"])
+                move(p, direction, share * step, step * weight_decay)
 
 
 def retract(b: Tensor, a: Tensor, db: Tensor, da: Tensor, step: float) -> tuple[Tensor, Tensor]:
