@@ -1,25 +1,22 @@
-"""DLR under TRL's trainer, a Trainer of transformers: the steps of a plain loop, evaluated, saved, resumed, folded."""
+"""DLR under transformers' Trainer, which TRL's are: the steps of a plain loop, evaluated, saved, resumed, folded."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models import TrainsWithDlr, active, attach_dlr, factorize_, fold_
-from tests.deploy.models import tokenizer_of
 
-trl = pytest.importorskip("trl", reason='trl is not installed: pip install -e ".[sft]"')
 pytestmark = pytest.mark.full
 STEPS = 6
 SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 38, "num_hidden_layers": 2, "num_attention_heads": 2}
 IDS = torch.randint(0, 40, (4, 10), generator=torch.Generator().manual_seed(1))
+ROWS = [{"input_ids": row, "labels": row} for row in IDS]
 
 
-class DlrTrainer(TrainsWithDlr, trl.SFTTrainer):
+class DlrTrainer(TrainsWithDlr, Trainer):
     pass
 
 
@@ -38,24 +35,14 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def trainer_of(model: torch.nn.Module, folder, steps: int = STEPS) -> DlrTrainer:
     """An epoch is one batch of two micro-batches, with gradient checkpointing."""
-    arguments = trl.SFTConfig(
+    arguments = TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=0.5,
-        per_device_eval_batch_size=4, save_steps=3, report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
-        dataset_kwargs={"skip_prepare_dataset": True}, gradient_checkpointing=True,
+        per_device_eval_batch_size=4, save_steps=3, report_to="none", use_cpu=True, disable_tqdm=True,
+        gradient_checkpointing=True,
     )  # fmt: skip
-    export_tokenizer(
-        folder, tokenizer_of(folder / "spiece", ["the house stands on a hill above the river"] * 3, 30), 64
-    )
-    rows = Dataset.from_list([{"input_ids": row.tolist()} for row in IDS])
     optimizer = optimizer_of(model)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return DlrTrainer(model, arguments, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer,
-                      optimizers=(optimizer, schedule))  # fmt: skip
-
-
-def loss_of(model: torch.nn.Module) -> torch.Tensor:
-    return model(input_ids=IDS, labels=IDS).loss
+    both = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return DlrTrainer(model, arguments, train_dataset=ROWS, eval_dataset=ROWS, optimizers=both)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +52,7 @@ def plain() -> LlamaForCausalLM:
     optimizer = optimizer_of(model)
     for _ in range(STEPS):
         with active(model):
-            loss_of(model).backward()
+            model(input_ids=IDS, labels=IDS).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -83,9 +70,8 @@ def test_the_trainer_takes_the_steps_of_a_plain_loop(plain, tmp_path):
     assert difference(trainer.model, plain) < 1e-5  # fp32; the batch is summed in another order
     assert difference(factorised(), plain) > 1e-3
     evaluated = trainer.evaluate()["eval_loss"]
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
     with pytest.raises(RuntimeError, match=r"is that of another model.*TrainsWithDlr"):  # B alone
-        Trainer(trainer.model, trainer.args, eval_dataset=rows).evaluate()
+        Trainer(trainer.model, trainer.args, eval_dataset=ROWS).evaluate()
     fold_(trainer.model)
     assert trainer.evaluate()["eval_loss"] == evaluated
 

@@ -35,9 +35,8 @@ def data(tmp_path):
     rng, rows = random.Random(0), []
     for i in range(24):
         words = ["".join(rng.choices("aeioulnrst", k=4)) for _ in range(rng.randint(1, 6))]
-        rows.append(
-            {"instruction": " ".join(words), "input": "tonal lion" * (i % 3 == 0), "output": f"{words[-1]} " * 3}
-        )
+        given = "tonal lion" * (i % 3 == 0)
+        rows.append({"instruction": " ".join(words), "input": given, "output": f"{words[-1]} " * 3})
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     return str(tmp_path / "rows.json")
 
@@ -54,18 +53,11 @@ def test_the_prompt_is_alpacas(data):
 
 
 @pytest.mark.parametrize("backbone", ["full", "lax"])
-def test_updates_are_those_of_the_formulas(folders, data, tmp_path, backbone):
+def test_updates_are_those_of_a_plain_loop(folders, data, tmp_path, backbone):
     """Each update: mean over all targets of its rows, clipped by its norm, AdamW, warm-up, cosine to 0. fp32."""
     rows, seed, lr, epochs, batch = read_rows(data), 7, 1e-3, 2, 8
-    recipe = {
-        "num_train_epochs": epochs,
-        "learning_rate": lr,
-        "batch": batch,
-        "per_device_train_batch_size": 2,
-        "fp32": True,
-    }
-    fine_tune(folders[backbone], tmp_path / "tuned", rows, seed, **recipe)
-    losses_told = json.loads((tmp_path / "tuned/sft.json").read_text())["training_loss"]
+    recipe = {"num_train_epochs": epochs, "learning_rate": lr, "batch": batch, "per_device_train_batch_size": 2}
+    fine_tune(folders[backbone], tmp_path / "tuned", rows, seed, fp32=True, **recipe)
     model, tokenizer = open_folder(folders[backbone], torch.float32)
 
     def losses(row: dict) -> torch.Tensor:
@@ -74,23 +66,19 @@ def test_updates_are_those_of_the_formulas(folders, data, tmp_path, backbone):
         log_p = model(input_ids=ids).logits[0].log_softmax(-1)
         return -log_p[before - 1 : -1].gather(1, ids[0, before:, None])[:, 0]
 
-    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
-    (beta1, beta2, eps), steps, wanted, step = (0.9, 0.999, 1e-8), 6, [], 0
+    optimizer, steps, wanted = torch.optim.AdamW(model.parameters(), weight_decay=0), 6, []
     for epoch in range(epochs):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
         for at in range(0, 24, batch):
             loss = torch.cat([losses(rows[i]) for i in order[at : at + batch]]).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = lr * (1 + math.cos(math.pi * len(wanted) / steps)) / 2
+            optimizer.step()
             wanted.append(loss.item())
-            gradients = torch.autograd.grad(loss, list(model.parameters()))
-            norm = math.sqrt(sum(g.square().sum().item() for g in gradients))
-            rate = lr * (1 + math.cos(math.pi * step / steps)) / 2
-            for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
-                g, (m, v) = g * min(1.0, 1 / (norm + 1e-6)), moments[name]
-                m.lerp_(g, 1 - beta1)
-                v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-                p.data -= rate * m / (1 - beta1 ** (step + 1)) / ((v / (1 - beta2 ** (step + 1))).sqrt() + eps)
-            step += 1
-    assert losses_told == pytest.approx(wanted, rel=1e-4) and wanted[-1] < wanted[0]
+    told = json.loads((tmp_path / "tuned/sft.json").read_text())["training_loss"]
+    assert told == pytest.approx(wanted, rel=1e-4) and wanted[-1] < wanted[0]
     tuned = load_file(tmp_path / "tuned/model.safetensors")
     for name, p in model.state_dict().items():
         assert (tuned[name] - p).norm() < 1e-3 * p.norm(), name

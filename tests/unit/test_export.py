@@ -7,17 +7,18 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_tokenizer import PIECES, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import EXPORTED as KNOBS
-from dlr_pretrain.deploy.export import MODELING, export, write_weights
+from dlr_pretrain.deploy.export import MODELING, export, need, open_folder, write_weights
 from dlr_pretrain.deploy.modeling_lowrank_llama import LAYERS
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.util import files as durable
@@ -27,6 +28,7 @@ from tests.deploy.models import KINDS, of_kind, trained
 ROWS = PIECES + 8  # more embedding rows than pieces
 RECORD = {"step": 7, "train/tokens": 14_336, "perf/mfu": None, "eval/perplexity": 51.23456}
 COLA = of_kind("cola")
+WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +71,13 @@ def test_a_folder_loads_strictly_computes_generates_and_is_saved_again(kind, tmp
     assert all(kept[name] == knobs[name] for name in KNOBS.get(kept.get("backbone"), ()))
 
 
-def test_weights_in_bf16_and_in_shards(tmp_path, spiece):
-    tensors = {name: tensor.bfloat16() for name, tensor in trained(COLA, ROWS).state_dict().items()}
+def test_weights_in_shards_are_loaded(tmp_path, spiece):
+    tensors = trained(COLA, ROWS).bfloat16().state_dict()
     export(tmp_path / "folded", COLA, tensors, spiece, RECORD)
-    (tmp_path / "folded/model.safetensors").unlink()
+    (tmp_path / "folded" / WEIGHTS).unlink()
     write_weights(tmp_path / "folded", tensors, shard_bytes=30_000)
     assert len(list((tmp_path / "folded").glob("*.safetensors"))) > 1
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "folded", dtype="auto", trust_remote_code=True)
+    model, _ = open_folder(tmp_path / "folded")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -119,7 +121,7 @@ def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_pat
     monkeypatch.setattr(Path, "rename", named)
     export(folder, COLA, tensors, spiece, {"step": 1})
     with monkeypatch.context() as broken, pytest.raises(OSError, match="disk full"):
-        broken.setattr(export_module, "export_tokenizer", _disk_full)
+        broken.setattr(export_module, "export_tokenizer", Mock(side_effect=OSError("disk full")))
         export(folder, COLA, tensors, spiece, {"step": 2})
     assert "| step | 1 |" in (folder / "README.md").read_text()
     (folder / "zero_shot.json").write_text("measured")
@@ -127,10 +129,6 @@ def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_pat
     assert "| step | 2 |" in (folder / "README.md").read_text() and tmp_path in synced
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folded", "folded_1"]
     assert (tmp_path / "folded_1/zero_shot.json").read_text() == "measured"
-
-
-def _disk_full(*_):
-    raise OSError("disk full")
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
@@ -145,22 +143,43 @@ def test_a_backbone_without_an_exported_layer_is_written_and_said_to_be_so(tmp_p
     monkeypatch.delitem(KNOBS, "cola")
     said = export(tmp_path / "folded", COLA, trained(COLA, ROWS).state_dict(), spiece, RECORD, ids)
     assert said.startswith("transformers cannot load backbone=cola yet")
-    assert (tmp_path / "folded/model.safetensors").exists()
+    assert said in (tmp_path / "folded/README.md").read_text() and (tmp_path / "folded" / WEIGHTS).exists()
 
 
-def test_a_difference_is_found_and_what_does_not_load_is_named(tmp_path, spiece, ids, monkeypatch):
-    folder, weights = tmp_path / "folded", trained(COLA, ROWS).bfloat16().state_dict()
-    assert float(export(folder, COLA, weights, spiece, RECORD, ids).split("agree to ")[1].split()[0]) < 1e-5
+def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
+    weights = trained(COLA, ROWS).bfloat16().state_dict()
+    said = export(tmp_path / "folded", COLA, weights, spiece, RECORD, ids)
+    assert float(said.split("agree to ")[1].split()[0]) < 1e-5
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "transformers", None)
         said = export(tmp_path / "unseen", COLA, weights, spiece, RECORD, ids)
         assert said.startswith("not verified: transformers cannot be imported")
     changed = weights | {"lm_head.weight": 1.02 * weights["lm_head.weight"]}
-    for written, message in (
-        (changed, "beyond the bound"),
-        ({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, r"norm\.weight: missing"),
+    monkeypatch.setattr(export_module, "write_weights", lambda to, _: write_weights(to, changed))
+    with pytest.raises(UserError, match="beyond the bound"):
+        export(tmp_path / "wrong", COLA, weights, spiece, RECORD, ids)
+    assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
+
+
+def test_what_is_no_export_or_no_longer_one_is_refused_by_name(tmp_path, spiece):
+    folder = tmp_path / "folded"
+    export(folder, COLA, trained(COLA, ROWS).state_dict(), spiece, RECORD)
+    with pytest.raises(UserError, match=r"has no config\.json.*Name a folder that an export wrote.*for a checkpoint"):
+        open_folder(tmp_path)
+    sound, config = load_file(folder / WEIGHTS), json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"model.norm.weight": None}, r"model\.norm\.weight: missing"),
+        ({"model.layers.0.mlp.up_proj.b.dlr_mark": torch.ones(2)}, r"dlr_mark: not a tensor of this model"),
+        ({"model.norm.weight": torch.ones(31)}, r"norm\.weight: has shape \[31\] instead of \[32\]"),
     ):
-        with monkeypatch.context() as wrong, pytest.raises(UserError, match=message):
-            wrong.setattr(export_module, "write_weights", lambda to, _, own=written: write_weights(to, own))
-            export(tmp_path / "wrong", COLA, weights, spiece, RECORD, ids)
-        assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
+        tensors = {name: tensor for name, tensor in (sound | change).items() if tensor is not None}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        with pytest.raises(UserError, match=message):
+            open_folder(folder)
+    (folder / WEIGHTS).write_bytes(b"cut")
+    for content in (json.dumps(config), json.dumps(config | {"backbone": "colla"}), "{"):
+        (folder / "config.json").write_text(content)
+        with pytest.raises(UserError, match=r"is not what an export wrote: .*Export it again"):
+            open_folder(folder)
+    with pytest.raises(UserError, match=r'needs absent-one, which is not installed. .* pip install -e "\.\[eval\]"'):
+        need("absent-one", "eval")
