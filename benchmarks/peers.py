@@ -4,8 +4,8 @@ An adapter is code of ours that imports the user's checkout of a peer. It is a P
 
     build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
 
-``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, right-padded with ``PAD``. A step is a whole update.
-So that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and the
+``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update. So
+that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and the
 file may have ``ours(scale)``, which returns the overrides with which we compute the same.
 """
 
@@ -72,16 +72,15 @@ class Peer:
 
 
 def peer_ids(batch: Batch) -> Tensor:
-    """Ids [rows, T] as peers take them: ``PAD`` after the end of each row; every other token is scored."""
-    ids = batch.tokens[:, :-1].long()
-    padding = torch.arange(ids.shape[1], device=ids.device) >= batch.lengths[:, None]
-    return ids.masked_fill(padding, PAD)
+    """Ids [rows, T] as peers take them: every one but the first of a row is a target."""
+    return batch.tokens[:, :-1].long()
 
 
-def as_batch(ids: Tensor, real_tokens: int) -> Batch:
-    """The inverse: T positions, T - 1 of which have a next token. ``real_tokens`` is for metrics and not checked."""
+def as_batch(ids: Tensor) -> Batch:
+    """The inverse: T positions, T - 1 of which have a next token."""
     tokens = torch.cat((ids, ids.new_full((len(ids), 1), PAD)), dim=1).int()
-    return Batch(tokens, (ids != PAD).sum(1, dtype=torch.int32), real_tokens, {})
+    lengths = torch.full((len(ids),), ids.shape[1], dtype=torch.int32, device=ids.device)
+    return Batch(tokens, lengths, ids.numel(), {})
 
 
 class AuthorsStep:

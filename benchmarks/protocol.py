@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from scipy.stats import quantile_test
 
 
 class Median(NamedTuple):
@@ -18,22 +18,6 @@ class Median(NamedTuple):
     median: float
     low: float
     high: float
-
-
-def median_interval(values: Sequence[float]) -> Median:
-    """From independent ``values`` of any distribution, by order statistics; unbounded for fewer than six.
-
-    The k-th smallest exceeds the median if fewer than k of n values lie below it, which has probability
-    P(Binomial(n, 1/2) < k). The interval reaches from the k-th smallest to the k-th largest, with the largest k for
-    which this is at most 2.5 %.
-    """
-    ordered, n = sorted(values), len(values)
-    k, below = 0, 1 / 2**n
-    while below <= 0.025:
-        k += 1
-        below += math.comb(n, k) / 2**n
-    ends = (ordered[k - 1], ordered[n - k]) if k else (-math.inf, math.inf)
-    return Median(statistics.median(ordered), *ends)
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:
@@ -68,8 +52,10 @@ def interleaved(
 
 
 def paired(times: Sequence[float], reference: Sequence[float]) -> Median:
-    """The median ratio of ``times`` to the ``reference`` of the same round."""
-    return median_interval([t / r for t, r in zip(times, reference, strict=True)])
+    """The median ratio of ``times`` to the ``reference`` of the same round; fewer than six give no interval (nan)."""
+    ratios = [t / r for t, r in zip(times, reference, strict=True)]
+    low, high = quantile_test(ratios, p=0.5).confidence_interval(0.95)  # by order statistics, of any distribution
+    return Median(statistics.median(ratios), float(low), float(high))
 
 
 def warm_up_products(device: torch.device) -> None:

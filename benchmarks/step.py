@@ -44,7 +44,7 @@ def measure(
         warm_up_products(ranks.device)
         batch = fixed_batch(cfg, ranks)
         if peers:
-            batch = as_batch(peer_ids(batch), batch.real_tokens)
+            batch = as_batch(peer_ids(batch))
         ours = {name: Variant(name, c, ranks) for name, c in timed.items()}
         beside = {name: Variant(name, configs[name], ranks) for name in twins}
         for peer in peers:

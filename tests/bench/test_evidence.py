@@ -1,9 +1,7 @@
-"""The evidence, and the results of benchmarks: pages show what was measured, and commands can be given."""
+"""The evidence: pages show what was measured, and its commands can be given."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import re
 import subprocess
@@ -15,10 +13,6 @@ from benchmarks.evidence import report
 from dlr_pretrain.cli import load
 from dlr_pretrain.launch.runs import load_runs, read_table
 from tests.conftest import ROOT
-
-RATIO = re.compile(r"(\d\.(\d+)) \[(\d\.\d+), (\d\.\d+)\]")
-PAGE = (ROOT / "benchmarks" / "README.md").read_text()
-ROWS = [line for line in PAGE.partition("## What was found")[2].splitlines() if re.match(r"\| .*`\w+` \|$", line)]
 
 
 def test_the_pages_show_what_their_tables_of_runs_say():
@@ -36,15 +30,6 @@ def test_the_intervals_of_a_table_hold_together_and_p_is_that_of_holm():
     found = report.together([*effects, effects[0]])  # the same runs once more count once
     assert [round(d["p"], 6) for d in found] == [0.04, 0.03, 0.04, 0.04]
     assert {d["level"] for d in found} == {1 - (1 - 0.95) / 3} and {d["better"] for d in found} == {"plain"}
-
-
-def test_every_kept_run_names_its_commit_command_and_text_and_no_place_of_a_machine():
-    runs = [run for name in report.PIECES for run in report.read(report.HERE / f"{name}.jsonl.gz").runs.values()]
-    assert len(runs) == 358
-    for run in runs:
-        assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for commit in run["commits"]) and run["commits"]
-        assert run["starts"][0]["command"][0] == "train.py" and all(run["fingerprints"].values())
-        assert not re.search(r'[" ]/\w', json.dumps(run)) and "host" not in run["starts"][0]
 
 
 STUB = """#!/bin/sh
@@ -92,19 +77,3 @@ def test_the_programme_reads_the_hub_or_shards_and_every_comparison_can_be_train
     for words in tuned:
         table = [word for word in words if "=" in word or word.startswith(str(tmp_path))]
         load_runs(read_table(table)[-1:])
-
-
-def test_every_result_is_on_the_page_as_it_was_measured():
-    with gzip.open(ROOT / "benchmarks" / "cpu.jsonl.gz", "rt") as file:
-        files = {json.loads(line)["name"]: line for line in file}
-    assert {row.split("`")[-2] for row in ROWS} == files.keys()
-    for row in ROWS:
-        text = files[row.split("`")[-2]]
-        found = json.loads(text)
-        assert found["command"].startswith("python ") and re.fullmatch(r"[0-9a-f]{40}", found["commit"])
-        assert not re.search(r'[" =:]/\w', text), "a place of a machine"
-        variants = found.get("variants") or found.get("arms") or found.get("models") or []
-        ratios = [v["ratio"] for v in variants if "ratio" in v and (v.get("parity") or {}).get("passes", True)]
-        for median, digits, low, high in RATIO.findall(row):
-            shown = [tuple(f"{ratio[key]:.{len(digits)}f}" for key in ("median", "low", "high")) for ratio in ratios]
-            assert (median, low, high) in shown, row
