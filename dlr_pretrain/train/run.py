@@ -182,11 +182,10 @@ class Run:
 
 
 def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], validation: ValidationSet) -> str:
-    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``.
+    """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``; returns how it was checked.
 
-    Returns how it was checked. Raises UserError if the export is not what was
-    trained; it then stays in ``<run>/.folded.partial``, and the checkpoints stay as they are. Raises Diverged, and
-    writes nothing, if the last evaluation is not finite.
+    Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
+    and writes nothing, if the last evaluation is not finite. The checkpoints stay as they are.
     """
     record = (read_metrics(run_dir / "metrics.jsonl") or [{}])[-1]
     if record.get("eval/perplexity", 0.0) is None:
