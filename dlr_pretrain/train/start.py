@@ -107,7 +107,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
         folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
-    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
+    found = checkpoint.load(ranks.on_main(lambda: _named(given)))
 
     def bind() -> dict:
         bind_identity(run_dir, {"run.start_from.weights": found.sha256})
@@ -119,15 +119,13 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
     return Start(found)
 
 
-def _named(given: Path, say: Say) -> Path:
+def _named(given: Path) -> Path:
     """The checkpoint that ``given`` is, or the newest valid one of the run ``given``."""
     if re.fullmatch(r"step_\d+", given.name):
         if damage := checkpoint.fault(given):
             raise UserError(f"run.start_from={given}: {damage}. Name another checkpoint")
         return given
-    found, damaged = checkpoint.newest(given / "checkpoints")
-    for directory, damage in damaged.items():
-        say(f"warning: run.start_from: passed over {directory}: {damage}")
+    found, _ = checkpoint.newest(given / "checkpoints")
     if found is None:
         rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder"
         raise UserError(f"run.start_from={given}: {rule}")
