@@ -1,8 +1,8 @@
 """Folds a run's checkpoint of any step into a folder that ``transformers`` loads, and reports what folding changed.
 
-The folded weights are those of the training forward (B + beta R^T) bit for bit. What is written is compared with the
-residual as the paper's branch in activation space, which rounds differently; the report says by how much, as the paper
-does: perplexity, error of the logits, latency.
+The folded weights must be those of the training forward (B + beta R^T) bit for bit. Beside that, what is written is
+compared with the residual as the paper's branch in activation space, which rounds differently; the report says by how
+much, as the paper does: perplexity, error of the logits, latency, peak memory.
 """
 
 from __future__ import annotations
@@ -19,12 +19,19 @@ from torch.utils.benchmark import Timer
 
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
-from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
+from dlr_pretrain.data import (
+    ValidationSet,
+    inputs_and_targets,
+    load_tokenizer,
+    open_source,
+    validation_set,
+)
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, shown
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.tensors import IGNORE, WORKING_DTYPE
+from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE, WORKING_DTYPE
 
 SEQUENCES = 8  # in one forward pass
 TIMED = 0.2  # seconds of forward passes of each form, at least
@@ -46,7 +53,7 @@ def fold_checkpoint(
     ``export``); a bf16 cast of fp32 masters equals the working weights bit for bit. If the model has residuals, the
     report is measured on about ``tokens`` tokens of the run's validation text (0: not measured) on ``device``.
     ``record`` and the report go into ``fold.json`` and the folder's README.
-    Raises UserError as ``export`` does.
+    Raises UserError if a check fails.
     """
     cfg = parse(read_config(run))
     rows = len(tensors["lm_head.weight"])
@@ -55,10 +62,12 @@ def fold_checkpoint(
     report = [] if residuals(meta) else [f"{'layers':<29} nothing to fold"]
     if tokens > 0 and residuals(meta):
         written = deployed(cfg, folded, dense, dtype)
-        found = consistency(cfg, tensors, *written, validation_of(run, cfg, tokens), device)
+        found = consistency(cfg, tensors, folded, *written, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in found.items()}
-        told = {name.replace("_", " "): shown(value, 6) for name, value in found.items()}
+        told = {name.replace("_", " "): shown(value, 6) for name, value in found.items() if value is not None}
         report = [f"{name:<29} {value}" for name, value in told.items()]
+        if found["weights_identical"] is False:
+            raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")
     ids = torch.randint(3, rows, (VERIFIED_SEQUENCES, cfg.train.seq_len), generator=torch.Generator().manual_seed(0))
     checked = export(output, cfg, folded, run / "tokenizer", record, ids, dense, dtype)
     return [*report, f"{'checked':<29} {checked}"]
@@ -80,6 +89,7 @@ def validation_of(run: Path, cfg: Config, tokens: int) -> ValidationSet:
 def consistency(
     cfg: Config,
     state: Mapping[str, Tensor],
+    folded: dict[str, Tensor],
     own: Config,
     weights: dict[str, Tensor],
     validation: ValidationSet,
@@ -87,16 +97,26 @@ def consistency(
 ) -> dict[str, object]:
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to what is written.
 
-    ``own`` and ``weights`` are the configuration and tensors of the folder (see ``deployed``). Both compute in the
-    run's working dtype. Latencies are medians in ms.
+    ``own`` and ``weights`` are the configuration and tensors of the folder (see ``deployed``). All compute in the run's
+    working dtype. Latencies are medians in ms, memory is the peak of a forward pass in bytes (None on a CPU).
+    ``weights_identical`` compares ``folded`` with the weights of the training forward; None for a run of branches.
     """
+    trained = _model(cfg, state, device)
+    masters = STATE_DTYPE[cfg.precision.name] != WORKING_DTYPE[cfg.precision.name]
+    names = [name for name, _ in trained.named_parameters()]
+    merged = MergedResiduals(trained, {name: state[name].to(device) for name in names} if masters else None)
+    merged.merge()
+    same = all(torch.equal(p, folded[n].to(device, p.dtype)) for n, p in trained.named_parameters() if n in folded)
+    layers = len(merged.carrying)
+    del trained, merged
     models = {
         "before": _model(replace(cfg, dlr=replace(cfg.dlr, impl="branch")), state, device),
         "after": _model(replace(own, dlr=replace(cfg.dlr, enabled=False)), weights, device),
     }
     return {
-        "layers": len(residuals(models["before"])),
+        "layers": layers,
         **{f"parameters_{name}": sum(p.numel() for p in model.parameters()) for name, model in models.items()},
+        "weights_identical": same if cfg.dlr.impl == "weight" else None,
         **_compare(models, validation, device),
         **_measured(models, validation, device),
     }
@@ -139,13 +159,21 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
 
 
 def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
-    """Median milliseconds of a forward pass of each model, and the input in words."""
+    """Median milliseconds of a forward pass of each model, its peak of memory on a GPU, and the input in words."""
     ids, _, *documents = next(batches(validation, device))
     found: dict[str, object] = {}
     for name, model in models.items():
         given = {"model": model, "inputs": (ids, *documents)}
         timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
         found[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
+    for name, model in models.items():
+        found[f"peak_memory_bytes_{name}"] = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+            others = torch.cuda.memory_allocated(device) - own
+            model.logits(ids, *documents)
+            found[f"peak_memory_bytes_{name}"] = torch.cuda.max_memory_allocated(device) - others
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
     return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}

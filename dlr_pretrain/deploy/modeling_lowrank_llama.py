@@ -49,13 +49,26 @@ class LowRankLlamaConfig(LlamaConfig):
     """
 
     model_type = "lowrank_llama"
-    backbone = "lowrank"
-    rank = 128
-    latent_scale = 1.0
-    gamma = 0.7
-    sparsity = 0.01
-    activation = "silu"
-    gate = "tensor"
+
+    def __init__(
+        self,
+        backbone: str = "lowrank",
+        rank: int = 128,
+        latent_scale: float = 1.0,
+        gamma: float = 0.7,
+        sparsity: float = 0.01,
+        activation: str = "silu",
+        gate: str = "tensor",
+        **kwargs,
+    ):
+        self.backbone = backbone
+        self.rank = rank
+        self.latent_scale = latent_scale
+        self.gamma = gamma
+        self.sparsity = sparsity
+        self.activation = activation
+        self.gate = gate
+        super().__init__(**kwargs)
 
     @property
     def crosses(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -201,9 +201,10 @@ class MergedResiduals:
 
     With ``masters`` (parameter name -> fp32 master) the masters are the state, and every merge sets all parameters from
     them. Without, the weights are the state themselves. Places in memory are looked up once: neither may move later.
+    ``compiled`` fuses the kernels of a merge: two a storage, or one with masters, where eager code takes up to five.
     """
 
-    def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None):
+    def __init__(self, module: nn.Module, masters: Mapping[str, Tensor] | None = None, compiled: bool = False):
         self.carrying, self.masters = residuals(module), masters
         parameters = dict(module.named_parameters())
         state = parameters if masters is None else masters
@@ -213,7 +214,8 @@ class MergedResiduals:
             if up.residual.impl == "weight":
                 b = state[full_name(name, "weight")]
                 by_storage.setdefault((_storage(up.weight), _storage(b)), []).append((name, up, b))
-        self.storages = [_Storage(layers) for layers in by_storage.values()]
+        add = torch.compile(_add, fullgraph=True, dynamic=True) if compiled else _add
+        self.storages = [_Storage(layers, add) for layers in by_storage.values()]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -267,8 +269,8 @@ class _Storage:
     The state of a layer is its weight itself or its master.
     """
 
-    def __init__(self, layers: list[tuple[str, UpProjection, Tensor]]):
-        self.names, (_, first, state) = [name for name, _, _ in layers], layers[0]
+    def __init__(self, layers: list[tuple[str, UpProjection, Tensor]], add: Callable[..., Tensor]):
+        self.names, self.add, (_, first, state) = [name for name, _, _ in layers], add, layers[0]
         self.own = [sharded.local_rows(up.weight) for _, up, _ in layers]
         self.in_place = first.weight is state
         self.weights, self.states = _memory(first.weight), _memory(state)
@@ -279,8 +281,7 @@ class _Storage:
         self.betas = torch.cat([own.new_full((len(own),), up.residual.beta, dtype=wide) for (_, up, _), own in rows])
 
     def merge(self) -> None:
-        entries = self.states[self.read_at]
-        self.weights[self.write_at] = plus(entries, self.betas, self.weights.dtype)
+        entries = self.add(self.weights, self.states, self.write_at, self.read_at, self.betas)
         torch.autograd.graph.increment_version(self.own)
         self.entries = entries if self.in_place else None
         self.merged = self._seen()
@@ -301,8 +302,15 @@ class _Storage:
         return [(own.data_ptr(), own._version) for own in self.own]
 
 
+def _add(weights: Tensor, states: Tensor, write_at: Tensor, read_at: Tensor, betas: Tensor) -> Tensor:
+    """Set ``weights[write_at]`` to ``states[read_at]`` plus ``betas``; returns what was read. All are flat."""
+    entries = states[read_at]
+    weights[write_at] = plus(entries, betas, weights.dtype)
+    return entries
+
+
 def _memory(tensor: Tensor) -> Tensor:
-    """The whole storage of this rank's rows of ``tensor``, flat."""
+    """The whole storage of this rank's rows of ``tensor``, flat; not a view, which compiled code could not change."""
     own = sharded.local_rows(tensor).detach()
     size = own.untyped_storage().nbytes() // own.element_size()
     return own.new_empty(0).set_(own.untyped_storage(), 0, (size,))  # type: ignore[call-overload]

@@ -73,6 +73,7 @@ class Weights:
     """The parameters of ``model``, given in ``STATE_DTYPE[precision]``, under that precision."""
 
     sharded = False  # whether a rank holds only some rows of the parameters
+    compiled = False  # by ``compile_``
 
     def __init__(self, model: Llama, precision: str):
         self.model = model
@@ -93,6 +94,7 @@ class Weights:
         it. Activation checkpointing recomputes block by block.
         """
         values = sum(p.numel() for p in self.model.parameters())
+        self.compiled = True
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
         self.model.compile_(whole=alone and train.activation_checkpointing == "none" and values <= ONE_GRAPH)
 
@@ -120,7 +122,7 @@ class Weights:
 
     @cached_property
     def _merged(self) -> MergedResiduals:
-        return MergedResiduals(self.model, self.masters)
+        return MergedResiduals(self.model, self.masters, self.compiled and self.model.lm_head.weight.is_cuda)
 
     @torch.no_grad()
     def checksums(self) -> dict[str, int]:

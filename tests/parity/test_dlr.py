@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dlr_pretrain.models import active, build, fold_
+from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, residuals
 from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.models.residual import MergedResiduals, Residual, columns_of
@@ -145,6 +145,31 @@ def test_learned_scalars_are_not_decayed(train, tmp_path, precision):
     folded = load_file(folder / "folded" / "model.safetensors")
     assert len({value.dtype for value in folded.values()}) == 1 and not any("alpha" in name for name in folded)
     assert state["model.norm.weight"].max() < 0.7
+
+
+@pytest.mark.full  # inductor
+@pytest.mark.parametrize("with_masters", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_merge_has_the_bits_of_the_eager_one(dtype, with_masters):
+    """Of several storages, by one dynamic graph; the GPU's path, here by the CPU's compiler."""
+
+    def layers() -> torch.nn.Module:
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(*(torch.nn.Linear(16, 16 * n + 3, dtype=dtype) for n in (2, 3, 5)))
+        attach_dlr(made, match="*")
+        return made
+
+    def merged(module: torch.nn.Module, compiled: bool) -> MergedResiduals:
+        masters = {name: p.detach().float() * 1.001 for name, p in module.named_parameters()}
+        return MergedResiduals(module, masters if with_masters else None, compiled)
+
+    eager, fused = layers(), layers()
+    before = [p.detach().clone() for p in fused.parameters()]
+    with merged(eager, False).active(), merged(fused, True).active():
+        pairs = list(zip(eager.parameters(), fused.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in pairs) and not torch.equal(before[0], pairs[0][1])
+    if not with_masters:
+        assert all(torch.equal(a, b) for a, b in zip(before, fused.parameters(), strict=True))
 
 
 def test_under_masters_a_learned_alpha_acts_as_it_is_and_not_as_bf16_has_it():

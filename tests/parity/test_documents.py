@@ -1,4 +1,4 @@
-"""The parts of documents in a row: their targets and numbers, and the bias that hides others.
+"""The parts of documents in a row: their targets and numbers, the bias that hides others, attention in bf16 on a CPU.
 
 That whole models compute of each document what it has alone is in ``test_models``.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dlr_pretrain.data.packing import separated
 from dlr_pretrain.data.tokenizer import EOS
-from dlr_pretrain.models.llama import attention_bias
+from dlr_pretrain.models.llama import attention, attention_bias
 
 
 def test_what_follows_the_end_of_a_document_is_no_target_and_of_another_document():
@@ -32,3 +34,23 @@ def test_a_position_attends_to_what_comes_before_it_in_its_document(dtype):
             for j in range(6):
                 sees = j <= i and number[i] == number[j]
                 assert bias[row, 0, i, j].item() == (0 if sees else -torch.inf)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_compiled_for_a_cpu_is_the_formula(masked):
+    """Its own products in bf16, against float64: no further away than three roundings, of scores, weights and sums."""
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 3, 40, 16, dtype=torch.float64).to(torch.bfloat16) for _ in range(4))
+    bias = attention_bias(torch.arange(80).reshape(2, 40) // 17, torch.bfloat16) if masked else None
+    backend = CompileCounterWithBackend("aot_eager")
+    found = gradients_of(torch.compile(attention, backend=backend, fullgraph=True), q, k, v, bias, g)
+    assert [graph.code.count("scaled_dot_product") for graph in backend.graphs] == [0]
+    exact = gradients_of(attention, *(t.double() for t in (q, k, v)), bias.double() if masked else None, g.double())
+    for name, ours, true in zip(("y", "q", "k", "v"), found, exact, strict=True):
+        assert (ours.double() - true).norm() < 3 * 2**-9 * true.norm(), name
+
+
+def gradients_of(act, q, k, v, bias, g) -> list[Tensor]:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    y = act(*inputs, bias)
+    return [y.detach(), *torch.autograd.grad(y, inputs, g)]
