@@ -66,8 +66,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             if "/resolve/" in path:
                 self.resolve(path)
             elif "/tree/" in path:
-                folder = path.split("/tree/")[1].partition("/")[2]
-                self.describe(self.tree(folder, "recursive=true" in self.path.lower()))
+                self.describe(self.tree(path.split("/tree/")[1].partition("/")[2]))
             elif "/paths-info/" in path:
                 self.describe([self.entry(name) for name in hub.files])
             elif path.startswith(("/api/datasets/", "/api/models/")):
@@ -85,15 +84,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def describe(self, what: object) -> None:
         self.reply(json.dumps(what).encode())
 
-    def tree(self, folder: str, recursive: bool) -> list[dict]:
-        """What lies in a folder: files, and folders as the hub tells them."""
-        start = len(folder) + 1 if folder else 0
+    def tree(self, folder: str) -> list[dict]:
+        """The files and folders below a folder."""
         below = [name for name in self.hub.files if name.startswith(f"{folder}/") or not folder]
         folders = {str(above) for name in below for above in PurePosixPath(name).parents} - {".", folder}
-        found = [self.entry(name) for name in below]
-        found += [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in sorted(folders)
-                  if name.startswith(folder)]  # fmt: skip
-        return [entry for entry in found if recursive or "/" not in entry["path"][start:]]
+        folders = {name for name in folders if name.startswith(folder)}
+        told = [{"type": "directory", "path": name, "size": 0, "oid": "c" * 40} for name in sorted(folders)]
+        return [*map(self.entry, below), *told]
 
     def entry(self, name: str) -> dict:
         return {"type": "file", "path": name, "size": len(self.hub.files[name]), "oid": "b" * 40}
