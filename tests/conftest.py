@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -176,48 +176,34 @@ def forked(words: list[str], ranks: int) -> None:
 
 
 def on_ranks(act: Callable[[], object], ranks: int) -> None:
-    """``act`` in ``ranks`` processes that are forked from this one, as torchrun starts them."""
+    """``act`` in ``ranks`` processes that are forked from this one, as torchrun starts them.
+
+    Raises AssertionError with what they have printed if one fails; the others have five seconds to end after it.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    outputs = [tempfile.TemporaryFile("w+") for _ in range(ranks)]  # noqa: SIM115 (the children write on)
-    children = []
-    for rank, output in enumerate(outputs):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
-                sys.stdout = sys.stderr = output
-                job = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-                os.environ |= {name: str(value) for name, value in (job | {"MASTER_PORT": port}).items()}
-                act()
-                code = 0
-            except BaseException:
-                traceback.print_exc(file=output)
-            finally:
-                output.flush()
-                os._exit(code)
-        children.append(child)
-    running, failed, deadline = dict(enumerate(children)), [], None
-    while running:
+        job = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+    output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the children write on)
+
+    def start(rank: int) -> None:
+        os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
+        sys.stdout = sys.stderr = output
+        os.environ |= {name: str(value) for name, value in (job | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        act()
+
+    children = [multiprocessing.get_context("fork").Process(target=start, args=(rank,)) for rank in range(ranks)]
+    for child in children:
+        child.start()
+    deadline = math.inf
+    while any(child.is_alive() for child in children):
         time.sleep(0.01)
-        for rank, child in list(running.items()):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                del running[rank]
-            if ended and status:
-                failed.append(rank)
-                deadline = deadline or time.time() + 5
-        if deadline and time.time() > deadline:  # what still runs waits for a rank that is gone
-            for child in running.values():
-                os.kill(child, signal.SIGKILL)
-            deadline = math.inf
-    said = []
-    for output in outputs:
-        output.seek(0)
-        said.append(output.read()[-3000:])
-    assert not failed, "\n\n".join(said[rank] for rank in failed if said[rank])
+        if any(child.exitcode for child in children):
+            deadline = min(deadline, time.time() + 5)
+        if time.time() > deadline:  # what still runs waits for a rank that is gone
+            for child in children:
+                child.kill()
+    output.seek(0)
+    assert not any(child.exitcode for child in children), output.read()[-6000:]
 
 
 def torchrun(words: list[str], ranks: int, script: Path = ROOT / "train.py") -> subprocess.CompletedProcess:
