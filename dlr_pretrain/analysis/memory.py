@@ -82,7 +82,9 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     """
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
-    own = {name: _rows(p, ranks).to(state) for name, p in model.named_parameters()}
+    own = {  # the first chunk of rows, as by torch.chunk; all of a scalar
+        name: (p[: -(-len(p) // ranks)] if p.dim() else p).to(state) for name, p in model.named_parameters()
+    }
     trained = {name: own[name] for name, p in model.named_parameters() if p.requires_grad}
     masked, positions = cfg.data.mask_documents, (cfg.micro_batch(ranks), cfg.train.seq_len)
     kept, peak, _ = step_bytes(model, *positions, held=True, masked=masked)
@@ -99,11 +101,6 @@ def _sharded(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     start = (sum(blocks) + root) * state.itemsize  # each rank first makes the whole model
     total = weights + max(start, optimizer + gradients + kept + temporaries)
     return Memory(weights, 0, gradients, optimizer, kept, temporaries, total)
-
-
-def _rows(p: Tensor, ranks: int) -> Tensor:
-    """The part of ``p`` that rank 0 holds: the first chunk of its rows, as by torch.chunk; all of a scalar."""
-    return p if p.dim() == 0 else p[: -(-len(p) // ranks)]
 
 
 # ----------------------------------------------------------------------------------------------------

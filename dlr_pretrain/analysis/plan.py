@@ -114,17 +114,11 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     rows = []
     for row in facts("table1").itertuples():
         cfg = configure([f"scale={row.scale}", *recipe(row.method)])
-        rows.append(
-            {
-                "method": row.method,
-                "scale": row.scale,
-                "parameters": round(parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6),
-                "parameters in the paper": round(row.params_m),
-                "memory": round(disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9, 2),
-                "memory in the paper": row.mem_gb,
-            }
-        )
-    return pd.DataFrame(rows)
+        trained = parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6
+        saved = disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9
+        rows.append((row.method, row.scale, round(trained), round(row.params_m), round(saved, 2), row.mem_gb))
+    columns = ["method", "scale", "parameters", "parameters in the paper", "memory", "memory in the paper"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _speed(cfg: Config, gpus: int, flops: float, tokens: int, utilisations: Sequence[float]) -> dict | None:
