@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import flatten
 from dlr_pretrain.config.problems import shown
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, MANDATORY, OPEN_GROUPS, ROOT, SECTIONS, Key, keys_of
-from dlr_pretrain.config.written import CHANGEABLE
+from dlr_pretrain.config.written import CHANGEABLE, flatten
 from dlr_pretrain.util.text import table
 
 HEAD = """# Configuration

@@ -5,11 +5,10 @@ The dataclasses of ``tree`` and ``knobs`` state every key once: type, default, b
 at once. This module does not import Hydra either, because only ``command_line`` needs it.
 """
 
-from dlr_pretrain.config.parse import flatten, parse, to_dict
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem
 from dlr_pretrain.config.rules import compiler_problem
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, Choice, Config
-from dlr_pretrain.config.written import identity
+from dlr_pretrain.config.written import flatten, identity, parse, to_dict
 
 __all__ = ["CONFIG_DIR", "GROUPS", "MISSING", "Choice", "Config", "ConfigError", "Problem", "compiler_problem",
            "flatten", "identity", "parse", "to_dict"]  # fmt: skip

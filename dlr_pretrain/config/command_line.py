@@ -30,11 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import all_keys, flatten, parse
 from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, nearest
 from dlr_pretrain.config.rules import unused, validate
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, KEYS, ROOT, SECTIONS, Choice, Config, Key, keys_of
-from dlr_pretrain.config.written import run_name
+from dlr_pretrain.config.written import all_keys, flatten, parse, run_name
 from dlr_pretrain.util.errors import first_line
 
 VERSION_BASE = "1.3"

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
-from dlr_pretrain.config.parse import flatten, to_dict
 from dlr_pretrain.config.problems import Problem, redact, shown
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
+from dlr_pretrain.config.written import flatten, to_dict
 
 TEXT = ("c4", "c4_local", "local")  # sources whose text is read from files
 # A key, or all of a section; another key; and the values of that one under which the first is read.

@@ -9,8 +9,8 @@ import pytest
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import GROUPS, ConfigError
 from dlr_pretrain.config.command_line import check, read
-from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.problems import nearest, synonyms
+from dlr_pretrain.config.written import all_keys
 from tests.conftest import ROOT
 
 KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}

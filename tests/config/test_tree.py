@@ -13,9 +13,8 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, identity, parse, to_dict
 from dlr_pretrain.config.command_line import default_choices
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.parse import all_keys
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import ORIGIN
+from dlr_pretrain.config.written import ORIGIN, all_keys
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
