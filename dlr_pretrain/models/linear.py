@@ -271,12 +271,13 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 @torch.no_grad()
-def share_memory_(model: nn.Module, chosen: Callable[[Any], bool]) -> None:
-    """Put every stack whose linears are all ``chosen`` into one storage, so that one kernel can reach all of them.
+def share_memory_(model: nn.Module) -> None:
+    """Put every stack whose linears all carry a residual into one storage, so that one kernel can reach all of them.
 
     When the model is moved, cast or copied, each stack gets a storage of its own again.
     """
-    stacks = [stack for _, group in named_groups(model) for stack in group.stacks() if all(map(chosen, stack.linears))]
+    stacks = [stack for _, group in named_groups(model) for stack in group.stacks()]
+    stacks = [stack for stack in stacks if all(hasattr(linear, "residual") for linear in stack.linears)]
     sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
     if stacks:
         memory = stacks[0].storage.new_zeros(sum(sizes))

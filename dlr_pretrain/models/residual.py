@@ -157,20 +157,14 @@ class UpProjection(nn.Linear):
         destination[f"{prefix}dlr_mark"] = self.mark()
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
-        name = f"{prefix}weight"
+        name, own = f"{prefix}weight", self.mark().tolist()
         self.residual.require_inactive(name, "load")
-        mark = state_dict.pop(f"{prefix}dlr_mark", None)
-        if name in state_dict:
-            self._require_equal(mark, name, prefix)
+        mark = state_dict.pop(f"{prefix}dlr_mark", torch.zeros(2)).tolist()
+        if name in state_dict and mark != own:
+            rule = f"was trained with another residual: by {prefix}dlr_mark, beta={mark[0]:g}, and here {own[0]:g}"
+            fix = "Attach with the same alpha, grouping, seed and names; what was trained without, load before"
+            raise RuntimeError(f"{name} {rule}. {fix}")
         super()._load_from_state_dict(state_dict, prefix, *others)
-
-    def _require_equal(self, mark: Tensor | None, name: str, prefix: str) -> None:
-        if mark is None:
-            rule = f"the state has no {prefix}dlr_mark of a residual that it was trained with"
-            raise RuntimeError(f"{name}: {rule}. Load what was trained without one before attach_dlr")
-        if mark.tolist() != (own := self.mark()).tolist():
-            rule = f"was trained with another residual (beta={mark[0].item():g}, here {own[0].item():g})"
-            raise RuntimeError(f"{name} {rule}. Attach with the same alpha, grouping, seed and names of modules")
 
 
 @cache

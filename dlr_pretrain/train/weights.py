@@ -84,7 +84,7 @@ class Weights:
             for name, p in model.named_parameters():
                 if p.dim() == 0:  # a learned alpha scales a whole layer: in bf16 it would move in steps of 0.004
                     p.data = self.masters[name].clone()
-        share_memory_(model, lambda linear: hasattr(linear, "residual"))
+        share_memory_(model)
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def compile_(self, train: Train, world_size: int) -> None:
