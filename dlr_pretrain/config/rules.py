@@ -131,9 +131,8 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     batch, streams, micro_batch = cfg.train.global_batch, cfg.num_streams, cfg.train.micro_batch
     share = batch // world_size
     if batch % world_size:
-        near = sorted({max(1, share) * world_size, (share + 1) * world_size})
         rule = f"must be a multiple of the {world_size} ranks"
-        yield Problem("train.global_batch", batch, rule, f"Try {' or '.join(map(str, near))}")
+        yield Problem("train.global_batch", batch, rule, f"Try {(share + 1) * world_size}")
     elif batch % streams:
         fix = f"Try {largest_divisor(batch, streams)}"
         yield Problem("data.streams", streams, f"must divide train.global_batch={batch}", fix)

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
 FORMAT = 3
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer"
 TOKENS, ROWS = ".tokens", ".rows"  # suffixes of a shard's files
-SPLITS = ("train", "validation")
 PREPARE = "Make it with scripts/prepare_data.py"
-Job = tuple[str, Path]  # the name of the source's shard, and the token shard to make
 _tokenizer = lru_cache(maxsize=1)(load_tokenizer)  # of a worker
 
 
@@ -92,7 +90,8 @@ class TokenSource:
         self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
         about, shards = manifest["tokenizer"], manifest["shards"]
         self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
-        self.train_shards, self.validation_shards = (file_names(split, shards[split]) for split in SPLITS)
+        self.train_shards = file_names("train", shards["train"])
+        self.validation_shards = file_names("validation", shards["validation"])
         for name in self.validation_shards:
             self.shard(name)
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
@@ -146,14 +145,13 @@ def prepare(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int
     Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the
     input is unreadable or the output cannot be written.
     """
-    jobs: list[Job] = []
-    for split, shards in zip(SPLITS, (source.train_shards, source.validation_shards), strict=True):
-        jobs += zip(shards, (output / name for name in file_names(split, len(shards))), strict=True)
+    train, validation = source.train_shards, source.validation_shards
+    names = (*file_names("train", len(train)), *file_names("validation", len(validation)))
     manifest = {
         "format": FORMAT,
         "source": source.fingerprint,
         "tokenizer": {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size},
-        "shards": {"train": len(source.train_shards), "validation": len(source.validation_shards)},
+        "shards": {"train": len(train), "validation": len(validation)},
         "made_from": source.describe(),
     }
     try:
@@ -163,7 +161,8 @@ def prepare(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])
         with ProcessPoolExecutor(workers, context) as pool:  # starts them as they are needed
-            yield from (pool.map if workers > 1 else map)(partial(_complete, source, output / TOKENIZER), jobs)
+            complete = partial(_complete, source, output)
+            yield from (pool.map if workers > 1 else map)(complete, (*train, *validation), names)
         for draft in (*output.glob(f".*{TOKENS}"), *output.glob(f".*{ROWS}")):
             draft.unlink(missing_ok=True)
     except (OSError, BrokenProcessPool) as error:
@@ -187,9 +186,9 @@ def _claim(output: Path, manifest: dict) -> None:
         raise UserError(f"{output}: {rule}. Name another folder, or delete this one")
 
 
-def _complete(source: TextSource, tokenizer_folder: Path, job: Job) -> bool:
-    """Make a shard, unless it is there."""
-    (shard, path), tokenizer = job, _tokenizer(tokenizer_folder)
+def _complete(source: TextSource, output: Path, shard: str, name: str) -> bool:
+    """Make the token shard ``name`` of a shard of the source, unless it is there."""
+    path, tokenizer = output / name, _tokenizer(output / TOKENIZER)
     try:
         open_shard(path, tokenizer.vocab_size)
     except (OSError, ValueError):
