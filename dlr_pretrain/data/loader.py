@@ -46,7 +46,7 @@ class Batch:
 
 
 class TrainLoader:
-    """An endless iterator of ``Batch``.
+    """Gives one ``Batch`` after the other, for ever.
 
     ``state`` is the union of ``Batch.state`` over all ranks at one step, however many they were; None starts at the
     beginning. Rank r of W owns the streams [r V/W, (r+1) V/W) and takes the same number of sequences from each, so
@@ -69,9 +69,6 @@ class TrainLoader:
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
         self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
         self._thread.start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         return self.take(lambda: False)

@@ -106,7 +106,7 @@ def test_rows_are_widened_to_inputs_and_their_next_tokens(dtype):
 def test_a_batch_is_the_ranks_share_and_a_position_of_other_streams_is_refused():
     cfg, source = config(global_batch=24), MemorySource(corpus(2, 40))
     loader = TrainLoader(cfg, source, TOKENIZER, 1, 2, None)
-    batch = next(iter(loader))
+    batch = next(loader)
     loader.close()
     assert batch.tokens.shape == (12, 17) and batch.tokens.dtype == torch.uint16 and batch.lengths.shape == (12,)
     assert set(batch.state) == {"4", "5", "6", "7"}  # 8 streams, of which rank 1 of 2 owns the second half
