@@ -19,13 +19,7 @@ from torch.utils.benchmark import Timer
 
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
-from dlr_pretrain.data import (
-    ValidationSet,
-    inputs_and_targets,
-    load_tokenizer,
-    open_source,
-    validation_set,
-)
+from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, shown
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
