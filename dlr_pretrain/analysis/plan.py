@@ -10,8 +10,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     disk              checkpoint, in bytes, and as many of pinned host memory, from which it is written, over all ranks;
                       run: bytes of all that it keeps at a time, with a checkpoint being written
     batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
-    steps             updates; warmup_steps
-    tokens            of the whole run, padding included
+    steps             updates; warmup_steps; tokens of the whole run, padding included
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours; null in fp32
     paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
                       of weights and optimizer state alone, and measured: memory of one GPU, compiled, with micro_batch
