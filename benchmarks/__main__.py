@@ -22,6 +22,7 @@ KEPT = [f"train.activation_checkpointing={kept}" for kept in ("none", "latent", 
 PARTS = {
     "step": "a training step of each --variant, by default DLR off, on by weight, on by branch, by a random map",
     "compare": "a training step beside those of each --peer",
+    "data": "batches of the given source, and its resume, on one core",
     "memory": "peak of a step beside the plan's, for each --variant, by default each way of activation checkpointing",
 }
 Measured = tuple[dict, results.Columns, bool]  # the results, their table, and whether they are right
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peers-dir", type=Path, help="compare: folder of the checkouts ($PEERS_DIR, or peers)")
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
+    made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
     made.add_argument("--json", type=Path, help="write everything to this file, too")
     return made
 
@@ -75,6 +77,15 @@ def memory(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Meas
     return {"variants": found}, results.MEMORY, True
 
 
+def data(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
+    from benchmarks import data
+
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
+    batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": given.rounds}
+    return {"batch": batch, "variants": list(data.measures(cfg, given.tokens, given.rounds))}, results.DATA, True
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -84,7 +95,7 @@ def measure(given: argparse.Namespace) -> int:
     named = {word.lstrip("+").partition("=")[0] for word in given.overrides}
     usual = [f"{key}={value}" for key, value in (("data", "sample"), ("logger", "jsonl")) if key not in named]
     overrides = given.overrides if "experiment" in named else [*usual, *given.overrides]
-    part = {"step": step, "compare": compare, "memory": memory}[given.part]
+    part = {"step": step, "compare": compare, "data": data, "memory": memory}[given.part]
     found, columns, right = part(given, overrides, load(overrides))
     results.write(results.about() | found, f"{given.part} {' '.join(overrides)}", columns, given.json)
     return 0 if right else EXIT_FAILED

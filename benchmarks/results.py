@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
 from dlr_pretrain.util.text import table as markdown_table
@@ -83,4 +84,11 @@ MEMORY: Columns = {
     "peak / plan's": lambda v: f"{v['peak'] / v['plan']:.3f}",
     "first step s": lambda v: f"{v['first_step_s']:.3g}",
     "step s": lambda v: f"{v['step_s']:.3g}",
+}
+DATA: Columns = {
+    "measure": lambda v: f"{v['name']}, {v['unit']}",
+    "median": lambda v: f"{median(v['values']):.4g}",
+    "lowest": lambda v: f"{min(v['values']):.4g}",
+    "highest": lambda v: f"{max(v['values']):.4g}",
+    "by processor time": lambda v: "processor" in v and f"{median(v['processor']):.4g}",
 }

@@ -128,6 +128,16 @@ def test_a_peer_starts_us_from_its_own_weights_and_must_give_our_losses(bench, t
     assert "It has build, build_wrong" in capsys.readouterr().err
 
 
+@pytest.mark.full
+def test_a_data_source_is_measured(bench, corpus, monkeypatch):
+    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)  # pytest keeps its cores
+    place = [f"data.root={corpus}", f"tokenizer.path={corpus}/spiece.model"]
+    given = ["data=c4_local", *place, "train.global_batch=8", "train.seq_len=16", "--tokens", "2000", "--rounds", "2"]
+    code, found = bench("data", *given)
+    assert code == 0 and len(found) == 2
+    assert all(len(measure["values"]) == 2 and min(measure["values"]) > 0 for measure in found.values())
+
+
 WIDE = [  # layers, not the logits, take most of the memory
     *("scale=tiny", "scale.vocab_size=512", "scale.hidden_size=256", "scale.intermediate_size=688", "data=sample"),
     *("train.global_batch=8", "train.micro_batch=8", "device=cpu", "compile=false", "backbone=cola", "logger=jsonl"),

@@ -1,0 +1,41 @@
+"""How fast batches come from a data source, on one core, and how soon after a resume there.
+
+Rates are given by wall-clock time and by processor time, which is steadier on a machine that others use as well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+from dlr_pretrain.config import Config
+from dlr_pretrain.data.loader import BATCHES_AHEAD, TrainLoader
+from dlr_pretrain.data.sources import open_source
+from dlr_pretrain.data.tokenizer import open_tokenizer
+
+
+def measures(cfg: Config, tokens: int, rounds: int) -> Iterator[dict]:
+    """Each quantity: name, unit, the values of the rounds, and the same by processor time. A round takes ``tokens``
+    real tokens; the resumes are where the last one ended."""
+    source = open_source(cfg, print)
+    tokenizer = open_tokenizer(cfg, source)
+    by_clock, by_processor, resumed = [], [], []
+    with closing(TrainLoader(cfg, source, tokenizer, 0, 1, None)) as batches:
+        for _ in range(rounds):
+            for _ in range(BATCHES_AHEAD + 1):  # were read ahead, and must not count
+                next(batches)
+            wall, busy, taken = time.perf_counter(), time.process_time(), 0
+            while taken < tokens:
+                batch = next(batches)
+                taken += batch.real_tokens
+            by_clock.append(taken / 1e6 / (time.perf_counter() - wall))
+            by_processor.append(taken / 1e6 / (time.process_time() - busy))
+    name = f"batches of {cfg.data.source}, {cfg.data.packing}"
+    yield {"name": name, "unit": "M real tokens/s", "values": by_clock, "processor": by_processor}
+    for _ in range(rounds):
+        start = time.perf_counter()
+        with closing(TrainLoader(cfg, open_source(cfg), tokenizer, 0, 1, batch.state)) as batches:
+            next(batches)
+        resumed.append(time.perf_counter() - start)
+    yield {"name": "resume, to the first batch", "unit": "s", "values": resumed}
