@@ -23,7 +23,6 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 CONTENT = "checkpoint.json"
-CHECK_THREADS = 8
 
 
 @dataclass
@@ -254,16 +252,13 @@ def fault(directory: Path) -> str | None:
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
         return f"has format {content['format']}, and this version of the code reads format {FORMAT}"
-    with ThreadPoolExecutor(CHECK_THREADS) as pool:
-        files = content["files"].items()
-        return next(filter(None, pool.map(lambda item: _file_fault(directory / item[0], item[1]), files)), None)
-
-
-def _file_fault(path: Path, described: dict) -> str | None:
-    try:
-        return None if _sha256(path) == described["sha256"] else f"{path.name} fails its checksum"
-    except FileNotFoundError:
-        return f"{path.name} is missing"
+    for name, described in content["files"].items():
+        try:
+            if _sha256(directory / name) != described["sha256"]:
+                return f"{name} fails its checksum"
+        except FileNotFoundError:
+            return f"{name} is missing"
+    return None
 
 
 def _sha256(path: Path) -> str:
