@@ -197,7 +197,8 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
         for method, of in at.groupby("method"):
             own = differing(of.shared)
             for i, shared in of.shared.items():
-                apart = [_override(key, shared[key]) for key in dict.fromkeys([*own, *rate]) if key in shared]
+                keys = [key for key in dict.fromkeys([*own, *rate]) if key in shared]
+                apart = [f"{key.removesuffix('.name')}={str(shared[key])[:24]}" for key in keys]  # digests are long
                 names[i] = f"{method} ({', '.join(apart)})" if apart else method
     runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
@@ -232,10 +233,6 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
     for scale, of in runs.groupby("scale", sort=False):
         if keys := ", ".join(differing_text(of)):
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"
-
-
-def _override(key: str, value: object) -> str:
-    return f"{key.removesuffix('.name')}={'null' if value is None else str(value)[:24]}"  # digests are long
 
 
 def _text(value: object, *without: str) -> str:

@@ -105,8 +105,7 @@ def ask(*command: str) -> str:
     environment.setdefault("PYTHON", sys.executable)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        raise UserError(f"{command[0]} failed: {said}")
+        raise UserError(f"{command[0]} failed with exit code {done.returncode}: {' '.join(done.stderr.split())}")
     return done.stdout
 
 
