@@ -1,9 +1,8 @@
 """Turns a source of text into the batches of a training step."""
 
 from dlr_pretrain.data.loader import Batch, TrainLoader, ValidationSet, validation_set
-from dlr_pretrain.data.packing import inputs_and_targets
 from dlr_pretrain.data.sources import Source, open_source
-from dlr_pretrain.data.streams import ORDER_VERSION
+from dlr_pretrain.data.streams import ORDER_VERSION, inputs_and_targets
 from dlr_pretrain.data.tokenizer import Tokenizer, embedding_rows, load_tokenizer, open_tokenizer
 
 __all__ = [
