@@ -49,7 +49,7 @@ def step(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measur
 
     names = given.variant or (DLR if cfg.backbone.knobs.get("factorized") else [""])
     chosen = {name or "step": variants.joined(overrides, name.split()) for name in names}
-    found = step.measure(chosen, [], given.rounds, given.warmup, say)
+    found = step.measure(chosen, [], given.rounds, given.warmup)
     return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"])
 
 
@@ -63,7 +63,7 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
     if cfg.train.micro_batch is None:  # a peer does not split a batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
     beside = [peers.Peer(place, cfg.scale.name) for place in given.peer]
-    found = step.measure({"ours": overrides}, beside, given.rounds, given.warmup, say)
+    found = step.measure({"ours": overrides}, beside, given.rounds, given.warmup)
     return found, results.STEPS, all(v["parity"]["passes"] for v in found["variants"] if v["overrides"])
 
 
@@ -84,10 +84,6 @@ def data(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measur
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # the whole measurement on one core
     batch = {"rows": cfg.train.global_batch, "seq_len": cfg.train.seq_len, "rounds": given.rounds}
     return {"batch": batch, "variants": list(data.measures(cfg, given.tokens, given.rounds))}, results.DATA, True
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def measure(given: argparse.Namespace) -> int:

@@ -18,14 +18,13 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.train.ranks import Ranks
+from dlr_pretrain.util.errors import write_to_stderr
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 NOISE = ", once more"
 
 
-def measure(
-    overrides: dict[str, list[str]], peers: list[Peer], rounds: int, warmup: int, say: Callable[[str], None]
-) -> dict:
+def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, warmup: int) -> dict:
     """Time the variants (name -> overrides of train.py) and ``peers``. Ratios are to the first variant, which runs
     twice: the second time shows the noise.
 
@@ -51,12 +50,12 @@ def measure(
             peer.build(cfg, ranks.device)
         rows = cfg.train.global_batch if peers else parity_rows(timed.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
-        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(ranks, few), say)
+        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(ranks, few))
         beside.clear()
         gc.collect()
         acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
         acts |= {peer.name: peer.on(batch) for peer in peers}
-        say(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
+        write_to_stderr(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
         times = interleaved(acts, warmup, rounds, ranks.device)
         found = []
         for name, seconds in times.items():
@@ -79,7 +78,7 @@ def measure(
 
 
 def check(
-    ours: dict[str, Variant], beside: dict[str, Variant], peers: dict[str, Peer], references: References, say
+    ours: dict[str, Variant], beside: dict[str, Variant], peers: dict[str, Peer], references: References
 ) -> dict[str, Verdict]:
     """Compare each variant with the plain model, and each peer with our variant ``beside`` it, from its start."""
     verdicts, batch = {}, references.batch
@@ -94,7 +93,9 @@ def check(
         verdicts[peer.name] = Verdict("our step", found, references.bound(variant.cfg))
     for name, v in verdicts.items():
         relation = "within" if v.passes else "NOT within"
-        say(f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}")
+        write_to_stderr(
+            f"parity of {name}: losses {v.difference:.1e} from those of {v.reference}, {relation} {v.bound:.1e}"
+        )
     return verdicts
 
 
