@@ -139,10 +139,7 @@ class Muon(Adamw):
     weight_decay: float = key("under precision=bf16 it rounds away on the matrices", 0.1, ge=0)
     momentum: float = key("decay of the momentum", 0.95, ge=0, lt=1)
     ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
-
-    @staticmethod
-    def problems(cfg: Config) -> Iterator[Problem]:
-        yield from whole_matrices(cfg)
+    problems = staticmethod(whole_matrices)
 
 
 @dataclass

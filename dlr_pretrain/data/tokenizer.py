@@ -196,11 +196,7 @@ def _head(text: str, characters: int) -> str:
 
 def valid_text(text: str) -> str:
     """The text with its lone surrogates, which have no UTF-8 form, replaced by question marks."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "replace").decode()
-    return text
+    return text.encode("utf-8", "replace").decode()
 
 
 def load_tokenizer(path: Path, end: str | None = None) -> Tokenizer:
