@@ -114,7 +114,6 @@ def pinned(address: str, revision: str | None, commit: str | None = None) -> tup
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
-
     pool = ThreadPoolExecutor(1)  # as a look-up of a name has no time-out
     try:
         return retry(lambda: pool.submit(ask).result(FIRST_CONTACT_SECONDS), name, patience=0.0)
