@@ -6,18 +6,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from scipy.stats import quantile_test
-
-
-class Median(NamedTuple):
-    """The median of a sample, and an interval that contains the distribution's with 95 % probability or more."""
-
-    median: float
-    low: float
-    high: float
 
 
 def seconds(act: Callable[[], object], device: torch.device) -> float:
@@ -51,11 +42,12 @@ def interleaved(
     return times
 
 
-def paired(times: Sequence[float], reference: Sequence[float]) -> Median:
-    """The median ratio of ``times`` to the ``reference`` of the same round; fewer than six give no interval (nan)."""
+def paired(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """The median ratio of ``times`` to the ``reference`` of the same round, and an interval, ``low`` to ``high``, that
+    contains the distribution's with 95 % probability or more (nan from fewer than six)."""
     ratios = [t / r for t, r in zip(times, reference, strict=True)]
     low, high = quantile_test(ratios, p=0.5).confidence_interval(0.95)  # by order statistics, of any distribution
-    return Median(statistics.median(ratios), float(low), float(high))
+    return {"median": statistics.median(ratios), "low": float(low), "high": float(high)}
 
 
 def warm_up_products(device: torch.device) -> None:

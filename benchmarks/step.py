@@ -67,7 +67,7 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
                 "parity": verdict and asdict(verdict) | {"passes": verdict.passes},
                 "seconds": seconds,
                 "ms": 1e3 * median,
-                "ratio": paired(seconds, times[first])._asdict(),
+                "ratio": paired(seconds, times[first]),
                 "tokens_per_second": speed,
                 **(utilisation(variant, speed) if variant else {}),
             })  # fmt: skip

@@ -14,12 +14,7 @@ def main() -> int:
         epilog="Means are over finished seeds of equal configuration; what is unfinished, broken, double or different "
         "is named. Perplexities of the paper stand beside ours by its convention, others are unbiased.",
     )
-    parser.add_argument(
-        "places",
-        nargs="+",
-        metavar="place",
-        help="run directory, folder of them, glob of either",
-    )
+    parser.add_argument("places", nargs="+", metavar="place", help="run directory, folder of them, glob of either")
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="report.html, report.md, numbers.csv, figures"
     )

@@ -268,7 +268,7 @@ def cost(piece: Piece) -> str:
     rows = []
     for plain, again, dlr in (line.get("variants") or line["arms"] for line in piece.lines):
         ratios = [paired(variant["seconds"], plain["seconds"]) for variant in (dlr, again)]
-        shown = ("{:.4f} [{:.4f}, {:.4f}]".format(*ratio) for ratio in ratios)
+        shown = ("{median:.4f} [{low:.4f}, {high:.4f}]".format(**ratio) for ratio in ratios)
         speeds = [f"{v['ms']:.1f}" for v in (plain, dlr)] + [f"{v['tokens_per_second']:,.0f}" for v in (plain, dlr)]
         given = dict(word.split("=") for word in plain.get("overrides") or plain["words"])
         rows.append([given["backbone"], *speeds, *shown])

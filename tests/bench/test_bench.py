@@ -44,7 +44,7 @@ def test_acts_take_turns_and_ratios_are_of_the_same_round():
     times = protocol.interleaved(acts, warmup=2, rounds=4, device=torch.device("cpu"))
     assert "".join(order) == "aabbcc" + "abc" + "bca" + "cab" + "abc" and set(map(len, times.values())) == {4}
     slowing = [2.0**i for i in range(6)]
-    assert protocol.paired([1.5 * t for t in slowing], slowing) == (1.5, 1.5, 1.5)
+    assert set(protocol.paired([1.5 * t for t in slowing], slowing).values()) == {1.5}
 
 
 @pytest.mark.full
