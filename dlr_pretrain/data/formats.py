@@ -125,9 +125,8 @@ def rows(
                 found: Iterator[Row] = gunzip.lines(stream, kept_beside(file, cache), start)
             else:
                 found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
-            for row in found:
+            for number, row in enumerate(found, start + 1):
                 yield row
-                number += 1
         except DAMAGED as error:
             said = first_line(error)
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
