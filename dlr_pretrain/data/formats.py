@@ -125,7 +125,7 @@ def rows(
                 found: Iterator[Row] = gunzip.lines(stream, kept_beside(file, cache), start)
             else:
                 found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
-            for number, row in enumerate(found, start + 1):
+            for number, row in enumerate(found, start + 1):  # noqa: B007 (the error below names it)
                 yield row
         except DAMAGED as error:
             said = first_line(error)
