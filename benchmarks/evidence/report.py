@@ -44,10 +44,6 @@ BACKBONES = ("lost", "lax", "cola_lax", "lowrank", "cola")
 LONGER = {"": "", "train.steps=4000": ", 16.4M tokens", "scale.hidden_size=256": ", 3.4M parameters"}
 
 
-# ----------------------------------------------------------------------------------------------------
-# Runs and comparisons
-
-
 class Comparison:
     """Methods at one or several rates, as ``scripts/tune.py`` compares them; see ``analysis/tune.py``."""
 
@@ -129,10 +125,6 @@ def perplexities(losses: Iterable[float]) -> str:
 def paper() -> pd.DataFrame:
     """The perplexities of the paper's Table 1: a row a method, a column a scale."""
     return facts("table1").pivot(index="method", columns="scale", values="ppl")
-
-
-# ----------------------------------------------------------------------------------------------------
-# Tables
 
 
 def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right: Iterable[int]) -> str:
@@ -311,9 +303,7 @@ def listed(values: Iterable) -> str:
     return ", ".join(map(str, sorted(set(values))))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Figures, in the colours of Okabe and Ito (2008), which every kind of colour vision tells apart
-
+# Colours of figures: those of Okabe and Ito (2008), which every kind of colour vision tells apart
 COLOURS = dict(zip(BACKBONES, ("#0072B2", "#D55E00", "#CC79A7", "#E69F00", "#009E73"), strict=True))
 EDGE = 0.36  # nats/token: wider intervals leave the figure, with an arrow
 
@@ -366,9 +356,6 @@ def draw_rates(piece: Piece) -> Figure:
     axes[0].set_ylabel("perplexity on held-out text")
     return figure
 
-
-# ----------------------------------------------------------------------------------------------------
-# The page
 
 TABLES = {f.__name__: f for f in (differences, tune, tune_rates, tune_order, tune_effect, cost, smoke)}
 FIGURES = {"differences": draw_differences, "rates": draw_rates}
