@@ -46,6 +46,7 @@ class CommandLine:
     flags: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    config_name: str = "train"
     config_dir: str | None = None
     multirun: bool = False
     shows: bool = False  # prints the configuration instead of running it
@@ -59,10 +60,14 @@ def read(argv: list[str]) -> CommandLine:
     given, rest = _flags().parse_known_args(argv)
     line = CommandLine(
         flags=[word for word in argv if word not in rest],
+        config_name=given.config_name or "train",
         config_dir=given.config_dir,
         multirun=given.multirun or "hydra.mode=MULTIRUN" in rest,
-        shows=given.cfg is not None,
+        shows=bool(given.cfg or given.info),
     )
+    if given.shell_completion:
+        line.flags = argv
+        return line
     if given.config_dir is not None and not Path(given.config_dir).is_dir():
         raise ConfigError([Problem("--config-dir", given.config_dir, "no such folder")])
     loose = []
@@ -81,12 +86,13 @@ def read(argv: list[str]) -> CommandLine:
 
 
 def _flags() -> argparse.ArgumentParser:
-    """A parser that knows the flags of Hydra's that go with this command, and none of its own."""
+    """A parser that knows Hydra's flags, and none of its own."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in ("--help -h", "--hydra-help", "--version", "--multirun -m", "--resolve"):
+    for names in ("--help -h", "--hydra-help", "--version", "--shell-completion -sc", "--multirun -m", "--resolve"):
         parser.add_argument(*names.split(), action="store_true")
-    for names in ("--config-dir -cd", "--cfg -c"):
+    for names in ("--config-name -cn", "--config-dir -cd", "--package -p", "--cfg -c"):
         parser.add_argument(*names.split())
+    parser.add_argument("--info", "-i", nargs="?", const="all")
     return parser
 
 
@@ -136,7 +142,7 @@ def _add(word: str, line: CommandLine) -> None:
 
 def _option(group: str, value: str, line: CommandLine) -> str:
     """The word that chooses an option; the nearest one stands for an option that does not exist, "" if none is near."""
-    if re.search(r"[(\[]", value):
+    if re.search(r"[(\[]", value) or any(key_of(other) == "hydra.searchpath" for other in line.words):
         return f"{group}={value}"  # such as glob(*): Hydra finds the options
     known, chosen = options(group, line.config_dir), []
     for option in value.split(","):
@@ -210,7 +216,7 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
     with session():
         for words in jobs(line.words):
             try:
-                composed = compose("train", [*_search(line), *words], return_hydra_config=True)
+                composed = compose(line.config_name, [*_search(line), *words], return_hydra_config=True)
                 configs.append(configure(composed, composed.hydra, line, world_size, machine))
             except ConfigError as error:
                 problems += error.problems
@@ -288,7 +294,8 @@ def _declared(tree: dict, words: list[str], line: CommandLine) -> dict[str, Key]
     values = flatten(tree)
     if all(values.get(f"{group}.name") in known for group, known in OPTIONS.items()):
         return all_keys(tree)
-    base = compose("train", [*_search(line), *(word for word in words if key_of(word) in GROUPS)])
+    search = [*_search(line), *(word for word in line.words if key_of(word) == "hydra.searchpath")]
+    base = compose(line.config_name, [*search, *(word for word in words if key_of(word) in GROUPS)])
     return all_keys({group: OmegaConf.to_container(base[group], resolve=True) for group in OPTIONS})
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlr_pretrain.config import GROUPS, Config, ConfigError, identity
+from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity
 from dlr_pretrain.config.command_line import check, options, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,8 +88,9 @@ def test_options_and_recipes_of_ones_own(own):
         "backbone.gtae=1: no such key of backbone=gated. Did you mean backbone.gate?",
         "backbone.rank=x: must be a whole number",
     ]
-    cfg = config(own, "scale=3b")
-    assert (cfg.scale.num_layers, cfg.scale.hidden_size, cfg.train.steps) == (36, 2048, 140_000)
+    for words in ([own], [f"hydra.searchpath=[{own.removeprefix('--config-dir=')}]"]):
+        cfg = config(*words, "scale=3b")
+        assert (cfg.scale.num_layers, cfg.scale.hidden_size, cfg.train.steps) == (36, 2048, 140_000)
     cfg = config(own, "+experiment=mine/grid")
     assert (cfg.scale.name, cfg.backbone.name, cfg.dlr.enabled, cfg.train.lr) == ("1b", "cola", True, 0.5)
     assert cfg.run.dir == "runs/1b-cola-dlr_on-grid-s42"
@@ -207,3 +208,9 @@ def test_errors_have_one_line_and_their_own_code_and_a_bug_has_its_traceback(stu
     record = tmp_path / "error.json"
     done = stub('raise errors.UserError("no disk")', RANK="1", WORLD_SIZE="2", TORCHELASTIC_ERROR_FILE=str(record))
     assert (done.returncode, done.stderr) == (3, "") and "UserError: no disk" in record.read_text()
+
+
+def test_completion_still_works(tmp_path):
+    line = {"COMP_LINE": "train.py backbone=", "COMP_POINT": "18"}
+    done = python(str(ROOT / "train.py"), "-sc", "query=bash", cwd=tmp_path, **line)
+    assert {f"backbone={path.stem}" for path in (CONFIG_DIR / "backbone").glob("*")} <= set(done.stdout.split())
