@@ -21,11 +21,16 @@ NUMBERS = ["name", "scale", "label", "seed", "state", "step", "tokens", "loss", 
 def write_reports(places: Sequence[str], output: Path, command: str) -> list[str]:
     """Write the report of the runs in ``places``, as ``read_runs`` takes them, into ``output``; returns the remarks.
 
-    ``report.html`` and ``report.md`` have everything; ``numbers.csv`` has the numbers of each run in all digits, and
-    ``figures/`` each figure in the formats of ``figures.IMAGES``.
+    ``report.html`` and ``report.md`` have everything; ``tables/`` has each table as CSV and LaTeX, ``figures/`` each
+    figure in the formats of ``figures.IMAGES``, and ``numbers.csv`` the numbers of each run in all digits.
     """
     found = read_runs(places)
-    parts = [*run_tables(found), *draw(found, output / "figures")]
+    tables, folder = run_tables(found), output / "tables"
+    folder.mkdir(parents=True, exist_ok=True)
+    for table in tables:
+        table.frame.to_csv(folder / f"{table.name}.csv", index=False)
+        (folder / f"{table.name}.tex").write_text(table.latex(), encoding="utf-8")
+    parts = [*tables, *draw(found, output / "figures")]
     write_page("Pre-training runs", found.remarks, parts, command, output)
     found.runs[NUMBERS].to_csv(output / "numbers.csv", index=False)
     return found.remarks

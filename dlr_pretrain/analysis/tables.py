@@ -21,7 +21,7 @@ CONVENTION = (
 
 @dataclass(frozen=True)
 class Table:
-    """``frame`` has text in each cell; ``name`` is the table's anchor in the page."""
+    """``frame`` has text in each cell; ``name`` is the stem of the table's files."""
 
     name: str
     title: str
@@ -31,6 +31,11 @@ class Table:
     def markdown(self) -> str:
         rows = markdown_table(list(self.frame), self.frame.to_numpy().tolist())
         return "\n".join([f"## {self.title}", "", rows, "", *(f"* {note}" for note in self.notes)])
+
+    def latex(self) -> str:
+        """A table environment for booktabs."""
+        whole = self.frame.to_latex(index=False, escape=True, caption=self.title, label=f"tab:{self.name}")
+        return whole.replace("Δ", r"$\Delta$")  # the other signs are known to LaTeX
 
 
 def table(name: str, title: str, rows: Sequence[dict], notes: Sequence[str] = ()) -> Table:

@@ -126,7 +126,7 @@ def test_the_tables_have_the_numbers_of_the_runs(made):
     assert pd.read_csv(output / "numbers.csv").set_index("name").ppl["cola-on-s42"] == logged(root / "cola-on-s42")
 
 
-def test_both_formats_say_the_same_and_the_page_needs_nothing_else(made):
+def test_all_formats_say_the_same_and_the_page_needs_nothing_else(made):
     root, output, _ = made
     page, report = ((output / name).read_text() for name in ("report.html", "report.md"))
     tables = {table.name: table for table in run_tables(read_runs([root]))}
@@ -134,14 +134,17 @@ def test_both_formats_say_the_same_and_the_page_needs_nothing_else(made):
     for shown in tables.values():
         assert shown.markdown().strip() in report and html.escape(shown.title) in page
         assert all(f">{html.escape(cell)}<" in page for cell in [*shown.frame, *shown.frame.to_numpy().flat])
+        assert (output / f"tables/{shown.name}.tex").read_text().count(r"\\") == len(shown.frame) + 1
+        assert len(pd.read_csv(output / f"tables/{shown.name}.csv")) == len(shown.frame)
     links = re.findall(r'(?:src|href)="(.*?)"', page)
     assert links and all(link.startswith("data:image/png;base64,") for link in links) and "<script" not in page
     for name in ("loss_tokens_tiny", "loss_flops_tiny", "perplexity_tiny", "gradient_norm_tiny"):
         for form, begins in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
             assert (output / f"figures/{name}.{form}").read_bytes().startswith(begins)
         assert f'id="{name}"' in page
-    found = table("t", "title", [{"Name": "a|b_c", "x": "1.50 ± 0.25 (2)", "none": None}]).markdown()
-    assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found and "none" not in found
+    found = table("t", "title", [{"Name": "a|b_c", "Δ x": "1.50 ± 0.25 (2)", "none": None}])
+    assert r"| a\|b_c | 1.50 ± 0.25 (2) |" in found.markdown() and "none" not in found.markdown()
+    assert r"a|b\_c & 1.50 ± 0.25 (2) \\" in found.latex() and r"$\Delta$ x" in found.latex()
 
 
 def test_what_is_odd_is_named_and_in_no_mean(made):
