@@ -149,7 +149,7 @@ def _read(folder: Path, remarks: list[str]) -> tuple[dict, pd.DataFrame]:
         "planned": config["train"]["steps"],
         "identity": manifest["identity"],
         "start": last,
-        "code": {str(start.get("git"))[:12] for start in trained.values()},
+        "code": {f"{git:.12}{git[40:]}" for git in (str(start.get("git")) for start in trained.values())},
         "machine": f"{last.get('world_size', '?')} x {last.get('device', 'unknown device')}",
         "parameters": manifest.get("parameters", math.nan),
         "flops": metrics.flops.max(),

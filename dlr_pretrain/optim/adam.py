@@ -1,14 +1,14 @@
-"""Adam as the GaLore family of optimizers implements it. GaLore, Fira and LORO build on it."""
+"""Adam as the GaLore family of optimizers implements it, and what all optimizers share: groups and layout of state."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.parameters import empty_state
+from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -66,3 +66,34 @@ def move(p: Tensor, direction: Tensor, step: float, decay: float) -> None:
     if decay > 0:
         w.mul_(1 - decay)
     p.copy_(w)
+
+
+def block_matrices(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The two-dimensional parameters of the transformer blocks: those that matrix optimizers treat as matrices."""
+    return {name: p for name, p in parameters.items() if name.startswith("model.layers.") and p.dim() == 2}
+
+
+def without(parameters: Mapping[str, Tensor], others: Collection[str]) -> dict[str, Tensor]:
+    return {name: p for name, p in parameters.items() if name not in others}
+
+
+def decay_groups(parameters: Mapping[str, Tensor], weight_decay: float) -> list[dict]:
+    """The parameter groups, by weight decay, in the form of ``torch.optim``; no group is empty.
+
+    Scalars (learned alphas) are not decayed: at zero the residual would be gone. Groups hold this rank's rows of
+    sharded parameters.
+    """
+    groups: dict[float, list[Tensor]] = {}
+    for p in parameters.values():
+        groups.setdefault(0.0 if p.dim() == 0 else weight_decay, []).append(sharded.local_rows(p))
+    return [{"params": params, "weight_decay": decay} for decay, params in groups.items()]
+
+
+def empty_state(p: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised state tensor on the device of ``p``, with its memory layout if the shapes are equal.
+
+    State is made and restored by this one rule, so that products see the same strides before and after a resume.
+    """
+    if shape == p.shape:
+        return torch.empty_like(p, dtype=dtype, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=p.device)

@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.parameters import decay_groups, empty_state
+from dlr_pretrain.optim.adam import decay_groups, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.tensors import at_least_fp32

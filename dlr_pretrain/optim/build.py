@@ -12,8 +12,7 @@ from torch import Tensor
 from dlr_pretrain.config import Choice
 from dlr_pretrain.config.knobs import ROUND_AT_WILL
 from dlr_pretrain.optim import adamw, galore, loro, muon
-from dlr_pretrain.optim.adam import Adam
-from dlr_pretrain.optim.parameters import empty_state
+from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import Adam, move
-from dlr_pretrain.optim.parameters import block_matrices, decay_groups, empty_state, without
+from dlr_pretrain.optim.adam import Adam, block_matrices, decay_groups, empty_state, move, without
 from dlr_pretrain.util.tensors import at_least_fp32
 
 

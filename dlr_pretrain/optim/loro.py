@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dlr_pretrain.optim.adam import Adam, move
-from dlr_pretrain.optim.parameters import decay_groups, without
+from dlr_pretrain.optim.adam import Adam, decay_groups, move, without
 
 A, B = ".a.weight", ".b.weight"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.optim import adamw
-from dlr_pretrain.optim.parameters import block_matrices, decay_groups, without
+from dlr_pretrain.optim.adam import block_matrices, decay_groups, without
 
 
 def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:

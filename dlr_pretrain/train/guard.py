@@ -87,14 +87,14 @@ class Guard:
                 self.skipped += 1
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
-                self.console.say(f"warning: step {step}: {_describe(outcome)}: left out; its batch is in {self.folder}")
+                self.console.say(f"warning: step {step}: {_describe(outcome)}: left out, see {self.folder}")
                 self.fail(self._too_many_skipped())
         if outcome.ends:
             self.ended_by = (step, outcome)
         return self.ended_by is None
 
     def _keep_batch(self, step: int, outcome: Outcome[float], batch: Batch) -> None:
-        """Write this rank's part of a batch for inspection, if the disk takes it."""
+        """Write this rank's part of a batch for inspection."""
         if self.tokenizer is None or not batch.state:
             return
         rows = [tokens[:length].tolist() for tokens, length in zip(batch.tokens, batch.lengths, strict=True)]
@@ -105,10 +105,12 @@ class Guard:
             "tokens": rows,
             "text": [self.tokenizer.decode(row) for row in rows],
         }
-        with suppress(OSError):
+        try:
             self.folder.mkdir(exist_ok=True)
             path = self.folder / f"step_{step:08d}_rank_{self.ranks.rank}.json"
             path.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        except OSError as error:
+            self.console.say(f"warning: step {step}: its batch could not be written: {error}")
 
     @property
     def folder(self) -> Path:
