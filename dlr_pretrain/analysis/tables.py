@@ -97,7 +97,7 @@ def pairs_table(found: Runs) -> Iterator[Table]:
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
             notes.append(
-                f"{group.label} at {group.scale}: without a partner, and not in the difference: seed {', '.join(odd)}"
+                f"{group.label} at {group.scale}: without a partner, and in no difference: seed {', '.join(odd)}"
             )
     if rows:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)

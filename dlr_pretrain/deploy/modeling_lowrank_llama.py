@@ -269,9 +269,8 @@ class LowRankLlamaPreTrainedModel(LlamaPreTrainedModel):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs) -> None:
         """As the library's, never reentrant: that follows gradients through hidden states alone, and latents cross."""
-        super().gradient_checkpointing_enable(
-            (gradient_checkpointing_kwargs or {}) | {"use_reentrant": False}, **kwargs
-        )
+        given = gradient_checkpointing_kwargs or {}
+        super().gradient_checkpointing_enable(given | {"use_reentrant": False}, **kwargs)
 
 
 class LowRankLlamaModel(LowRankLlamaPreTrainedModel, LlamaModel):

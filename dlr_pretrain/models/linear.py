@@ -218,9 +218,7 @@ class Group(ABC):
 
         It is formed in fp32 (fp64 for fp64) and rounded once. Raises UserError if a projection is not a single matrix.
         """
-        raise UserError(
-            f"{type(self).__name__} layers are not a single matrix: they cannot be merged into the weights of a LLaMA"
-        )
+        raise UserError(f"{type(self).__name__} layers are not a single matrix: they cannot be merged into dense ones")
 
     def named(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         """The projections, each with its name after ``prefix``."""

@@ -84,9 +84,8 @@ def newest(run_dir: Path, say: Say) -> Path | None:
         fix = "Restore it, or move the run directory away to start over"
         raise UserError(f"{root}: none, and step {saved:,} was saved. {fix}")
     if found is not None and step_of(found) < saved:
-        say(
-            f"warning: {root}: the last saved, of step {saved:,}, is not there. The steps after {found.name} come again"
-        )
+        lost = f"the last saved, of step {saved:,}, is not there"
+        say(f"warning: {root}: {lost}. The steps after {found.name} are trained again")
     return found
 
 

@@ -204,10 +204,8 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
         said = any(text in str(error) for text in ("out of memory", "ALLOC_FAILED", "can't allocate memory"))
         if not said and not isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             raise
-        t = cfg.train
-        sizes = (
-            f"train.micro_batch={cfg.micro_batch(ranks.world_size)} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
-        )
+        t, rows = cfg.train, cfg.micro_batch(ranks.world_size)
+        sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
         fix = "The same command continues with train.micro_batch=auto or a smaller one; see scripts/plan.py"
         text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
         if not ranks.is_main:

@@ -202,7 +202,7 @@ def test_a_damaged_or_foreign_folder_is_refused_by_name(made, damage, rule):
 def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made, model, tmp_path):
     cfg, source, tokenizer = opened(make_config("tokens", data__root=made, train__global_batch=1))
     other = tmp_path / "other.model"
-    other.write_bytes((ROOT / "tests/frozen/spiece.model").read_bytes())
+    other.write_bytes((ROOT / "tests/unit/other.spiece.model").read_bytes())
     other_cfg, _, other_tokenizer = opened(make_config("tokens", data__root=made, tokenizer__path=other))
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)

@@ -1,6 +1,6 @@
 """Plants the faults of ``faults.toml`` in a copy of the library, one at a time, and runs the small test of each.
 
-    python -m tests.frozen.faults [--only NAME ...] [--check]
+    python -m tests.faults [--only NAME ...] [--check]
 
 A fault is caught if its test, which passes without it, fails. The exit code is 1 if a patch does not fit or a fault is
 missed. Where code or a test moved, move the patch; where a test was deleted, name the smallest one that catches it.
@@ -9,21 +9,24 @@ missed. Where code or a test moved, move the patch; where a test was deleted, na
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 from pathlib import Path
 
-from tests.frozen.process import Commands
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 NEEDED = ("dlr_pretrain", "tests", "configs", "scripts", "train.py", "pyproject.toml")
-PYTEST = "import sys, pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
+LIBRARIES = ("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "hydra", "omegaconf", "safetensors.torch",
+             "sentencepiece")  # fmt: skip
 FAILED = 1  # pytest's exit code when a test has failed; others mean that none ran
+PATIENCE = 600.0  # seconds until a test that a fault lets hang is killed, which is no catch
 
 
 def faults() -> dict[str, dict[str, str]]:
@@ -46,48 +49,49 @@ def unfit(root: Path) -> list[str]:
     return lines
 
 
-def plant(root: Path, fault: dict[str, str]) -> None:
-    path = root / "dlr_pretrain" / fault["path"]
-    path.write_text(path.read_text().replace(fault["old"], fault["new"]))
+def run_test(copy: Path, test: str, log: Path) -> int:
+    """pytest's exit code for ``test`` in ``copy``, in a fork of this process, which has imported the libraries."""
+    if (pid := os.fork()) == 0:
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "dlr_pretrain")]:
+            del sys.modules[name]
+        sys.path[:] = [str(copy), *(entry for entry in sys.path if entry not in ("", str(ROOT)))]
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        os.chdir(copy)
+        import pytest
+
+        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", f"--rootdir={copy}", f"tests/{test}"]))
+    late = threading.Timer(PATIENCE, os.kill, (pid, signal.SIGKILL))
+    late.start()
+    _, status = os.waitpid(pid, 0)
+    late.cancel()
+    return os.waitstatus_to_exitcode(status)
 
 
 def run(only: list[str]) -> list[str]:
     """Plant and test each fault whose name contains a word of ``only``; returns the names of those that were missed."""
+    for name in LIBRARIES:
+        importlib.import_module(name)
     missed = []
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a planted file may have the size and the second of the sound one
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch, "copy")
+        copy, log = Path(scratch, "copy"), Path(scratch, "log")
         for name in NEEDED:
             source, ignore = ROOT / name, shutil.ignore_patterns("__pycache__")
             shutil.copytree(source, copy / name, ignore=ignore) if source.is_dir() else shutil.copy(source, copy / name)
-        (copy / "run_pytest.py").write_text(PYTEST)
-        with Commands(copy, Path(scratch, "commands")) as commands:
-            how = (
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "-m",
-                "",
-                "--rootdir",
-                str(copy),
-                "-c",
-                f"{copy}/pyproject.toml",
-            )
-            for name, fault in faults().items():
-                if only and not any(word in name for word in only):
-                    continue
-                path, started = copy / "dlr_pretrain" / fault["path"], time.monotonic()
-                sound = path.read_text()
-                plant(copy, fault)
-                ended = commands.run(*how, f"{copy}/tests/{fault['test']}", script="run_pytest.py")
-                path.write_text(sound)
-                caught = ended.codes == [FAILED]
-                verdict = "caught" if caught else f"MISSED (exit code {ended.codes[0]})"
-                print(f"{verdict:<8} {name}  {time.monotonic() - started:.0f} s  {fault['test']}", flush=True)
-                if not caught:
-                    print(ended.said[-1500:])
-                    missed.append(name)
+        for name, fault in faults().items():
+            if only and not any(word in name for word in only):
+                continue
+            path, started = copy / "dlr_pretrain" / fault["path"], time.monotonic()
+            sound = path.read_text()
+            path.write_text(sound.replace(fault["old"], fault["new"]))
+            code = run_test(copy, fault["test"], log)
+            path.write_text(sound)
+            verdict = "caught" if code == FAILED else f"MISSED (exit code {code})"
+            print(f"{verdict:<8} {name}  {time.monotonic() - started:.0f} s  {fault['test']}", flush=True)
+            if code != FAILED:
+                print(log.read_text()[-1500:])
+                missed.append(name)
     return missed
 
 
