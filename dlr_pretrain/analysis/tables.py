@@ -96,9 +96,8 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "Δ PPL": spread(differences(without.ppl, with_dlr.ppl), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
-            notes.append(
-                f"{group.label} at {group.scale}: without a partner, and in no difference: seed {', '.join(odd)}"
-            )
+            seeds = ", ".join(odd)
+            notes.append(f"{group.label} at {group.scale}: without a partner, and not in the difference: seed {seeds}")
     if rows:
         yield table("pairs", "DLR by backbone: what it changes", rows, notes)
 
