@@ -267,7 +267,8 @@ class _Storage:
         self.names, self.add, (_, first, state) = [name for name, _, _ in layers], add, layers[0]
         self.own = [sharded.local_rows(up.weight) for _, up, _ in layers]
         self.in_place = first.weight is state
-        self.weights, self.states = _memory(first.weight), _memory(state)
+        self.weights = _memory(first.weight)
+        self.states = self.weights if self.in_place else _memory(state)  # two aliases would not compile in torch 2.11
         self.write_at = torch.cat([up.residual.places(up.weight) for _, up, _ in layers])
         self.read_at = self.write_at if self.in_place else torch.cat([up.residual.places(b) for _, up, b in layers])
         self.entries: Tensor | None = None  # B's, while residuals are merged in place
