@@ -5,8 +5,8 @@ An adapter is code of ours that imports the user's checkout of a peer. It is a P
     build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
 
 ``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update. So
-that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and the
-file may have ``ours(scale)``, which returns the overrides with which we compute the same.
+that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and
+``attention()``, a context in which our model computes attention as it does; the file may have ``ours(scale)``, which returns the overrides with which we compute the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -99,11 +99,15 @@ class AuthorsStep:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
         self.lean, self.repo_sdp = lean, repo_sdp
 
+    def attention(self) -> AbstractContextManager:
+        """The kernels that attention may take here; its losses are compared with ours under the same."""
+        return sdpa_kernel(SDPBackend.MATH) if self.repo_sdp else nullcontext()
+
     def step(self, ids: Tensor) -> Tensor:
         mask = ids != PAD
         if not self.lean:
             mask.sum().item()
-        with sdpa_kernel(SDPBackend.MATH) if self.repo_sdp else nullcontext():
+        with self.attention():
             loss = self.forward(input_ids=ids, attention_mask=mask.long(), labels=ids.masked_fill(~mask, -100)).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(self.trained, 0.5)

@@ -75,7 +75,7 @@ def sound(words: list[str]) -> bool:
     say("config", *perform(60, partial(configuration, words)))
     if of_machine:
         say("gpus", *perform(60, partial(gpus, cfg)))
-        say("disk", *perform(60, partial(in_child, partial(disk, cfg), 30)))
+        say("disk", *perform(60, partial(disk, cfg)))
     try:
         with Ranks(cfg) as ranks:
             checks = RankChecks(cfg, ranks)
@@ -156,8 +156,12 @@ def gpus(cfg: Config) -> str:
 
 def disk(cfg: Config) -> str:
     """The free space of the run's disk against what the run keeps."""
-    planned, place = planned_disk(cfg, cfg.planned_vocab_size), _existing(Path(str(cfg.run.dir)))
-    held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
+    planned = planned_disk(cfg, cfg.planned_vocab_size)  # not in the child: CUDA was used, and fails after a fork
+    return in_child(partial(room, Path(str(cfg.run.dir)), planned), 30)
+
+
+def room(run_dir: Path, planned: dict[str, int]) -> str:
+    place, held = _existing(run_dir), sum(part.stat().st_size for part in (run_dir / "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
     text = f"{place}: {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:
