@@ -25,7 +25,7 @@ from dlr_pretrain.util import sharded
 from dlr_pretrain.util.process import without_warnings
 from dlr_pretrain.util.tensors import at_least_fp32
 
-LARGEST = 1 << 24  # values that are updated at once: the plan leaves the optimizer's temporaries out
+LARGEST = 1 << 22  # values that are updated at once: the plan leaves out the temporaries, some 100 MB in eager code
 SMALLEST = 4096  # values; moments of smaller parameters, or of parameters with a partial block, are not quantised
 WORD = 0xFFFFFFFF
 Moment = Tensor | tuple[Tensor, Tensor, Tensor]  # a plain tensor, or codes, scales and map
