@@ -75,7 +75,7 @@ def sound(words: list[str]) -> bool:
     say("config", *perform(60, partial(configuration, words)))
     if of_machine:
         say("gpus", *perform(60, partial(gpus, cfg)))
-        say("disk", *perform(60, partial(disk, cfg)))
+        say("disk", *perform(60, lambda: in_child(partial(disk, cfg, planned_disk(cfg, cfg.planned_vocab_size)), 30)))
     try:
         with Ranks(cfg) as ranks:
             checks = RankChecks(cfg, ranks)
@@ -114,7 +114,7 @@ def perform(seconds: float, check: Callable[[], str]) -> tuple[str, str]:
 def in_child(act: Callable[[], str], seconds: float, start: str = "fork") -> str:
     """The answer of ``act``, which can be pickled, in a process of its own, which is killed after ``seconds``.
 
-    ``start`` is "spawn" for an ``act`` that uses a GPU. Raises what ``act`` raises, or UserError if it does not answer.
+    ``start`` is "spawn" if ``act`` uses CUDA, which fails in a fork. Raises what ``act`` raises, or UserError.
     """
     pool = ProcessPoolExecutor(1, multiprocessing.get_context(start))
     try:
@@ -154,14 +154,10 @@ def gpus(cfg: Config) -> str:
     return text
 
 
-def disk(cfg: Config) -> str:
+def disk(cfg: Config, planned: dict[str, int]) -> str:
     """The free space of the run's disk against what the run keeps."""
-    planned = planned_disk(cfg, cfg.planned_vocab_size)  # not in the child: CUDA was used, and fails after a fork
-    return in_child(partial(room, Path(str(cfg.run.dir)), planned), 30)
-
-
-def room(run_dir: Path, planned: dict[str, int]) -> str:
-    place, held = _existing(run_dir), sum(part.stat().st_size for part in (run_dir / "checkpoints").rglob("part_*"))
+    place = _existing(Path(str(cfg.run.dir)))
+    held = sum(file.stat().st_size for file in Path(str(cfg.run.dir), "checkpoints").rglob("part_*"))
     free = shutil.disk_usage(place).free
     text = f"{place}: {free / 1e9:.2g} GB free, and the run keeps {planned['run'] / 1e9:.2g} GB"
     if free + held < planned["run"]:

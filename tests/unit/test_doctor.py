@@ -87,12 +87,11 @@ def test_two_ranks_are_checked_together(words, tmp_path):
 def test_too_little_room_fails_and_what_the_run_has_saved_counts(words, tmp_path, monkeypatch):
     cfg, sizes = load(words(f"run.dir={tmp_path}/runs/a")), {"run": 10e6, "checkpoint": 1e6}
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=8e6))
-    monkeypatch.setattr(doctor, "planned_disk", lambda *_: sizes)
     with pytest.raises(UserError, match=r"the run keeps 0\.01 GB\. Set run\.root to another disk"):
-        doctor.disk(cfg)
+        doctor.disk(cfg, sizes)
     (tmp_path / "runs/a/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "runs/a/checkpoints/step_00000001/part_00000").write_bytes(b"x" * 5_000_000)
-    assert "each checkpoint 0.001 GB" in doctor.disk(cfg)
+    assert "each checkpoint 0.001 GB" in doctor.disk(cfg, sizes)
 
 
 @pytest.mark.usefixtures("no_export")
