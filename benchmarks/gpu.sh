@@ -3,6 +3,8 @@
 #
 #   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
 #
+# On an H100 with 16 cores the tests take four minutes with pytest-xdist (JOBS processes at once, default 10). A
+# measurement compiles its variants and compares their losses before it times them: two to four minutes a piece.
 # Needs no network. A piece is left out where its result is in OUT already, so the same command again goes on where it
 # was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with
 # transformers 4.48 for CoLA's: comparisons whose checkout is missing say so and are left out.
@@ -46,7 +48,7 @@ bench() { # piece, arguments of benchmarks
 tests() { # piece, arguments of pytest
   local piece=$1
   shift
-  TORCHINDUCTOR_COMPILE_THREADS=8 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
+  TORCHINDUCTOR_COMPILE_THREADS=2 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
 }
 
 compare() { # piece, checkout, arguments
@@ -63,16 +65,8 @@ small="scale=60m backbone=cola train.micro_batch=128"
 large="scale=1b backbone=cola train.micro_batch=16"
 eager=compile=false
 
-for file in tests/gpu/test_*.py; do
-  piece=$(basename "$file" .py)
-  if [ "$piece" = test_gpu ]; then # three pieces, each of less than ten minutes
-    tests test_gpu_equal "$file" -k compiled_step
-    tests test_gpu_compiled "$file" -k true
-    tests test_gpu_eager "$file" -k "not true and not compiled_step"
-  else
-    tests "$piece" "$file"
-  fi
-done
+tests tests -n "${JOBS:-10}" --dist worksteal -k "not 7b" tests/gpu
+tests tests-7b -k 7b tests/gpu
 
 bench step-60m step $small
 bench step-60m-backbones step $small --variant backbone=cola --variant "backbone=cola dlr=on" \
