@@ -110,8 +110,7 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
         "precision": f"{cfg.precision.name}, {describe_device(ranks.device)}{', compiled' if cfg.compile else ''}",
     }
     if text.unknown > MUCH_UNKNOWN:
-        rule = f"the tokenizer cannot express {text.unknown:.1%} of the text, which is learnt as one unknown token"
-        table["warning"] = rule
+        table["warning"] = f"the tokenizer reads {text.unknown:.1%} of the tokens as its one unknown token"
     return table
 
 

@@ -22,7 +22,8 @@ from dlr_pretrain.deploy.tokenizer import fast_tokenizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.errors import UserError
 
-MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.2  # shares of unknown tokens: a warning, and a refusal
+# Shares of unknown tokens: a warning, and a refusal. SentencePiece reads a stretch of foreign text as two, one unknown.
+MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.3
 
 
 @dataclass
@@ -37,8 +38,8 @@ class Text:
     @property
     def unknown(self) -> float:
         """The share of the validation set's tokens that stand for what the tokenizer cannot express."""
-        id = self.tokenizer.unk_id
-        return 0.0 if id is None else float((self.validation.tokens == id).sum() / self.validation.real_tokens)
+        id, others = self.tokenizer.unk_id, (self.tokenizer.eos_id, self.tokenizer.pad_id, None)
+        return 0.0 if id in others else float((self.validation.tokens == id).sum() / self.validation.real_tokens)
 
     @property
     def fingerprints(self) -> dict[str, str | int]:
