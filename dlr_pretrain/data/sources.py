@@ -30,6 +30,7 @@ from dlr_pretrain.util.text import plural
 
 KEPT_BYTES, KEPT_FILES = 4 << 20, 4  # largest file whose rows are kept in memory for other streams, and how many are
 SNIFF_THREADS = 16
+TOLD_ROWS = 5  # bad rows that a process tells of by their number
 HELD_OUT = "held out of "  # begins the name of the validation shard that is made of a training shard
 FIRST_DOCUMENTS = 1000  # that decide whether the share that is held out has any
 SPLIT = re.compile(r"(?:^|[/._-])(train|valid(?:ation)?|val|dev|test)(?=[/._-]|\d|$)")
@@ -129,7 +130,7 @@ class TextSource:
         self.holds_out = not validation
         self.halves = False  # the only document is cut in two instead
         self.threshold = 0  # documents whose hash is below it are held out: at least one of the first
-        self._told = False  # of a bad row
+        self._told: set[tuple[str, int]] = set()  # bad rows
         if self.holds_out:
             texts = (text for shard in self.train_shards for text in self.texts(shard) if text is not None)
             hashes = [_hash(text) for text in islice(texts, FIRST_DOCUMENTS)]
@@ -166,9 +167,10 @@ class TextSource:
             except UserError as error:
                 if data.bad_rows == "stop":
                     raise
-                if not self._told:
-                    self._told = True
-                    log.warning("left out, as all such rows (data.bad_rows=skip): %s", str(error).rpartition(". ")[0])
+                if (shard, document) not in self._told and len(self._told) < TOLD_ROWS:
+                    self._told.add((shard, document))
+                    more = ", and this process tells of no more" if len(self._told) == TOLD_ROWS else ""
+                    log.warning("left out (data.bad_rows=skip): %s%s", str(error).rpartition(". ")[0], more)
                 yield None
 
     def blocks(self, tokenizer: Tokenizer, shard: str, first: int = 0, step: int = 1) -> Iterator[Block]:
