@@ -47,8 +47,7 @@ def load_tasks(given: str, data: Path | None = None) -> dict[str, dict]:
     if unknown := [name for name in names if name not in TASKS]:
         raise UserError(f"--tasks: {unknown[0]!r} is no task. Choose from {', '.join(TASKS)}, or all")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    home = Path(lm_eval.tasks.__file__).parent
-    folders = [str(home / TASKS[name]) for name in names]
+    folders = [str(Path(lm_eval.tasks.__file__).parent / TASKS[name]) for name in names]
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=folders)
     tasks = {}
     for name in names:

@@ -65,9 +65,7 @@ def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
     if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     run.dir.mkdir(parents=True, exist_ok=True)
-    with open(
-        run.dir / LOG, "ab"
-    ) as out:  # a group of its own: Ctrl-C at the terminal reaches the run once, by ``stop``
+    with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C at the terminal reaches the run once, by ``stop``
         return subprocess.Popen(
             [sys.executable, *TRAIN, *run.line.words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, process_group=0,

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import shlex
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ def start(
 
     ``after_each`` is called whenever a run has ended on this machine.
     """
-    jobs = {} if given.local else queue()
+    jobs = {} if given.local or (given.status and shutil.which("squeue") is None) else queue()
     stands = [status_of(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
         print(f"{run.number:>3}  {run.dir}: {at}")

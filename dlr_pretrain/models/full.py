@@ -27,9 +27,7 @@ class Full(Group):
             p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, 0.02))
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
-        if self.grouped:
-            return self.w.shared(z).unbind(-2)
-        return tuple(p(z) for p in self.projections)
+        return self.w.shared(z).unbind(-2) if self.grouped else tuple(p(z) for p in self.projections)
 
 
 BACKBONE = Full

@@ -55,9 +55,7 @@ class LowRank(Group):
 
     def down(self, x: Tensor) -> Tensor:
         """x [..., pad_in] -> A x [..., G, r]."""
-        if self.grouped:
-            return self.a.shared(x)
-        return torch.stack([p.a(x) for p in self.projections], dim=-2)
+        return self.a.shared(x) if self.grouped else torch.stack([p.a(x) for p in self.projections], dim=-2)
 
     def activate(self, h: Tensor) -> Tensor:
         """The function between the factors; here the identity."""

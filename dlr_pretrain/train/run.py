@@ -121,8 +121,7 @@ class Run:
         flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
         update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-        rows = summary(self.cfg, self.dir, self.ranks, self.text, weights)
-        self.console.summary(rows | start.summary())
+        self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, weights) | start.summary())
 
     def train(self, weights: Weights, start: Start) -> None:
         """Train from ``start`` to the last step."""

@@ -161,8 +161,7 @@ def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     generator = torch.Generator().manual_seed(ranks.rank)
     tokens = torch.randint(2, vocab_size, (rows, cfg.train.seq_len + 1), generator=generator, dtype=torch.int32)
     lengths = torch.full((rows,), cfg.train.seq_len + 1, dtype=torch.int32)
-    separator = 1 if cfg.data.mask_documents else None  # any id
-    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, separator)
+    return Batch(tokens, lengths, rows * cfg.train.seq_len, {}, 1 if cfg.data.mask_documents else None)  # any id
 
 
 def resolve_micro_batch(

@@ -140,8 +140,9 @@ def test_without_a_scheduler_nothing_is_submitted_and_the_rest_is_shown(table, m
     monkeypatch.setenv("PATH", "/nowhere")
     assert submit.main(table) == 3
     assert "squeue is not on PATH" in capsys.readouterr().err
-    assert submit.main([*table, "--status", "--local"]) == 0
-    assert "1 not started" in capsys.readouterr().out
+    assert submit.main([*table, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "1 not started" in said and "Would submit 1 of 1: sbatch" in said
 
 
 @pytest.mark.parametrize("name", ["complete", "stopped", "failed", "diverged"])
