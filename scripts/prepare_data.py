@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, Problem
+from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
@@ -19,6 +20,7 @@ from dlr_pretrain.data.tokens import TokenSource, prepare
 from dlr_pretrain.util.errors import UserError, at_least_1, command
 from dlr_pretrain.util.process import cores
 
+OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
 TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
 
 
@@ -43,6 +45,7 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace, overrides: list[str]) -> None:
+    refuse_unused(overrides)
     cfg = load([*overrides, "logger=jsonl"])  # the default logger needs a package that this command does not
     if cfg.data.source == "tokens":
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
@@ -83,6 +86,18 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
         if not path.exists():
             draft.replace(path)
     return path
+
+
+def refuse_unused(overrides: list[str]) -> None:
+    """Raise ConfigError for keys of a run that say nothing about its texts and tokens."""
+    given = typed([word for word in overrides if "=" in word and not word.startswith("-")])
+    problems = [
+        Problem(key, value, "says nothing about texts or tokens", "Leave it out, and give it to train.py")
+        for key, value in given.items()
+        if key in OF_RUNS or key.split(".")[0] not in ("data", "tokenizer")
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def say(text: str) -> None:

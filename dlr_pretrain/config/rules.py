@@ -183,12 +183,13 @@ def _machine(cfg: Config) -> Iterator[Problem]:
     root, path = cfg.data.root or "", cfg.tokenizer.path
     if cfg.data.source in ("c4_local", "local") and root and "://" not in root and not os.path.isdir(root):
         fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
-        yield Problem("data.root", root, "no such folder", fix)
+        yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):
         fix = f"Name a tokenizer.json, a sentencepiece model or their folder; of the hub: tokenizer.hub={path}"
         yield Problem("tokenizer.path", path, "no such file", fix)
-    if cfg.run.dir is not None and os.path.isfile(cfg.run.dir):
-        yield Problem("run.dir", cfg.run.dir, "is a file, not a folder")
+    for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
+        if place is not None and os.path.isfile(place):
+            yield Problem(name, place, "is a file, not a folder")
     if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         rule = "needs the package torchao, which is not installed"
         yield Problem("optimizer", "adamw_8bit", rule, "Install the extra 8bit, or use optimizer=adamw")

@@ -72,6 +72,8 @@ MISTAKES = {  # a command line, and what the one line about it names
     "backbone.rank=129": ["backbone.rank=129", "narrowest layer's width, 128"],
     # text and files
     "run.dir=README.md": ["run.dir=README.md: is a file"],
+    "run.root=README.md": ["run.root=README.md: is a file"],
+    "data=local data.root=README.md": ["data.root=README.md: is a file", "data.train_files=<file>"],
     "data=local": ["data.root=null", "Set data.root=<folder>"],
     "data=c4_local data.root=/nowhere": ["data.root=/nowhere: no such folder. Set data.root=<folder"],
     "tokenizer.path=gpt2": ["tokenizer.path=gpt2: no such file", "tokenizer.hub=gpt2"],
