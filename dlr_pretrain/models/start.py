@@ -54,7 +54,8 @@ class FolderStart:
             with safe_open(path, framework="pt") as file:
                 shape = file.get_slice(name).get_shape()
             if name not in expected:
-                wrong.append(f"{name}: not a tensor of this model")
+                fix = ", and was not folded: call fold_ before saving" * name.endswith("dlr_mark")
+                wrong.append(f"{name}: not a tensor of this model{fix}")
             elif shape != expected[name]:
                 wrong.append(f"{name}: has shape {shape} instead of {expected[name]}")
         return wrong + _wrong_facts(self.folder / "config.json", cfg)

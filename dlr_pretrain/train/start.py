@@ -106,7 +106,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
         folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
-    found = checkpoint.load(ranks.on_main(lambda: _named(given)))
+    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
 
     def bind() -> dict:
         bind_identity(run_dir, {"run.start_from.weights": found.sha256})
@@ -118,13 +118,15 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
     return Start(found)
 
 
-def _named(given: Path) -> Path:
+def _named(given: Path, say: Say) -> Path:
     """The checkpoint that ``given`` is, or the newest valid one of the run ``given``."""
     if re.fullmatch(r"step_\d+", given.name):
         if damage := checkpoint.fault(given):
             raise UserError(f"run.start_from={given}: {damage}. Name another checkpoint")
         return given
-    found, _ = checkpoint.newest(given / "checkpoints")
+    found, damaged = checkpoint.newest(given / "checkpoints")
+    for directory, damage in damaged.items():
+        say(f"warning: passed over {directory}: {damage}")
     if found is None:
         rule = "no checkpoint there. Name a run, <run>/checkpoints/step_*, or a folder"
         raise UserError(f"run.start_from={given}: {rule}")
