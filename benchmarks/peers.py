@@ -6,7 +6,8 @@ An adapter is code of ours that imports the user's checkout of a peer. It is a P
 
 ``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update. So
 that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and
-``attention()``, a context in which our model computes attention as it does; the file may have ``ours(scale)``, which returns the overrides with which we compute the same.
+``attention()``, a context in which our model computes attention as it does. The file may have ``ours(scale)``, which
+returns the overrides with which we compute the same.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ def groups_table(found: Runs) -> Table:
             "M tokens": shown(of.tokens.max() / 1e6, ",.4g"),
             "M parameters": shown(of.parameters.max() / 1e6, ",.4g"),
             "PFLOPs": shown(of.flops.max() / 1e15, ",.3g"),
+            "Precision": group.shared["precision.name"],
+            "Packing": group.shared["data.packing"],
             "lr": shown(group.shared["train.lr"], "g"),
         })  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]

@@ -57,7 +57,7 @@ def steps(count: int) -> list:
 
 
 def gradients(trainer: Loop, peaks: list[int] | None = None) -> tuple[float, torch.Tensor]:
-    """Loss and all gradients, as one vector, of the first batch in one micro-batch. ``peaks`` gets the bytes it took."""
+    """Loss and all gradients, as one vector, of the first batch in one micro-batch. ``peaks`` gets its bytes."""
     (batch,) = steps(1)
     before = torch.cuda.memory_allocated()  # trainers before this one may still be there
     torch.cuda.reset_peak_memory_stats()
