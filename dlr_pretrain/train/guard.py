@@ -1,9 +1,9 @@
 """Everything that may end a run before its last step, or leave out one of its updates.
 
 An update whose loss or gradient is not finite is skipped on the device. Here it is counted, its batch is kept, and it
-ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank that fails, because its data or its disk
-do, carries the failure into its next update, which changes nothing on any rank: so all ranks end at the same step. A
-request to stop is seen by all ranks in the update during which it came.
+ends the run if ``train.on_nonfinite`` or ``train.max_skipped`` says so. A rank whose data fail carries the failure into
+its next update, which changes nothing on any rank: so all ranks end at the same step. A save that fails for good fails
+on all ranks. A request to stop is seen by all ranks in the update during which it came.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Saver:
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
             if (free := shutil.disk_usage(folder).free) < size:
                 rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
-                raise UserError(f"{self.root}: {rule}. Free space, or set run.dir; the same command then goes on")
+                raise UserError(f"{self.root}: {rule}. Free space and give the command again, or move the run")
 
         with self.ranks.heartbeat.patient():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
