@@ -16,7 +16,7 @@ def main() -> int:
     )
     parser.add_argument("places", nargs="+", metavar="place", help="run directory, folder of them, glob of either")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="report.html, report.md, numbers.csv, figures"
+        "--output", type=Path, required=True, metavar="DIR", help="report.html, report.md, numbers.csv, tables, figures"
     )
     given = parser.parse_args()
     return command(lambda: report(given))
