@@ -134,7 +134,7 @@ def test_an_array_with_a_preemption_a_cancellation_a_failure_and_a_lost_node(wor
         return int(re.search(r"Restarts=(\d+)", ask("scontrol", "show", "job", job(number)))[1])
 
     def wait_for_step(number: int) -> None:
-        wait(lambda: status(number).step >= 20 or status(number).state in ("failed", "stopped"), table)
+        wait(lambda: (status(number).step or 0) >= 20 or status(number).state in ("failed", "stopped"), table)
         assert status(number).state == "running", table()
 
     options = ("--", "--nodes=1", "--ntasks-per-node=2", "--mem=1G", "--time=10")
