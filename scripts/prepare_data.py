@@ -45,8 +45,8 @@ def main() -> int:
 
 
 def run(given: argparse.Namespace, overrides: list[str]) -> None:
-    refuse_unused(overrides)
     cfg = load([*overrides, "logger=jsonl"])  # the default logger needs a package that this command does not
+    refuse_unused(overrides)
     if cfg.data.source == "tokens":
         raise ConfigError([Problem("data", "tokens", "is what this command makes", "Name the source of its text")])
     source = open_source(cfg, say)

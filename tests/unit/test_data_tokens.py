@@ -166,6 +166,8 @@ def test_the_command_continues_and_trains_a_tokenizer_once(root, tmp_path, capsy
     assert command("data=sample", "--workers", "0") == EXIT_CONFIG and "at least 1" in capsys.readouterr().err
     assert command("data=sample", "train.lr=3", "data.seed=4") == EXIT_CONFIG
     assert capsys.readouterr().err.count("says nothing about texts or tokens") == 2
+    assert command("data=sample", "data.train_files=x[01]*.gz") == EXIT_CONFIG
+    assert "not a plain value to Hydra. Quote it" in capsys.readouterr().err
     assert not (tmp_path / "tokens").exists()
     for _ in range(2):
         assert command("data=c4_local", f"data.root={root}", "--train-tokenizer", "300", "--workers", "1") == 0
