@@ -178,13 +178,10 @@ def test_compiled_equals_eager_with_a_graph_for_all_blocks(case, whole, monkeypa
     assert counter.frame_count == graphs  # other documents, the same graphs
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("case", [
-    "cola dlr=on",
-    *(pytest.param(case, marks=pytest.mark.full) for case in (
-        f"lost backbone.rank=8 {MANY} dlr=on", "cola_lax dlr=on", "lora", "sltrain",
-        "cola dlr=on dlr.impl=branch scale.hidden_size=512 scale.intermediate_size=1376 backbone.rank=128",
-    )),
+    "cola dlr=on", f"lost backbone.rank=8 {MANY} dlr=on", "cola_lax dlr=on", "lora", "sltrain",
+    "cola dlr=on dlr.impl=branch scale.hidden_size=512 scale.intermediate_size=1376 backbone.rank=128",
 ])  # fmt: skip
 def test_inductors_code_equals_eager(case):
     """The branch at K = 11, whose last group has one row: inductor miscompiles the literal formula there."""
