@@ -73,6 +73,9 @@ bench step-60m-backbones step $small --variant backbone=cola --variant "backbone
   --variant backbone=lowrank --variant backbone=full
 bench step-60m-others step $small --variant backbone=cola --variant backbone=lost --variant backbone=lax \
   --variant backbone=cola_lax --variant backbone=sltrain
+cuts="--variant train.micro_batch=64 --variant train.micro_batch=128 --variant train.micro_batch=512"
+bench step-60m-micro step scale=60m backbone=cola dlr=on $cuts
+bench step-60m-compile step $small dlr=on --variant compile=true --variant compile=max-autotune
 bench step-1b step $large train.global_batch=64
 bench step-1b-full step $large train.global_batch=64 --variant backbone=full --variant "backbone=cola dlr=on"
 kept="--variant train.activation_checkpointing=block --variant train.activation_checkpointing=latent"

@@ -38,7 +38,7 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.update import explained, noise
+from dlr_pretrain.train.update import explained, noise, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
@@ -234,16 +234,18 @@ class RankChecks:
 
     def step(self) -> str:
         """Two updates of at most two micro-batches, and a checkpoint of them, written beside the run and read."""
-        cfg, ranks, vocab_size = self.cfg, self.ranks, self.vocab_size
+        ranks, vocab_size = self.ranks, self.vocab_size
         ranks.use_device()
-        rows = cfg.micro_batch(ranks.world_size)
-        few = min(2, cfg.train.global_batch // ranks.world_size // rows)
-        short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
-        parent = _existing(Path(str(cfg.run.dir)).absolute().parent)
+        parent = _existing(Path(str(self.cfg.run.dir)).absolute().parent)
         temporary = partial(tempfile.TemporaryDirectory, prefix=".doctor_", dir=parent, ignore_cleanup_errors=True)
         losses, times = [], []
-        with ExitStack() as kept, explained(short, ranks):
+        with ExitStack() as kept:
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
+            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, lambda *of: memory(*of).total, scratch)
+            rows = cfg.micro_batch(ranks.world_size)
+            few = min(2, cfg.train.global_batch // ranks.world_size // rows)
+            short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
+            kept.enter_context(explained(short, ranks))
             loop, batch = trial_loop(short, ranks, vocab_size, scratch), noise(short, ranks, vocab_size)
             for index in range(2):
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())

@@ -9,7 +9,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     memory            bytes on one GPU, of eager code, see ``memory.Memory``; total is the peak
     disk              checkpoint, in bytes, and as many of pinned host memory, from which it is written, over all ranks;
                       run: bytes of all that it keeps at a time, with a checkpoint being written
-    batch             ranks, global_batch, micro_batch, micro_batches (of a rank, an update), seq_len, positions
+    batch             ranks, global_batch, micro_batch (auto: a run takes the most that its GPU has room for, and this
+                      is the scale's), micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours; null in fp32
     paper             what the paper prints for this method at this scale (or null): table1, whose memory is an estimate
@@ -64,6 +65,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
             "ranks": ranks,
             "global_batch": batch,
             "micro_batch": micro_batch,
+            "auto": cfg.train.micro_batch == "auto",
             "micro_batches": batch // ranks // micro_batch,
             "seq_len": cfg.train.seq_len,
             "positions": positions,
@@ -154,7 +156,8 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps}; {p['tokens'] / 1e9:,.2f}B tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, and as much host memory over all ranks"
     yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at a time"
-    yield "memory", f"of one GPU in GB, counted for eager code; {COMPILED}"
+    auto = f" with {batch['micro_batch']} sequences at once (a run takes as many as fit)" if batch["auto"] else ""
+    yield "memory", f"of one GPU in GB{auto}, counted for eager code; {COMPILED}"
     for part, size in p["memory"].items():
         peak = "  the peak: not all are alive at once" if part == "total" else ""
         if size:

@@ -129,7 +129,7 @@ class Train:
     lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
     micro_batch: int | Literal["auto"] | None = key(
-        "sequences a rank takes at once; null: by scale.micro_batch; auto: the most a GPU has room for", None, ge=1
+        "sequences a rank takes at once; auto: the most its GPU has room for; null: by scale.micro_batch", "auto", ge=1
     )
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
@@ -207,7 +207,9 @@ class Config:
     run: Run
     seed: int = key("initialisation, and the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto")
-    compile: bool = key("torch.compile: one graph up to 350m on one GPU, else one a block", True)
+    compile: bool | Literal["max-autotune"] = key(
+        "torch.compile: one graph up to 350m on one GPU, else one a block; max-autotune: times more kernels first", True
+    )
 
     @property
     def warmup_steps(self) -> int:
@@ -234,7 +236,7 @@ class Config:
     def micro_batch(self, world_size: int) -> int:
         """Sequences that a rank processes at once: as given, or the largest divisor of its share up to the scale's.
 
-        A run on GPUs has resolved ``auto`` before it asks, see ``train/update.py``; elsewhere it is ``null``.
+        A run on GPUs has resolved ``auto`` before it asks, see ``train/update.py``. Elsewhere ``auto`` is ``null``.
         """
         if isinstance(self.train.micro_batch, int):
             return self.train.micro_batch

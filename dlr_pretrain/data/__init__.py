@@ -5,17 +5,5 @@ from dlr_pretrain.data.sources import Source, open_source
 from dlr_pretrain.data.streams import ORDER_VERSION, inputs_and_targets
 from dlr_pretrain.data.tokenizer import Tokenizer, embedding_rows, load_tokenizer, open_tokenizer
 
-__all__ = [
-    "ORDER_VERSION",
-    "Batch",
-    "Source",
-    "Tokenizer",
-    "TrainLoader",
-    "ValidationSet",
-    "embedding_rows",
-    "inputs_and_targets",
-    "load_tokenizer",
-    "open_source",
-    "open_tokenizer",
-    "validation_set",
-]
+__all__ = ["ORDER_VERSION", "Batch", "Source", "Tokenizer", "TrainLoader", "ValidationSet", "embedding_rows",
+           "inputs_and_targets", "load_tokenizer", "open_source", "open_tokenizer", "validation_set"]  # fmt: skip

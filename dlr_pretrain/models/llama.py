@@ -235,12 +235,13 @@ class Llama(nn.Module):
         for name, residual in self.residuals.items():
             residual.require_active(name)
 
-    def compile_(self, whole: bool = False) -> None:
+    def compile_(self, whole: bool = False, mode: str | None = None) -> None:
         """Compile the blocks (with ``whole``: all that precedes the head) and the loss in place. Parameter names stay.
 
         The products of the head are not compiled, because the number of pieces that the loss cuts them into varies.
+        ``mode`` is that of torch.compile.
         """
-        compiled = partial(torch.compile, dynamic=False, fullgraph=True)
+        compiled = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
         self.score = compiled(score)
         if whole:
             self.hidden = compiled(self.hidden)  # type: ignore[method-assign]  # in place: the model keeps its class

@@ -54,7 +54,7 @@ class Update:
         self.optimizer = optim.build(
             cfg.optimizer,
             weights.optimized,
-            compiled=cfg.compile,
+            compiled=bool(cfg.compile),
             rounding_seed=cfg.seed if cfg.precision.name == "bf16_sr" else None,
             heartbeat=ranks.heartbeat,
         )
@@ -205,7 +205,7 @@ def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
             raise
         t, rows = cfg.train, cfg.micro_batch(ranks.world_size)
         sizes = f"train.micro_batch={rows} of {t.global_batch:,} x {t.seq_len:,} tokens a step"
-        fix = "The same command continues with train.micro_batch=auto or a smaller one; see scripts/plan.py"
+        fix = "The same command continues with a smaller train.micro_batch; see scripts/plan.py"
         text = f"out of memory on rank {ranks.rank} with {sizes}: {first_line(error)}. {fix}"
         if not ranks.is_main:
             write_to_stderr(f"error: {text}")

@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.config.tree import Train
 from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.llama import Llama
@@ -65,7 +64,7 @@ def place(cfg: Config, ranks: Ranks, model: Llama) -> Weights:
     weights = kind(model, cfg.precision.name)
     if cfg.compile:
         torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
-        weights.compile_(cfg.train, ranks.world_size)
+        weights.compile_(cfg, ranks.world_size)
     return weights
 
 
@@ -87,7 +86,7 @@ class Weights:
         share_memory_(model)
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
-    def compile_(self, train: Train, world_size: int) -> None:
+    def compile_(self, cfg: Config, world_size: int) -> None:
         """Compile the model in place: on one GPU as one graph, up to 350m, and otherwise block by block.
 
         The backward pass of one graph yields all gradients at its end: ranks could not overlap their reduction with
@@ -96,7 +95,10 @@ class Weights:
         values = sum(p.numel() for p in self.model.parameters())
         self.compiled = True
         alone = world_size == 1 and not self.sharded and self.model.lm_head.weight.is_cuda
-        self.model.compile_(whole=alone and train.activation_checkpointing == "none" and values <= ONE_GRAPH)
+        whole = alone and cfg.train.activation_checkpointing == "none" and values <= ONE_GRAPH
+        # Without CUDA graphs, whose replays overwrite gradients that the sum over micro-batches still needs
+        mode = "max-autotune-no-cudagraphs" if cfg.compile == "max-autotune" else None
+        self.model.compile_(whole, mode)
 
     def gradients(self, world_size: int) -> Gradients:
         """What runs backward passes through these weights and sums their gradients over ``world_size`` ranks."""

@@ -7,14 +7,9 @@ from torch import Tensor
 
 IGNORE = -100  # as a target: the position has no target
 # By precision, the dtype of the weights that the model multiplies by
-WORKING_DTYPE = {
-    "bf16": torch.bfloat16,
-    "bf16_sr": torch.bfloat16,
-    "bf16_mixed": torch.bfloat16,
-    "fp32": torch.float32,
-}
+WORKING_DTYPE = {"fp32": torch.float32} | dict.fromkeys(("bf16", "bf16_sr", "bf16_mixed"), torch.bfloat16)
 # and of the weights that the optimizer updates and a checkpoint holds
-STATE_DTYPE = {"bf16": torch.bfloat16, "bf16_sr": torch.bfloat16, "bf16_mixed": torch.float32, "fp32": torch.float32}
+STATE_DTYPE = WORKING_DTYPE | {"bf16_mixed": torch.float32}
 # Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
 # and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
 CACHED = 1 << 15

@@ -10,8 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlr_pretrain.cli import load
 from dlr_pretrain.data.streams import permutation
+from dlr_pretrain.models import build
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Update
+from dlr_pretrain.train.weights import place
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.tensors import global_norm, norms
 from tests.conftest import forked
@@ -43,6 +47,16 @@ def test_ranks_do_not_change_the_step(train, words, tmp_path):
     a, b = (load_file(f / "folded" / "model.safetensors") for f in (alone, shared))
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("given", "mode"), [("true", None), ("max-autotune", "max-autotune-no-cudagraphs")])
+def test_the_mode_of_compilation_reaches_torch(words, monkeypatch, given, mode):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda act, **options: modes.append(options["mode"]) or act)
+    cfg = load(words(f"compile={given}"))
+    with Ranks(cfg) as ranks:
+        place(cfg, ranks, build(cfg, 120, ranks.device))
+    assert modes == [mode] * (cfg.scale.num_layers + 2)  # blocks, the last norm and the loss
 
 
 def test_precisions_train_alike_at_the_start(train, tmp_path):

@@ -110,8 +110,8 @@ def test_the_command_prints_json_with_stable_keys_and_needs_no_data(capsys):
     ]
     assert done.err == ""
     assert found["parameters"] == {"total": 93_997_824, "trainable": 93_997_824, "folded": 93_997_824}
-    assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "micro_batches": 1, "seq_len": 256,
-                              "positions": 131_072}  # fmt: skip
+    assert found["batch"] == {"ranks": 16, "global_batch": 512, "micro_batch": 32, "auto": True, "micro_batches": 1,
+                              "seq_len": 256, "positions": 131_072}  # fmt: skip
     assert (found["steps"], found["warmup_steps"], found["tokens"]) == (22_000, 2_200, 22_000 * 131_072)
     assert (found["paper"]["table1"]["mem_gb"], found["paper"]["measured"]) == (0.57, None)
 
