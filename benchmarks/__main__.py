@@ -60,7 +60,7 @@ def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Mea
 
     if not given.peer:
         raise ConfigError([Problem("--peer", MISSING, "must be given", "The adapters are in benchmarks/adapters")])
-    if cfg.train.micro_batch == "auto":  # a peer does not split a batch
+    if not isinstance(cfg.train.micro_batch, int):  # a peer does not split a batch
         overrides = [*overrides, f"train.micro_batch={cfg.train.global_batch}"]
     beside = [peers.Peer(place, cfg.scale.name) for place in given.peer]
     found = step.measure({"ours": overrides}, beside, given.rounds, given.warmup)
