@@ -60,7 +60,7 @@ class Peer:
         """Build the peer's model and optimizer for the batch of ``cfg``."""
         shape = str(device), WORKING_DTYPE[cfg.precision.name], cfg.train.global_batch, cfg.train.seq_len
         try:
-            self.built = self.make(self.scale.upper(), *shape, cfg.compile, layers=cfg.scale.num_layers)
+            self.built = self.make(self.scale.upper(), *shape, bool(cfg.compile), layers=cfg.scale.num_layers)
         except ImportError as error:
             raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by --peers-dir") from error
 

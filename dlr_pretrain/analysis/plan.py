@@ -9,7 +9,7 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     memory            bytes on one GPU, of eager code, see ``memory.Memory``; total is the peak
     disk              checkpoint, in bytes, and as many of pinned host memory, from which it is written, over all ranks;
                       run: bytes of all that it keeps at a time, with a checkpoint being written
-    batch             ranks, global_batch, micro_batch (auto: a run takes the most that its GPU has room for, and this
+    batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own, and micro_batch
                       is the scale's), micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included
     speed             gpu, and estimates on it: mfu, tokens_per_second, hours; null in fp32
@@ -65,7 +65,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
             "ranks": ranks,
             "global_batch": batch,
             "micro_batch": micro_batch,
-            "auto": cfg.train.micro_batch == "auto",
+            "auto": cfg.train.micro_batch == "auto" and cfg.device != "cpu",
             "micro_batches": batch // ranks // micro_batch,
             "seq_len": cfg.train.seq_len,
             "positions": positions,
@@ -156,8 +156,9 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     yield "steps", f"{steps}; {p['tokens'] / 1e9:,.2f}B tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, and as much host memory over all ranks"
     yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at a time"
-    auto = f" with {batch['micro_batch']} sequences at once (a run takes as many as fit)" if batch["auto"] else ""
-    yield "memory", f"of one GPU in GB{auto}, counted for eager code; {COMPILED}"
+    auto = " (a run uses the largest that fits)" if batch["auto"] else ""
+    size = f"for micro-batches of {batch['micro_batch']}{auto}"
+    yield "memory", f"of one GPU in GB, {size}, counted for eager code; {COMPILED}"
     for part, size in p["memory"].items():
         peak = "  the peak: not all are alive at once" if part == "total" else ""
         if size:

@@ -25,7 +25,7 @@ READ_IF: list[tuple] = [
     ("logger.", "logger.view", "wandb"),
     ("optimizer.restart_warmup", "optimizer.schedule", "loro"),
     ("optimizer.shift", "optimizer.schedule", "loro"),
-    ("scale.micro_batch", "train.micro_batch", None),
+    ("scale.micro_batch", "train.micro_batch", None, "auto"),
     ("train.warmup_ratio", "train.warmup_steps", None),
     ("train.lr_decay", "optimizer.schedule", "cosine"),
     ("train.max_skipped", "train.on_nonfinite", "skip"),
@@ -202,4 +202,4 @@ def compiler_problem(cfg: Config, device: str) -> Problem | None:
     if not cfg.compile or any(map(shutil.which, compilers)):
         return None
     rule = f"needs a compiler, and there is no {' or '.join(compilers)}"
-    return Problem("compile", True, rule, f"Use compile=false, or set {variable} to a compiler")
+    return Problem("compile", cfg.compile, rule, f"Use compile=false, or set {variable} to a compiler")

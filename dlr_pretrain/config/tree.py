@@ -65,7 +65,9 @@ class Scale:
     num_layers: int = key("transformer blocks", ge=1)
     rank: int = key("rank of the low-rank factors", ge=1)
     vocab_size: int | None = key("embedding rows; null: the tokenizer's", VOCABULARY, ge=4)
-    micro_batch: int = key("the paper's sequences per GPU, for train.micro_batch=null", ge=1)
+    micro_batch: int = key(
+        "the paper's sequences per GPU, for train.micro_batch=null, and for auto without a GPU", ge=1
+    )
 
 
 @dataclass
@@ -129,7 +131,7 @@ class Train:
     lr_decay_steps: int | None = key("last steps, of falling rate; null: all after warm-up; 0: none", None, ge=0)
     global_batch: int = key("sequences per update, over all ranks", 512, ge=1)
     micro_batch: int | Literal["auto"] | None = key(
-        "sequences a rank takes at once; auto: the most its GPU has room for; null: by scale.micro_batch", "auto", ge=1
+        "sequences a rank takes at once; auto: the most that fit on its GPU; null: by scale.micro_batch", "auto", ge=1
     )
     seq_len: int = key("positions per sequence", 256, ge=2)
     clip: float | None = key("bound of the gradient's global norm; null: none", 0.5, gt=0)
@@ -208,7 +210,7 @@ class Config:
     seed: int = key("initialisation, and the rounding of precision=bf16_sr", 42, ge=0, le=2**32 - 1)
     device: Literal["auto", "cpu", "cuda"] = key("where to train", "auto")
     compile: bool | Literal["max-autotune"] = key(
-        "torch.compile: one graph up to 350m on one GPU, else one a block; max-autotune: times more kernels first", True
+        "torch.compile: one graph up to 350m on one GPU, else one a block; max-autotune: tries more kernels first", True
     )
 
     @property

@@ -64,9 +64,12 @@ def _start(run: PlannedRun, slot: int, at_once: int) -> subprocess.Popen:
     known = [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
     if gpus := [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(known)).split(",") if gpu]:
         environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
+    words = [*run.line.words]
+    if 0 < len(gpus) < at_once and run.cfg.train.micro_batch == "auto":
+        words.append("train.micro_batch=null")  # each would take all that the others have not yet taken
     run.dir.mkdir(parents=True, exist_ok=True)
     with open(run.dir / LOG, "ab") as out:  # its own group: Ctrl-C at the terminal reaches the run once, by ``stop``
         return subprocess.Popen(
-            [sys.executable, *TRAIN, *run.line.words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
+            [sys.executable, *TRAIN, *words], env=environment, stdin=subprocess.DEVNULL, stdout=out,
             stderr=out, process_group=0,
         )  # fmt: skip

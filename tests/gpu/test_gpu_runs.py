@@ -123,7 +123,8 @@ def test_7b_takes_what_the_plan_says(words, at_most):
 
 
 def test_the_doctor_finds_this_machine_sound(tmp_path):
-    words = ["scale=60m", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl", "device=cuda", "compile=false"]
+    words = ["scale=60m", "backbone=cola", "dlr=on", "data=sample", "logger=jsonl", "device=cuda", "compile=false",
+             "train.global_batch=64"]  # fmt: skip
     command = [sys.executable, "scripts/doctor.py", *words, f"run.root={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -75,7 +75,7 @@ def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, name):
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 1), pytest.param(2, KILLS, marks=pytest.mark.full)])
 def test_a_soak_of_kills(train, words, tmp_path, ranks, kills):
-    """``DLR_KILLS`` is the number of kills, ``DLR_KILL_SEED`` what draws them."""
+    """``DLR_KILLS`` is the number of kills under ``full``, ``DLR_KILL_SEED`` what draws them."""
     whole = final(train(tmp_path / "whole", *RUN, ranks=ranks))
     rng, done, number, log = random.Random(SEED), 0, 0, tmp_path / "log"
     with log.open("a") as out:

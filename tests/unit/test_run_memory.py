@@ -7,7 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dlr_pretrain import __main__ as command
+from dlr_pretrain.analysis.memory import memory
 from dlr_pretrain.cli import load
+from dlr_pretrain.doctor import RankChecks
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.update import ROOM, Update, explained, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError
@@ -21,20 +25,46 @@ def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_pa
     def resolved() -> int:
         ranks = SimpleNamespace(device=torch.device("cuda"), world_size=2, on_main=lambda act: act())
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / ROOM, 1e9))
-        ranks.gather = lambda own: [own, max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)]
+        other = max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)
+        ranks.gather = lambda own: [own, (other, room[1])]
         planned = lambda of, vocab_size, world: 100 * of.train.micro_batch + 50  # noqa: E731
         return resolve_micro_batch(cfg, ranks, 120, planned, tmp_path).train.micro_batch
 
     assert resolved() == 2
     room[:] = [1e6, 1e6]
     assert resolved() == 2
+    room[0] = 249.0  # a kept number needs no reserve
+    assert resolved() == 2
+    room[0] = 249.0 * ROOM  # but it must fit
+    assert resolved() == 1
     update_record(tmp_path, {"micro_batch": {}})
+    room[0] = 1e6
     assert resolved() == 4
     room[1] = 149.0
     update_record(tmp_path, {"micro_batch": {}})
-    with pytest.raises(UserError, match=r"micro_batch=auto: not one sequence of train.seq_len=32 fits"):
+    with pytest.raises(UserError, match=r"auto: not one sequence of train.seq_len=32 fits in 0.0 GB .* nvidia-smi"):
         resolved()
     assert cfg.micro_batch(2) == 4  # of a plan and on a CPU: by the scale
+
+
+def test_a_run_asks_the_plan_and_takes_auto_unless_told_otherwise(words, tmp_path, monkeypatch):
+    class Asked(Exception):
+        pass
+
+    def resolve(cfg, ranks, vocab_size, planned, run_dir):
+        assert planned(cfg, vocab_size, 1) == memory(cfg, vocab_size, 1).total > 0
+        assert resolve_micro_batch(cfg, ranks, vocab_size, planned, run_dir) is cfg  # on a CPU
+        raise Asked
+
+    monkeypatch.setattr("dlr_pretrain.train.run.resolve_micro_batch", resolve)
+    monkeypatch.setattr("dlr_pretrain.doctor.resolve_micro_batch", resolve)
+    given = [word for word in words(f"run.dir={tmp_path}/run") if not word.startswith("train.micro_batch=")]
+    cfg = load(given)
+    assert cfg.train.micro_batch == "auto"
+    with pytest.raises(Asked):
+        command.train(cfg)
+    with Ranks(cfg) as ranks, pytest.raises(Asked):
+        RankChecks(cfg, ranks).step()
 
 
 def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
