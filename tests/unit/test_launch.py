@@ -195,7 +195,7 @@ import os, signal, sys
 words = dict(word.split("=", 1) for word in sys.argv[1:])
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
 with open(words["run.root"] + "/order", "a") as file:
-    file.write(words["seed"] + " " + os.environ.get("CUDA_VISIBLE_DEVICES", "none") + "\\n")
+    print(words["seed"], os.environ.get("CUDA_VISIBLE_DEVICES"), words.get("train.micro_batch"), file=file)
 if float(words["train.lr"]) > 1:
     while True:
         signal.pause()
@@ -213,15 +213,17 @@ def four(tmp_path, monkeypatch):
 
 
 def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys):
+    """On two GPUs. What failed is tried again. Three at a time share a GPU, and do not each take all of its memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    for _ in range(2):  # local runs that failed are tried again
-        assert submit.main([*four, "train.lr=0.001", "--local", "--limit", "2"]) == EXIT_FAILED
+    for at_once, micro_batch in (("2", "None"), ("3", "null")):
+        assert submit.main([*four, "train.lr=0.001", "--local", "--limit", at_once]) == EXIT_FAILED
+        order = [line.split()[1:] for line in (tmp_path / "order").read_text().splitlines()]
+        assert {gpu for gpu, _ in order} == {"6", "7"} and {size for _, size in order[-4:]} == {micro_batch}
     said = capsys.readouterr().out
     assert said.count("4/4  ") == 2
     for run in loaded([*four, "train.lr=0.001"]):
         assert said.count(f"{run.dir.name}: not started (exit code 3: see {run.dir}/local.log)") == 2
         assert (run.dir / "local.log").read_text() == "error: the disk is full\n" * 2
-    assert {line.split()[1] for line in (tmp_path / "order").read_text().splitlines()} == {"6", "7"}
 
 
 def test_a_signal_ends_what_runs_and_starts_nothing_more(four, tmp_path):
