@@ -26,7 +26,7 @@ from tests.resume.test_resume import assert_same, final
 
 pytestmark = pytest.mark.slow
 STEPS = 120
-RUN = (f"train.steps={STEPS}", "eval.every=20", "checkpoint.every=3", "backbone=cola", "dlr=on")
+RUN = (f"train.steps={STEPS}", "eval.every=20", "backbone=cola", "dlr=on")
 KILLS, SEED = int(os.environ.get("DLR_KILLS", "20")), int(os.environ.get("DLR_KILL_SEED", "4"))
 VICTIMS = ("one rank", "all", "agent alone", "asked to stop")
 MOMENTS, WEIGHTS = ("any", "save", "evaluation", "fold"), (3, 4, 2, 1)
@@ -73,16 +73,17 @@ def test_a_signal_saves_and_leaves_with_its_exit_code(words, tmp_path, name):
     assert [d.name for d in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 1), pytest.param(2, KILLS, marks=pytest.mark.full)])
-def test_a_soak_of_kills(train, words, tmp_path, ranks, kills):
+@pytest.mark.parametrize(("ranks", "kills", "every"), [(1, 1, 15), pytest.param(2, KILLS, 3, marks=pytest.mark.full)])
+def test_a_soak_of_kills(train, words, tmp_path, ranks, kills, every):
     """``DLR_KILLS`` is the number of kills under ``full``, ``DLR_KILL_SEED`` what draws them."""
-    whole = final(train(tmp_path / "whole", *RUN, ranks=ranks))
+    choices = (*RUN, f"checkpoint.every={every}")
+    whole = final(train(tmp_path / "whole", *choices, ranks=ranks))
     rng, done, number, log = random.Random(SEED), 0, 0, tmp_path / "log"
     with log.open("a") as out:
         while done < kills:
             number += 1
             folder, killed = tmp_path / f"run_{number}", Counter()
-            given = words(*RUN, f"run.dir={folder}")
+            given = words(*choices, f"run.dir={folder}")
             while done < kills and (how := start_and_kill(given, folder, ranks, rng, out)):
                 done += 1
                 killed[how] += 1
