@@ -25,6 +25,7 @@ def main() -> int:
 
 def train(cfg: Config) -> None:
     """Run one configuration. torch is imported only now, after the checks of the configuration."""
+    from dlr_pretrain.analysis.memory import planned_memory
     from dlr_pretrain.train.run import run
 
     run(cfg, report, planned_memory)
@@ -35,13 +36,6 @@ def report(run_dir: Path) -> None:
     from dlr_pretrain.analysis.report import write_report
 
     write_report(run_dir)
-
-
-def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
-    """The peak bytes of a rank by the plan, which a run does not import."""
-    from dlr_pretrain.analysis.memory import memory
-
-    return memory(cfg, vocab_size, ranks).total
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from dlr_pretrain.analysis.memory import memory
+from dlr_pretrain.analysis.memory import planned_memory
 from dlr_pretrain.analysis.plan import disk as planned_disk
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
@@ -241,7 +241,7 @@ class RankChecks:
         losses, times = [], []
         with ExitStack() as kept:
             scratch = Path(ranks.on_main(lambda: kept.enter_context(temporary())))
-            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, lambda *of: memory(*of).total, scratch)
+            cfg = resolve_micro_batch(self.cfg, ranks, vocab_size, planned_memory, scratch)
             rows = cfg.micro_batch(ranks.world_size)
             few = min(2, cfg.train.global_batch // ranks.world_size // rows)
             short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
@@ -257,7 +257,7 @@ class RankChecks:
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written
         first, second, saved = times
-        planned = memory(short, vocab_size, ranks.world_size).total
+        planned = planned_memory(short, vocab_size, ranks.world_size)
         text = f"{few} x {rows} x {cfg.train.seq_len} tokens in {second - first:.2f} s, loss {losses[0]:.2f}, planned "
         text += f"{planned / 1e9:.2g} GB; a checkpoint written in {saved - second:.1f} s, and sound"
         if not abs(losses[0] - math.log(vocab_size)) < 2:  # a new model is above it by as much as 0.9

@@ -53,6 +53,11 @@ def memory(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     return (_sharded if cfg.parallel.name == "fsdp" else _replicated)(cfg, vocab_size, ranks)
 
 
+def planned_memory(cfg: Config, vocab_size: int, ranks: int) -> int:
+    """The peak bytes of a rank, which commands hand to a run: it does not import the plan."""
+    return memory(cfg, vocab_size, ranks).total
+
+
 def _replicated(cfg: Config, vocab_size: int, ranks: int) -> Memory:
     working, state = WORKING_DTYPE[cfg.precision.name], STATE_DTYPE[cfg.precision.name]
     model = build(cfg, vocab_size, META, working)
