@@ -211,11 +211,8 @@ class Gradients:
     def clear(self) -> None:
         if self.bucketed:  # the gradients are views of the buckets and must stay so
             torch._foreach_zero_(gradients_of(self.working))
-        else:
-            self.module.zero_grad()
-        if self.weights.masters is not None:
-            for master in self.weights.masters.values():
-                master.grad = None
+        for value in (*(() if self.bucketed else self.working), *(self.weights.masters or {}).values()):
+            value.grad = None
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
