@@ -46,9 +46,8 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
     text = replace(text, tokens=text.tokens[:sequences], lengths=text.lengths[:sequences])
     branch = replace(cfg, dlr=replace(cfg.dlr, impl="branch"))  # calls each projection by itself
     last, rows = cfg.scale.num_layers - 1, []
-    names = list(
-        dict.fromkeys(["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"])
-    )  # the paper's
+    names = ["0.self_attn.q_proj", f"{last // 2}.mlp.up_proj", f"{last}.mlp.up_proj"]  # the paper's
+    names = list(dict.fromkeys(names))  # a model of one or two blocks has some of them twice
     for checkpoint in found:
         if damage := fault(checkpoint):
             raise UserError(f"{checkpoint}: {damage}. Move it away")

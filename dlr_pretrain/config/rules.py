@@ -16,7 +16,7 @@ from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest
 from dlr_pretrain.config.written import flatten, to_dict
 
 TEXT = ("c4", "c4_local", "local")  # sources whose text is read from files
-# A key, or all of a section; another key; and the values of that one under which the first is read.
+# All keys that begin so; another key; and the values of that one under which they are read.
 READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
     ("dlr.grouping_seed", "dlr.grouping", "random"),
@@ -27,16 +27,18 @@ READ_IF: list[tuple] = [
     ("optimizer.shift", "optimizer.schedule", "loro"),
     ("scale.micro_batch", "train.micro_batch", None, "auto"),
     ("train.warmup_ratio", "train.warmup_steps", None),
-    ("train.lr_decay", "optimizer.schedule", "cosine"),
+    ("train.lr_decay", "optimizer.schedule", "cosine"),  # and train.lr_decay_steps
     ("train.max_skipped", "train.on_nonfinite", "skip"),
     ("data.dataset", "data.source", "c4"),
     ("data.root", "data.source", "c4_local", "local", "tokens", "sample"),
     *((f"data.{name}", "data.source", *TEXT)
-      for name in ("train_files", "validation_files", "text_key", "held_out", "document", "bad_rows")),
+      for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
+    ("data.revision", "data.source", "c4", "local"),
+    ("data.held_out", "data.source", *TEXT, "sample"),
     ("data.held_out", "data.validation_files", None),
     ("data.mask_documents", "data.packing", "packed"),
     ("tokenizer.hub", "data.source", *TEXT),
-    ("tokenizer.eos", "data.source", *TEXT),
+    ("tokenizer.eos", "data.source", *TEXT, "sample"),
     ("tokenizer.hub", "tokenizer.path", None),
 ]  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -48,6 +50,8 @@ def validate(cfg: Config, world_size: int | None, machine: bool = True) -> list[
     Without ``machine``, rules about this machine's files and packages are left out.
     """
     found = [*_model(cfg), *_dlr(cfg), *_schedule(cfg), *_secrets(cfg), *_source(cfg)]
+    if cfg.run.start_optimizer and cfg.run.start_from is None:
+        found.append(Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too"))
     for group in OPEN_GROUPS:
         if option := OPTIONS[group].get(getattr(cfg, group).name):
             found += option.problems(cfg)
@@ -75,6 +79,10 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={shown(option)}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
+    if name == "data.revision" and cfg.data.source == "local" and not (cfg.data.root or "").startswith("hf://"):
+        yield "data.root is not on the hub"
+    if name in ("train.lr_decay", "train.min_lr_ratio") and cfg.train.lr_decay_steps == 0:
+        yield "train.lr_decay_steps=0"
     if name == "scale.rank" and "rank" not in cfg.backbone.knobs | cfg.optimizer.knobs:
         yield f"backbone={cfg.backbone.name} has no rank"
     instead = {"scale.rank": {"backbone.rank", "optimizer.rank"}, "run.root": {"run.dir"}}
@@ -104,8 +112,6 @@ def _model(cfg: Config) -> Iterator[Problem]:
 
 def _dlr(cfg: Config) -> Iterator[Problem]:
     dlr, masters = cfg.dlr, cfg.precision.name not in ("bf16", "bf16_sr")
-    if cfg.run.start_optimizer and cfg.run.start_from is None:
-        yield Problem("run.start_optimizer", True, "the run starts from no other: set run.start_from, too")
     free = masters and dlr.train_b and dlr.mode != "offset"
     if dlr.enabled and _starts_from_weights(cfg) and not free:
         rule = f"gives B its values, less the residual: dlr={dlr.name} in {cfg.precision.name} would lose them"

@@ -99,7 +99,7 @@ class Data:
     source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
     dataset: str | None = key("name of the dataset on the hub", None)
     revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None)
-    cache: str | None = key("folder for remote shards and seek points of .gz; null: only points, in ~/.cache", None)
+    cache: str | None = key("copies of remote shards, and where to read on in .gz; null: the latter, in ~/.cache", None)
     root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)

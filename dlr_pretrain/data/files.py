@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from fsspec.spec import AbstractBufferedFile
 from dlr_pretrain.util.errors import UserError, first_line
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
-FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is told within 10 s
+FIRST_CONTACT_SECONDS = 7.0  # with the imports, a missing network is reported within 10 s
 PATIENCE_SECONDS = 480.0  # without any progress; less than run.timeout_minutes by default, so that this ends first
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled each time
 FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
@@ -73,8 +73,9 @@ def find(root: str, pattern: str) -> list[File]:
 
 def _find_remote(root: str, address: str) -> list[File]:
     system, path = _file_system(address)
-    base = _file_system(root)[1] if "://" in root else os.path.dirname(path.split("*")[0])
-    look = partial(system.glob, path, detail=True) if "*" in path else lambda: {path: system.info(path)}
+    magic = re.search(r"[*\[]" if address.startswith("http") else r"[*?\[]", path)  # ? begins a web address's query
+    base = _file_system(root)[1] if "://" in root else os.path.dirname(path[: magic.start()] if magic else path)
+    look = partial(system.glob, path, detail=True) if magic else lambda: {path: system.info(path)}
     try:
         found = retry(look, address)
     except FileNotFoundError:
@@ -114,9 +115,21 @@ def pinned(address: str, revision: str | None, commit: str | None = None) -> tup
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
-    pool = ThreadPoolExecutor(1)  # as a look-up of a name has no time-out
+
+    def answer() -> T:  # a look-up of a name has no time-out; the process waits for no daemon thread at its end
+        found: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                found.set_result(ask())
+            except Exception as error:
+                found.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return found.result(FIRST_CONTACT_SECONDS)
+
     try:
-        return retry(lambda: pool.submit(ask).result(FIRST_CONTACT_SECONDS), name, patience=0.0)
+        return retry(answer, name, patience=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error

@@ -75,7 +75,7 @@ def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
         raise UserError(f"{file.address}: {rule}. Rename it, or leave it out")
     if kind == "lines":
         _refuse(file, head, NOT_LINES)
-    if not binary if kind in BINARY.values() else b"\0" in head:
+    if (not binary) if kind in BINARY.values() else b"\0" in head:
         rule = f"is no UTF-8 text: it begins with {head[:8]!r}" if kind in ("lines", "text") else f"is no {kind} file"
         raise UserError(f"{file.address}: {rule}. Convert it, {FETCH.lower()}, or leave it out")
     return kind, found

@@ -60,6 +60,8 @@ def _inflated(stream: BinaryIO, offset: int, window: bytes) -> Iterator[tuple[in
     inflate = zlib.decompressobj(BLOCKS, window) if window else zlib.decompressobj(WHOLE)
     ended, trailer = False, 8 if window else 0
     while chunk := stream.read(CHUNK_BYTES):
+        if ended and not chunk.strip(b"\0"):  # gzip allows zeros at the end
+            continue
         yield offset, chunk, inflate.decompress(chunk)
         offset += len(chunk)
         if ended := inflate.eof:  # perhaps another file follows

@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 def open_source(cfg: Config, progress: Callable[[str], None] | None = None, version: str | None = None) -> Source:
     """The source that ``data`` names.
 
-    ``progress`` receives messages about work that takes a while (default: the module's log). ``version`` is the
-    source's at an earlier start: with it a hub that does not answer is waited for, and otherwise told within seconds.
-    Every local file is looked at, and the first of remote ones.
+    ``progress`` receives messages about work that takes a while (default: the module's log). ``version`` is what an
+    earlier start read. Without it the hub is asked, and one that does not answer is reported within seconds. Every
+    local file is opened, and the first of remote ones.
     """
     data, progress = cfg.data, progress or log.info
     if data.source == "tokens":

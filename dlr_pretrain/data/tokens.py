@@ -18,7 +18,6 @@ the same command keeps.
 from __future__ import annotations
 
 import json
-import mmap
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -56,14 +55,12 @@ def open_shard(path: Path, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     tokens = _mapped(path, token_dtype(vocab_size))
     rows = _mapped(path.with_suffix(ROWS), np.int64).reshape(-1, 2)
     if not len(rows) or rows[-1, 0] != len(tokens):
-        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ROWS} tells of others")
+        raise ValueError(f"it has {len(tokens):,} ids, and {path.stem}{ROWS} counts another number")
     return tokens, rows
 
 
 def _mapped(path: Path, dtype: type) -> np.ndarray:
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size  # a file without bytes cannot be mapped
-        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # no empty file can be mapped
 
 
 def _taken(path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> Tokens:

@@ -140,7 +140,7 @@ def test_an_object_store_gives_the_batches_of_a_copy_on_disk(shards, tmp_path, m
     for keys in (
         {},
         {"data__cache": tmp_path / "cache"},
-        {"data__train_files": "c4-train*", "data__validation_files": "c4-v*"},
+        {"data__train_files": "c4-train.0000[0-9]-*", "data__validation_files": "c4-v?l*"},
     ):
         source = open_source(make_config("local", data__root="memory://bucket/en", **keys, **KEYS))
         assert source.fingerprint == copy.fingerprint and read(source) == WHOLE
@@ -161,6 +161,14 @@ def test_a_hub_that_does_not_answer_is_told(listens, tmp_path, monkeypatch):
         for ask in (lambda: open_source(make_config("c4")), lambda: open_tokenizer(make_config("c4"), NoTokenizer)):
             with pytest.raises(UserError, match=r"did not answer: .*data=sample"):
                 ask()
+
+
+def test_a_process_ends_though_a_hub_never_answers():
+    """A look-up of a name can hang, and a thread that waits for it is not joined."""
+    program = "from dlr_pretrain.data import files; from threading import Event; files.FIRST_CONTACT_SECONDS = 0.1"
+    program += "; files.first_contact('me/x', Event().wait, 'Fix')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1 and "did not answer" in done.stderr
 
 
 def test_files_and_tokenizer_through_the_clients_own_endpoint(shards, tmp_path, model):

@@ -124,6 +124,7 @@ def test_a_gzip_file_is_read_on_near_any_line_with_places_of_readers_that_were_k
         stream = Counted(content)
         assert next(gunzip.lines(stream, kept, start)) == lines[start] and stream.taken < len(content) / 4
     assert list(gunzip.lines(io.BytesIO(content), kept, len(lines))) == []
+    assert list(gunzip.lines(io.BytesIO(content + bytes(512)), kept, len(lines) - 5)) == lines[-5:]  # as gzip allows
     with pytest.raises(EOFError):
         list(gunzip.lines(io.BytesIO(content[:-9]), kept, len(lines) - 5))
 
