@@ -19,7 +19,7 @@ from dlr_pretrain.util.text import amount
 IMAGES = ("png", "svg", "pdf")
 POINTS = 1000  # of a curve
 TAB20 = colormaps["tab20"].colors
-COLOURS = (TAB20[::2] + TAB20[1::2]) * 5  # ten hues, then the same ones lighter
+COLOURS = TAB20[::2] + TAB20[1::2]  # ten hues, then the same ones lighter
 LABELS = {"train/tokens": "tokens seen (with padding)", "flops": "FLOPs", "train/loss": "loss (nats/token)",
           "eval/perplexity": "evaluation perplexity, unbiased", "train/grad_norm": "gradient norm"}  # fmt: skip
 LOSS = "training loss (lines, running medians) and evaluations (dots)"
@@ -74,7 +74,7 @@ def curves(at: Runs, folder: Path, name: str, column: str, x: str, caption: str)
     """A line for each group, and thin ones for unfinished runs."""
     ax = axes()
     for i, (_, of) in enumerate(at.groups()):
-        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i])
+        draw_group(ax, of, at.metrics[at.metrics.run.isin(of.run)], column, x, COLOURS[i % len(COLOURS)])
     late = np.concatenate([[], *(line.get_ydata()[len(line.get_ydata()) // 20 :] for line in ax.get_lines())])
     if len(late):  # not the first losses, which would flatten the curves
         room = 0.04 * np.ptp(late) or 0.1
@@ -120,7 +120,7 @@ def draw_rates(found: dict, folder: Path) -> Iterator[Picture]:
     ax, grid = axes(), pd.DataFrame(found["trials"])
     grid = grid[grid.seed.isin(design["seeds"])].assign(ppl=lambda of: np.exp(of.loss_b.astype(float)))
     for i, method in enumerate(design["methods"]):
-        of, style = grid[grid.method == method], {"color": COLOURS[i]}
+        of, style = grid[grid.method == method], {"color": COLOURS[i % len(COLOURS)]}
         means = of.groupby("lr").ppl.apply(lambda values: values.mean(skipna=False)).dropna()
         ax.plot(of.lr, of.ppl, "o", alpha=0.4, markersize=4, **style)
         ax.plot(means.index, means, marker="o", markersize=5, label=method, **style)

@@ -7,8 +7,8 @@ Everything is counted on the meta device, without data, GPU or network. ``plan``
     parameters        total; trainable; folded (of the model that is deployed)
     flops_per_token   forward and backward, see ``flops_per_token``; flops_total for all steps
     memory            bytes on one GPU, of eager code, see ``memory.Memory``; total is the peak
-    disk              checkpoint, in bytes, and as many of pinned host memory, from which it is written, over all ranks;
-                      run: bytes of all that it keeps at a time, with a checkpoint being written
+    disk              checkpoint: its bytes; all ranks together pin as many of host memory to write it.
+                      run: the most bytes on the disk at a time, while a checkpoint is being written
     batch             ranks, global_batch, micro_batch, auto (whether a run on a GPU chooses its own, and micro_batch
                       is the scale's), micro_batches (of a rank, an update), seq_len, positions
     steps             updates; warmup_steps; tokens of the whole run, padding included

@@ -170,10 +170,11 @@ def run_name(cfg: Config, choices: Mapping[str, str], defaults: Mapping[str, str
     The name leaves out options that are in ``defaults``, except scale, backbone and dlr. Only keys that take part in
     the mathematics count, by their values: spelling and order do not matter.
     """
-    parts = [choices["scale"], choices["backbone"], f"dlr_{choices['dlr']}"]
+    own = {group: PurePath(option).name for group, option in choices.items() if option}  # options may lie in folders
+    parts = [own["scale"], own["backbone"], f"dlr_{own['dlr']}"]
     for group in ("optimizer", "data", "precision", "experiment"):
-        if choices.get(group) and choices[group] != defaults.get(group):
-            parts.append(PurePath(choices[group]).name)
+        if group in own and choices[group] != defaults.get(group):
+            parts.append(own[group])
     parts.append(f"s{cfg.seed}")
     matter = {name: value for name, value in identity(cfg).items() if name in given and name != "seed"}
     if matter:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from dlr_pretrain.config import Config, to_dict
-from dlr_pretrain.data.tokenizer import load_tokenizer
+from dlr_pretrain.data.tokenizer import Tokenizer, load_tokenizer
 from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
@@ -88,7 +88,7 @@ def export(
     vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
     tokenizer = load_tokenizer(tokenizer_path)
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
+    settings = model_config(own, vocab_size, kind) | ends
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -99,15 +99,15 @@ def export(
         (partial / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if loadable and own.backbone.name != DENSE.name:
         shutil.copyfile(MODELING, partial / MODELING.name)
-    export_tokenizer(partial, tokenizer_path, settings["max_position_embeddings"])
+    export_tokenizer(partial, tokenizer, settings["max_position_embeddings"])
     (partial / "README.md").write_text(card(own, record, cfg, loadable), encoding="utf-8")
     if not loadable:
         checked = NO_LAYER.format(own.backbone.name)
     elif ids is None:
         checked = "not verified"
     else:
-        exact = own is cfg  # a merge rounds once more
-        checked = agreement(partial, cfg, tensors if exact else folded, torch.float32 if exact else kind, ids)
+        held = (tensors, torch.float32) if own is cfg else (folded, kind)  # a merge rounds once more
+        checked = agreement(partial, cfg, tokenizer, *held, ids)
     for path in (*partial.rglob("*"), partial):
         sync(path)
     if folder.exists():  # a run that was extended
@@ -267,12 +267,14 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
 
 
 @torch.no_grad()
-def agreement(folder: Path, cfg: Config, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor) -> str:
+def agreement(
+    folder: Path, cfg: Config, own: Tokenizer, tensors: dict[str, Tensor], rounded: torch.dtype, ids: Tensor
+) -> str:
     """Compare ``folder`` with our model of ``cfg`` and ``tensors``, on token ids [B, T] in fp32; the result in words.
 
     The bound is that of the dtype to which the folder's weights were ``rounded`` once more than ``tensors``; fp32 if
     they are the same. Raises UserError as ``open_folder`` does, if the logits differ by more than the bound, or if the
-    tokenizer does not give the ids of training.
+    tokenizer does not give the ids of ``own``, that of training.
     """
     try:
         with without_warnings():
@@ -292,7 +294,7 @@ def agreement(folder: Path, cfg: Config, tensors: dict[str, Tensor], rounded: to
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
             f"their standard deviation, beyond the bound of {BOUNDS[rounded]:g}"
         )
-    if [tokenizer(PROBE, split_special_tokens=True).input_ids] != [load_tokenizer(folder).encode([PROBE])[0].tolist()]:
+    if tokenizer(PROBE, split_special_tokens=True).input_ids != own.encode([PROBE])[0].tolist():
         raise UserError(f"{folder}: its tokenizer.json does not give the ids that the model was trained on")
     return f"transformers loads it, its logits agree to {difference:.0e} of their standard deviation"
 

@@ -17,21 +17,20 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
-from dlr_pretrain.data.tokenizer import MODELS, SETTINGS, SPACE, FastTokenizer, Tokenizer, load_tokenizer
+from dlr_pretrain.data.tokenizer import MODELS, SETTINGS, SPACE, FastTokenizer, Tokenizer
 from dlr_pretrain.util.errors import UserError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of pieces
 UNIGRAM, BPE = 1, 2  # kinds of models
 
 
-def export_tokenizer(folder: Path, model: Path, max_length: int) -> None:
-    """Write the tokenizer ``model``, a file or folder, into ``folder`` for ``AutoTokenizer.from_pretrained(folder)``.
+def export_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Write ``tokenizer`` into ``folder`` for ``AutoTokenizer.from_pretrained(folder)``.
 
     The tokenizer appends no end of sequence. "</s>" in a text is read as the end of sequence, as tools expect that
     write it there (TRL, chat templates); with ``split_special_tokens=True`` it is four ordinary characters, as in
     training.
     """
-    tokenizer = load_tokenizer(model)
     fast = fast_tokenizer(tokenizer)
     fast.save(str(folder / MODELS[1]))
     if not isinstance(tokenizer, FastTokenizer):

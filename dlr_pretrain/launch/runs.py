@@ -20,7 +20,7 @@ from pathlib import Path
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import jobs, key_of, read, session
-from dlr_pretrain.util.errors import UserError, command
+from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 
 
@@ -59,13 +59,13 @@ def read_table(words: Sequence[str]) -> list[Line]:
 
 def read_runs(path: Path) -> list[Line]:
     """The runs of a runs file, in the order of its lines."""
-    lines = []
+    lines, number, text = [], 0, ""
     try:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if words := () if text.lstrip().startswith("#") else tuple(shlex.split(text)):
                 lines.append(Line(f"{path}:{number}", words))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read as a runs file: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a runs file: {first_line(error)}") from None
     except ValueError as error:
         raise UserError(f"{path}:{number}: {str(error).lower()}: {text.strip()}") from None
     if not lines:

@@ -42,6 +42,7 @@ def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("what", nargs="+", help="a runs file, and overrides of train.py by Hydra's sweep grammar")
+    parser.add_argument("--config-dir", metavar="DIR", help="a folder of your own options, as of train.py")
     parser.add_argument("--status", "--dry-run", action="store_true", help="show how the runs stand and what is due")
     parser.add_argument("--local", action="store_true", help="train on this machine")
     parser.add_argument("--limit", type=at_least_1, metavar="N", help="runs at once (default: SLURM's; 1 if local)")
@@ -54,6 +55,8 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse
     given, for_sbatch = parser.parse_intermixed_args(argv[:cut]), list(argv[cut + 1 :])
     if given.local and for_sbatch:
         parser.error("--local has no use for options of sbatch")
+    if given.config_dir:
+        given.what.append(f"--config-dir={given.config_dir}")
     return given, for_sbatch
 
 

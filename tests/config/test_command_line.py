@@ -68,6 +68,7 @@ def own(tmp_path):
     """A folder of options and recipes of one's own, for --config-dir."""
     files = {
         "backbone/gated.yaml": 'defaults: [lowrank, _self_]\nname: gated\ngate: 0.5\nactivation: "silu"\n',
+        "backbone/other/gated.yaml": "defaults: [/backbone/gated@_here_, _self_]\n",
         "scale/3b.yaml": "defaults: [1b, _self_]\nname: 3b\nnum_layers: 36\n",
         "experiment/mine/grid.yaml": "# @package _global_\n"
         "defaults:\n  - override /scale: 1b\n  - override /backbone: cola\n"
@@ -94,6 +95,8 @@ def test_options_and_recipes_of_ones_own(own):
     cfg = config(own, "+experiment=mine/grid")
     assert (cfg.scale.name, cfg.backbone.name, cfg.dlr.enabled, cfg.train.lr) == ("1b", "cola", True, 0.5)
     assert cfg.run.dir == "runs/1b-cola-dlr_on-grid-s42"
+    cfg = config(own, "scale=1b", "backbone=other/gated")
+    assert cfg.run.dir == "runs/1b-gated-dlr_off-s42"
     cfg = config(own, "+scale=350m", "experiment=mine/grid", "train.lr=0.25")
     assert (cfg.scale.name, cfg.backbone.name, cfg.train.lr) == ("350m", "cola", 0.25)
     assert config("~experiment") == config()

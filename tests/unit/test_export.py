@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from small_tokenizer import PIECES, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dlr_pretrain.data.tokenizer import load_tokenizer
 from dlr_pretrain.deploy import export as export_module
 from dlr_pretrain.deploy.export import EXPORTED as KNOBS
 from dlr_pretrain.deploy.export import MODELING, export, need, open_folder, write_weights
@@ -134,7 +135,7 @@ def test_a_folder_is_whole_before_it_has_its_name_and_an_older_one_stays(tmp_pat
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_llama_cpp_finds_a_vocabulary_of_bpe_alone(tmp_path, kind):
     """Its converter takes the pieces of a tokenizer.model for BPE's; without one, it refuses a Unigram model."""
-    export_tokenizer(tmp_path, train(tmp_path, model_type=kind), 1024)
+    export_tokenizer(tmp_path, load_tokenizer(train(tmp_path, model_type=kind)), 1024)
     assert (tmp_path / "tokenizer.model").exists() == (kind == "bpe")
     assert json.loads((tmp_path / "tokenizer.json").read_text())["model"]["type"].lower() == kind
 
@@ -159,6 +160,11 @@ def test_a_difference_is_found(tmp_path, spiece, ids, monkeypatch):
     with pytest.raises(UserError, match="beyond the bound"):
         export(tmp_path / "wrong", COLA, weights, spiece, RECORD, ids)
     assert not (tmp_path / "wrong").exists() and (tmp_path / ".wrong.partial").exists()
+    monkeypatch.undo()
+    other = load_tokenizer(train(tmp_path, model_type="bpe"))
+    monkeypatch.setattr(export_module, "export_tokenizer", lambda to, _, size: export_tokenizer(to, other, size))
+    with pytest.raises(UserError, match="does not give the ids"):
+        export(tmp_path / "other", COLA, weights, spiece, RECORD, ids)
 
 
 def test_what_is_no_export_or_no_longer_one_is_refused_by_name(tmp_path, spiece):

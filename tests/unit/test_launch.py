@@ -79,8 +79,9 @@ def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
     path.write_text("# it's a comment\n\n  seed=1\n'data.train_files=/a b/*.gz' run.dir=a#b $HOME\n")
     files, *rest = read_runs(path)[1].words
     assert (files, rest) == ("data.train_files=/a b/*.gz", ["run.dir=a#b", "$HOME"])
-    for text, said in (("# nothing\n", "holds no run"), ("seed=1\n'x\n", rf"{path}:2: no closing quotation")):
-        path.write_text(text)
+    bad = {"# nothing": "holds no run", "seed=1\n'x": rf"{path}:2: no closing quotation", "é": "cannot be read"}
+    for text, said in bad.items():
+        path.write_text(text, encoding="latin-1")
         with pytest.raises(UserError, match=said):
             read_runs(path)
 
@@ -104,7 +105,7 @@ def test_an_override_selects_the_rows_with_its_value_and_is_added_to_those_witho
     path = tmp_path / "my.runs"
     path.write_text("scale=tiny dlr=off\nscale=tiny dlr=on\nscale=60m dlr=on\n")
     for words, count in ((["dlr=on"], 2), (["scale=tiny", "dlr=on", "seed=1,2"], 2), (["seed=3,4"], 6)):
-        assert submit.main([str(path), *words, "--dry-run"]) == 0
+        assert submit.main([str(path), *words, "--dry-run", "--config-dir", str(tmp_path)]) == 0
         assert f"Would submit {count} of {count}: sbatch" in capsys.readouterr().out
     assert submit.main([str(path), "scale=130m", "--dry-run"]) == 3
     assert "no run of the table has scale=130m" in capsys.readouterr().err
