@@ -52,9 +52,9 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
     tokens = cfg.train.steps * positions
     flops = flops_per_token(cfg, vocab_size, micro_batch)
     method = method_name(cfg.backbone.name, cfg.dlr.name, cfg.optimizer.name)
-    groups = ("scale", "backbone", "dlr", "optimizer", "precision")
+    groups, text = ("scale", "backbone", "dlr", "optimizer", "precision"), cfg.data.root or cfg.data.source
     return {
-        "run": {group: getattr(cfg, group).name for group in groups} | {"data": cfg.data.source, "dir": cfg.run.dir},
+        "run": {group: getattr(cfg, group).name for group in groups} | {"data": text, "dir": cfg.run.dir},
         "vocabulary": {"size": vocab_size, "assumed": cfg.scale.vocab_size is None},
         "parameters": parameters(cfg, vocab_size),
         "flops_per_token": flops,

@@ -15,7 +15,6 @@ from dlr_pretrain.config.problems import Problem, redact, shown
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
 
-TEXT = ("c4", "c4_local", "local")  # sources whose text is read from files
 # All keys that begin so; another key; and the values of that one under which they are read.
 READ_IF: list[tuple] = [
     ("dlr.", "dlr.enabled", True),
@@ -29,16 +28,13 @@ READ_IF: list[tuple] = [
     ("train.warmup_ratio", "train.warmup_steps", None),
     ("train.lr_decay", "optimizer.schedule", "cosine"),  # and train.lr_decay_steps
     ("train.max_skipped", "train.on_nonfinite", "skip"),
-    ("data.dataset", "data.source", "c4"),
-    ("data.root", "data.source", "c4_local", "local", "tokens", "sample"),
-    *((f"data.{name}", "data.source", *TEXT)
+    *((f"data.{name}", "data.source", "local")
       for name in ("train_files", "validation_files", "text_key", "document", "bad_rows", "cache")),
-    ("data.revision", "data.source", "c4", "local"),
-    ("data.held_out", "data.source", *TEXT, "sample"),
+    ("data.held_out", "data.source", "local", "sample"),
     ("data.held_out", "data.validation_files", None),
     ("data.mask_documents", "data.packing", "packed"),
-    ("tokenizer.hub", "data.source", *TEXT),
-    ("tokenizer.eos", "data.source", *TEXT, "sample"),
+    ("tokenizer.hub", "data.source", "local"),
+    ("tokenizer.eos", "data.source", "local", "sample"),
     ("tokenizer.hub", "tokenizer.path", None),
 ]  # fmt: skip
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -79,7 +75,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
             yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={shown(option)}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
-    if name == "data.revision" and cfg.data.source == "local" and not (cfg.data.root or "").startswith("hf://"):
+    if name == "data.revision" and not (cfg.data.root or "").startswith("hf://"):
         yield "data.root is not on the hub"
     if name in ("train.lr_decay", "train.min_lr_ratio") and cfg.train.lr_decay_steps == 0:
         yield "train.lr_decay_steps=0"
@@ -155,8 +151,10 @@ def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
 def _schedule(cfg: Config) -> Iterator[Problem]:
     t, every, kept = cfg.train, cfg.checkpoint.every, cfg.checkpoint.keep_every
     after = t.steps - cfg.warmup_steps
-    if t.warmup_steps is not None and t.warmup_steps >= t.steps:
-        yield Problem("train.warmup_steps", t.warmup_steps, f"must be below train.steps={t.steps}")
+    if cfg.warmup_steps >= t.steps:
+        name = "train.warmup_ratio" if t.warmup_steps is None else "train.warmup_steps"
+        rule = f"makes {cfg.warmup_steps} steps of warm-up, which must be below train.steps={t.steps}"
+        yield Problem(name, t.warmup_ratio if t.warmup_steps is None else t.warmup_steps, rule)
     elif t.lr_decay_steps is not None and (t.lr_decay_steps > after or t.lr_decay_steps == 1):
         rule = f"must be 0, or from 2 to {after}, the steps after the warm-up"
         yield Problem("train.lr_decay_steps", t.lr_decay_steps, rule)
@@ -177,17 +175,14 @@ def _secrets(cfg: Config) -> Iterator[Problem]:
 
 
 def _source(cfg: Config) -> Iterator[Problem]:
-    files = cfg.data.train_files or ""
-    absolute = "://" in files or os.path.isabs(files)
-    named = {"c4_local": absolute, "local": files != "", "tokens": False}.get(cfg.data.source, True)
-    if cfg.data.root is None and not named:
-        rule = f"needed by data={cfg.data.source}: the folder of its files"
+    if cfg.data.source == "local" and cfg.data.root is None and cfg.data.train_files is None:
+        rule = "needed by data=local: the folder of its files"
         yield Problem("data.root", None, rule, "Set data.root=<folder>, or use data=sample")
 
 
 def _machine(cfg: Config) -> Iterator[Problem]:
     root, path = cfg.data.root or "", cfg.tokenizer.path
-    if cfg.data.source in ("c4_local", "local") and root and "://" not in root and not os.path.isdir(root):
+    if cfg.data.source == "local" and root and "://" not in root and not os.path.isdir(root):
         fix = "Set data.root=<folder of the shards>, or data.train_files=<file>"
         yield Problem("data.root", root, "is a file" if os.path.isfile(root) else "no such folder", fix)
     if path is not None and not os.path.exists(path):

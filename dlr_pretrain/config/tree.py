@@ -96,11 +96,10 @@ class Parallel:
 
 @dataclass
 class Data:
-    source: Literal["c4", "c4_local", "local", "tokens", "sample"] = key("where the text comes from", fixed=True)
-    dataset: str | None = key("name of the dataset on the hub", None)
-    revision: str | None = key("its commit, tag or branch; null: the newest commit at the start", None)
+    source: Literal["local", "tokens", "sample"] = key("where the text comes from", fixed=True)
+    revision: str | None = key("on the hub: a commit, tag or branch; null: the newest commit at the start", None)
     cache: str | None = key("copies of remote shards, and where to read on in .gz; null: the latter, in ~/.cache", None)
-    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://", None)
+    root: str | None = key("folder of the shards, or its address: hf://datasets/..., s3://, gs://, https://")
     train_files: str | None = key("glob of training shards, absolute or below data.root; null: all there", None)
     validation_files: str | None = key("the same for validation; null: by file name, else a held-out share", None)
     held_out: float = key("share of documents held out, by a hash, where no files are for validation", 0.01, gt=0, lt=1)

@@ -31,7 +31,7 @@ CHANGEABLE = (
 # The origin of text and tokenizer may change, even from shards of text to tokens made from them. Fingerprints, not
 # these keys, ensure that text and tokenizer stay the same.
 ORIGIN = {
-    *("data.source", "data.dataset", "data.root", "data.train_files", "data.validation_files", "data.text_key"),
+    *("data.source", "data.root", "data.train_files", "data.validation_files", "data.text_key"),
     *("data.held_out", "data.document", "data.bad_rows", "tokenizer.path", "tokenizer.hub"),
 }
 

@@ -53,8 +53,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
         folder = sample.prepare(Path(data.root) if data.root else None, version, progress)
         root, version = str(folder), folder.name
     else:
-        root = f"hf://datasets/{data.dataset}" if data.source == "c4" else data.root or ""
-        root, version = pinned(root, data.revision, version)
+        root, version = pinned(data.root or "", data.revision, version)
     train, validation = (_not_empty(files, data.cache, progress) for files in _splits(root, data))
     if not train:
         raise UserError(f"{root or data.train_files}: all training files are empty. Give a file with text")

@@ -88,7 +88,7 @@ def export(
     vocab_size, kind = len(tensors["lm_head.weight"]), tensors["lm_head.weight"].dtype
     tokenizer = load_tokenizer(tokenizer_path)
     ends = {"pad_token_id": tokenizer.pad_id, "eos_token_id": tokenizer.eos_id}
-    settings = model_config(own, vocab_size, kind) | ends
+    settings = model_config(own, vocab_size, kind) | ends | {"tokenizer_sha256": tokenizer.fingerprint}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -204,9 +204,10 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
     name = trained.backbone.name
     title = name + (f" + DLR ({trained.dlr.name}), folded" if trained.dlr.enabled else "")
     title += ", merged into dense weights" if name != cfg.backbone.name else ""
-    text = trained.data.dataset if trained.data.source == "c4" else None  # a path says nothing to a reader
+    root, hub = trained.data.root or "", "hf://datasets/"
+    text = root.removeprefix(hub) if root.startswith(hub) else trained.data.source  # a path says nothing to a reader
     facts = {
-        "trained on": f"{text or trained.data.source}, {trained.data.packing}",
+        "trained on": f"{text}, {trained.data.packing}",
         "evaluation text": trained.eval.packing,
         "precision": trained.precision.name,
     }

@@ -16,23 +16,15 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
+from dlr_pretrain.models import linear
 from dlr_pretrain.models.dlr import active, matching
 from dlr_pretrain.models.lowrank import balanced, leading
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class Factors(nn.Module):
-    """y = B A x + bias, x [..., d_in] -> y [..., d_out].
-
-    A [rank, d_in] is ``a.weight``, B [d_out, rank] is ``b.weight``, and the bias is ``b.bias``.
-    """
-
-    def __init__(self, like: nn.Linear, rank: int):
-        super().__init__()
-        where = {"device": like.weight.device, "dtype": like.weight.dtype}
-        self.a = nn.Linear(like.in_features, rank, bias=False, **where)
-        self.b = nn.Linear(rank, like.out_features, bias=like.bias is not None, **where)
+class Factors(linear.Factors):
+    """y = B A x + bias, x [..., d_in] -> y [..., d_out]; the bias is ``b.bias``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x))
@@ -51,20 +43,22 @@ def factorize_(
 
     Raises ValueError if nothing matches, or if a layer is smaller than ``rank`` or used under two names.
     """
-    targets = {name: linear for name, linear in matching(module, match) if name}
+    targets = {name: dense for name, dense in matching(module, match) if name}
     if not targets:
         raise ValueError(f"match={match!r}: no linear layer has such a name")
-    for name, linear in targets.items():
-        if not 1 <= rank <= min(linear.weight.shape):
-            raise ValueError(f"rank={rank}: {name} has a weight of shape {list(linear.weight.shape)}")
-        if sum(p is linear.weight for _, p in module.named_parameters(remove_duplicate=False)) > 1:
+    for name, dense in targets.items():
+        if not 1 <= rank <= min(dense.weight.shape):
+            raise ValueError(f"rank={rank}: {name} has a weight of shape {list(dense.weight.shape)}")
+        if sum(p is dense.weight for _, p in module.named_parameters(remove_duplicate=False)) > 1:
             raise ValueError(f"{name}: its weight is used under two names, which factors would part")
-    for name, linear in targets.items():
-        made = Factors(linear, rank).requires_grad_(linear.weight.requires_grad)
-        b, a = balanced(*leading(linear.weight, rank))
+    for name, dense in targets.items():
+        where = {"device": dense.weight.device, "dtype": dense.weight.dtype}
+        made = Factors(dense.in_features, dense.out_features, rank, bias=dense.bias is not None, **where)
+        made.requires_grad_(dense.weight.requires_grad)
+        b, a = balanced(*leading(dense.weight, rank))
         made.b.weight.copy_(b), made.a.weight.copy_(a)
-        if linear.bias is not None:
-            made.b.bias.copy_(linear.bias)
+        if dense.bias is not None:
+            made.b.bias.copy_(dense.bias)
         _put(module, name, made)
     return list(targets)
 

@@ -61,10 +61,10 @@ class SeededInit:
 class Factors(nn.Module):
     """The factors of one projection: ``a.weight`` is A [rank, d_in], ``b.weight`` is B [d_out, rank]."""
 
-    def __init__(self, d_in: int, d_out: int, rank: int):
+    def __init__(self, d_in: int, d_out: int, rank: int, bias: bool = False, **where: Any):
         super().__init__()
-        self.a = nn.Linear(d_in, rank, bias=False)
-        self.b = nn.Linear(rank, d_out, bias=False)
+        self.a = nn.Linear(d_in, rank, bias=False, **where)
+        self.b = nn.Linear(rank, d_out, bias=bias, **where)
 
 
 class Stack:

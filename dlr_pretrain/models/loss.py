@@ -7,6 +7,7 @@ fused linear cross-entropy (Hsu et al., 2024). torch has its own operator for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -60,7 +61,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         losses, dx, dw = [], torch.empty_like(x), None
         for rows, logits, some in _pieces(x, weight, targets):
             loss, at_target = score(logits, some, True)
-            logits[torch.arange(len(some), device=x.device), some.clamp(min=0)] = at_target[:, 0].to(logits.dtype)
+            logits.scatter_(1, some.clamp(min=0)[:, None], at_target.to(logits.dtype))
             losses.append(loss)
             torch.mm(logits, weight, out=dx[rows])
             dw = _added(dw, logits.T, x[rows], alone=len(some) == len(x))
@@ -96,8 +97,8 @@ def _pieces(x: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice,
     The next piece overwrites the logits. Pieces have equal sizes if a small enough number of them divides the rows, so
     that one compiled graph serves all.
     """
-    fewest = max(1, -(-len(x) // ROWS))
-    size = -(-len(x) // next((n for n in range(fewest, 2 * fewest) if len(x) % n == 0), fewest))
+    fewest = max(1, math.ceil(len(x) / ROWS))
+    size = math.ceil(len(x) / next((n for n in range(fewest, 2 * fewest) if len(x) % n == 0), fewest))
     buffer = x.new_empty(min(size, len(x)), len(weight))
     for start in range(0, len(x), size):
         rows = slice(start, min(start + size, len(x)))

@@ -28,14 +28,15 @@ class FolderStart:
 
     Names and shapes must be those of the model of ``cfg`` with ``vocab_size`` embedding rows, as it is exported. full,
     lora and relora start from a plain LLaMA, as transformers and the full-rank export of this framework write it. The
-    constructor reads headers, but no tensors. It raises UserError with everything that does not fit.
+    constructor reads headers, but no tensors. It raises UserError with everything that does not fit, which includes an
+    exported tokenizer that has not the fingerprint ``tokenizer``.
     """
 
-    def __init__(self, folder: Path, cfg: Config, vocab_size: int):
+    def __init__(self, folder: Path, cfg: Config, vocab_size: int, tokenizer: str):
         self.folder = folder
         try:
             self.files = _files(folder)
-            wrong = self._misfits(cfg, vocab_size)
+            wrong = [*self._misfits(cfg, vocab_size), *_wrong_facts(folder / "config.json", cfg, tokenizer)]
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
@@ -54,11 +55,11 @@ class FolderStart:
             with safe_open(path, framework="pt") as file:
                 shape = file.get_slice(name).get_shape()
             if name not in expected:
-                fix = ", and was not folded: call fold_ before saving" * name.endswith("dlr_mark")
+                fix = ", and was not folded: call fold_ before saving" if name.endswith("dlr_mark") else ""
                 wrong.append(f"{name}: not a tensor of this model{fix}")
             elif shape != expected[name]:
                 wrong.append(f"{name}: has shape {shape} instead of {expected[name]}")
-        return wrong + _wrong_facts(self.folder / "config.json", cfg)
+        return wrong
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as file:
@@ -101,17 +102,21 @@ def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _wrong_facts(path: Path, cfg: Config) -> list[str]:
-    """Settings in ``path`` that differ from ours and that shapes do not show (formats of transformers 4 and 5)."""
+def _wrong_facts(path: Path, cfg: Config, tokenizer: str) -> list[str]:
+    """Settings in ``path`` that differ from ours and that shapes do not show (formats of transformers 4 and 5).
+
+    A plain LLaMA has none of the backbone's, and exports of other programs no fingerprint.
+    """
     if not path.exists():
         return []
     found = {k: v for k, v in json.loads(path.read_text(encoding="utf-8")).items() if v is not None}
     rope = found.get("rope_scaling", {}) | found.get("rope_parameters", {})
     found |= {"rope_theta": rope.get("rope_theta", found.get("rope_theta", ROPE_BASE))}
     found |= {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    heads = cfg.scale.num_heads
-    wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": "silu",
-              "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default"}  # fmt: skip
+    heads, act = cfg.scale.num_heads, "silu" if cfg.backbone.knobs.get("swiglu_silu", True) else "linear"
+    wanted = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_act": act,
+              "rms_norm_eps": NORM_EPS, "rope_theta": ROPE_BASE, "rope_type": "default",
+              "backbone": cfg.backbone.name, **cfg.backbone.knobs, "tokenizer_sha256": tokenizer}  # fmt: skip
     return [
         f"config.json: {name} is {found[name]}, here {value}"
         for name, value in wanted.items()

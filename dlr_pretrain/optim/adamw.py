@@ -116,6 +116,10 @@ class WideAdamW(torch.optim.Optimizer):
                 for p in group["params"]:
                     if p.grad is not None:
                         self.update(p, p.grad, group, lr)
+        updated = [self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if updated:  # in one launch; the scalar itself as the second argument would make the host wait
+            counts = torch.ones_like(updated[0]) if self.found_inf is None else (self.found_inf == 0).float()
+            torch._foreach_add_(updated, [counts] * len(updated))
 
     def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
         state = self.state[p]
@@ -127,7 +131,6 @@ class WideAdamW(torch.optim.Optimizer):
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):
             self.advance(w, g, m, v, state["step"], lr, skip, self.grad_scale, keys, *numbers)
-        state["step"].add_(skip == 0)
 
     def new_moment(self, p: Tensor, entry: str, signed: bool) -> dict[str, Tensor]:
         """The tensors of a moment of zeros, by their names in the state."""

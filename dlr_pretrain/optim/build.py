@@ -11,20 +11,16 @@ from torch import Tensor
 
 from dlr_pretrain.config import Choice
 from dlr_pretrain.config.knobs import ROUND_AT_WILL
-from dlr_pretrain.optim import adamw, galore, loro, muon
+from dlr_pretrain.optim import adamw, galore
 from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
 
-BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the file of that name
-    "adamw": adamw.build,
+BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the module of that name
     "adamw_foreach": adamw.build_foreach,
     "adamw_8bit": adamw.build_8bit,
-    "muon": muon.build,
-    "galore": galore.build,
     "fira": galore.build_fira,
-    "loro": loro.build,
 }
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -24,9 +24,8 @@ def build_fira(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.O
 
 def groups(parameters: dict[str, Tensor], knobs: dict) -> list[dict]:
     matrices = block_matrices(parameters)
-    projected = decay_groups(matrices, knobs["weight_decay"])
-    plain = decay_groups(without(parameters, matrices), knobs["weight_decay"])
-    return [*({**group, "projected": True} for group in projected), *({**group, "projected": False} for group in plain)]
+    projected = [group | {"projected": True} for group in decay_groups(matrices, knobs["weight_decay"])]
+    return projected + decay_groups(without(parameters, matrices), knobs["weight_decay"])
 
 
 class GaLore(Adam):
@@ -42,7 +41,7 @@ class GaLore(Adam):
         self.rank, self.scale, self.refresh_every = knobs["rank"], knobs["update_scale"], knobs["refresh_every"]
 
     def update(self, p: Tensor, gradient: Tensor, group: dict) -> None:
-        if not group["projected"]:
+        if not group.get("projected"):
             return super().update(p, gradient, group)
         state = self.state[p]
         if int(state.get("step", 0)) % self.refresh_every == 0:

@@ -44,10 +44,11 @@ class Guard:
     tokenizer: Tokenizer | None
     error: UserError | None = None  # why this rank must end the run
     ended_by: tuple[int, Outcome[float]] | None = None  # step and outcome of an update that ends the run, not applied
-    stop_requested: bool = False  # of any rank; the same on all
-    skipped: int = 0  # updates that were left out, as are
+    stop_requested: bool = False  # whether any rank was; the same on all
+    # Updates that were left out because their loss or gradient was not finite
+    skipped: int = 0
     skipped_in_a_row: int = 0
-    last_skipped: int = 0  # the step of the last of them
+    last_skipped: int = 0  # the step of the last
 
     def fail(self, error: UserError | None) -> None:
         """Note why this rank must end the run; the first reason counts."""

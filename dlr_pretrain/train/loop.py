@@ -95,7 +95,7 @@ class Loop:
         guard.raise_if_failed()
 
     def push(self, outcome: Outcome[Tensor], batch: Batch) -> None:
-        """Send the outcome of the update on their way to the host, while the device goes on."""
+        """Send the outcome of the update on its way to the host, while the device goes on."""
         self.ranks.heartbeat.stepped(self.step)
         self.pending.push(self.step, outcome, batch)
         if self.profiler is not None:
@@ -161,7 +161,7 @@ class Loop:
                 "tokens": self.tokens,
                 "real_tokens": self.real_tokens,
                 "skipped": self.guard.state(),
-                "streams": streams,
+                "streams": streams or None,  # None: no batch of these data was taken
             },
         )
 

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,7 @@ from dlr_pretrain.util.text import plural
 
 PACKAGES = ("dlr_pretrain", "torch", "numpy", "transformers", "datasets", "sentencepiece", "safetensors", "wandb",
             "hydra-core")  # fmt: skip
+_writing = threading.Lock()  # the thread that saves checkpoints writes, too
 
 
 def open_record(run_dir: Path, cfg: Config, fingerprints: dict[str, str | int]) -> None:
@@ -106,9 +108,10 @@ def record_start(run_dir: Path, world_size: int, device: torch.device, text: str
 
 def update_record(run_dir: Path, entries: dict) -> None:
     """Put ``entries`` into ``manifest.json``, and take out those that are None."""
-    record = {"identity": {}, "starts": []} | read_record(run_dir) | entries
-    kept = {name: value for name, value in record.items() if value is not None}
-    write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
+    with _writing:
+        record = {"identity": {}, "starts": []} | read_record(run_dir) | entries
+        kept = {name: value for name, value in record.items() if value is not None}
+        write_durably(run_dir / MANIFEST, json.dumps(kept, indent=1))
 
 
 def versions() -> dict[str, str]:

@@ -69,8 +69,8 @@ class Run:
     report: Report | None
     planned: PlannedMemory | None
     started: float = field(default_factory=time.time)
-    metrics: MetricsFile | None = None  # on rank 0 only, as is
-    view: View | None = None  # W&B or TensorBoard
+    metrics: MetricsFile | None = None  # on rank 0 only
+    view: View | None = None  # W&B or TensorBoard, on rank 0 only
 
     def complete(self) -> None:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
@@ -116,11 +116,13 @@ class Run:
 
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""
-        if not self.ranks.is_main:
-            return
-        flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
-        update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
+
+        def write() -> None:
+            flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
+            update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
+
+        self.ranks.on_main(write)
         self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, weights) | start.summary())
 
     def train(self, weights: Weights, start: Start) -> None:
@@ -177,7 +179,7 @@ class Run:
         """Say where the result is and how to load it."""
         folded, report = self.dir / "folded", self.dir / "report.md"
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
-        self.console.say(f"report      {report}\n" * report.exists() + f"export      {folded}\n\n{code}")
+        self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
 
 
 def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], validation: ValidationSet) -> str:

@@ -103,7 +103,8 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
         if cfg.run.start_optimizer:
             rule = "is a folder of weights, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
-        folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size))
+        tokenizer = ranks.on_main(lambda: read_record(run_dir)["identity"]["tokenizer.pieces"])
+        folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size, tokenizer))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
     found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))

@@ -38,8 +38,10 @@ class Text:
     @property
     def unknown(self) -> float:
         """The share of the validation set's tokens that stand for what the tokenizer cannot express."""
-        id, others = self.tokenizer.unk_id, (self.tokenizer.eos_id, self.tokenizer.pad_id, None)
-        return 0.0 if id in others else float((self.validation.tokens == id).sum() / self.validation.real_tokens)
+        unknown = self.tokenizer.unk_id
+        if unknown in (None, self.tokenizer.eos_id, self.tokenizer.pad_id):
+            return 0.0
+        return float((self.validation.tokens == unknown).sum() / self.validation.real_tokens)
 
     @property
     def fingerprints(self) -> dict[str, str | int]:

@@ -18,7 +18,7 @@ from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
 from dlr_pretrain.models.relora import Relora
-from dlr_pretrain.optim import build as optim
+from dlr_pretrain.optim.build import build as build_optimizer
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
 from dlr_pretrain.train.weights import Weights, place
@@ -51,7 +51,7 @@ class Update:
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included
         self.gradients = weights.gradients(ranks.world_size)
-        self.optimizer = optim.build(
+        self.optimizer = build_optimizer(
             cfg.optimizer,
             weights.optimized,
             compiled=bool(cfg.compile),
@@ -180,11 +180,14 @@ def resolve_micro_batch(
     kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
     most = kept.get(str(world), share)
     room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else ROOM)
-    sizes = (replace(cfg, train=replace(cfg.train, micro_batch=n)) for n in range(most, 0, -1) if share % n == 0)
-    fits = (c.micro_batch(world) for c in sizes if planned(c, vocab_size, world) <= room)
-    rows, room = min(ranks.gather((next(fits, 0), room)))
+
+    def fits(rows: int) -> bool:
+        return planned(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room
+
+    divisors = (rows for rows in range(most, 0, -1) if share % rows == 0)
+    rows, least = min(ranks.gather((next(filter(fits, divisors), 0), room)))
     if rows == 0:
-        rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {room / 1e9:.1f} GB of a GPU"
+        rule = f"not one sequence of train.seq_len={cfg.train.seq_len} fits in {least / 1e9:.1f} GB of a GPU"
         fix = "Use train.activation_checkpointing=latent or block, parallel=fsdp, or a smaller scale"
         raise UserError(f"train.micro_batch=auto: {rule}. {fix}; nvidia-smi shows what else is on the GPU")
     ranks.on_main(lambda: update_record(run_dir, {"micro_batch": kept | {str(world): rows}}))

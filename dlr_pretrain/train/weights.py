@@ -63,7 +63,7 @@ def place(cfg: Config, ranks: Ranks, model: Llama) -> Weights:
         kind = ShardedWeights
     weights = kind(model, cfg.precision.name)
     if cfg.compile:
-        torch._dynamo.reset()  # in a multirun, the previous run compiled other shapes
+        torch.compiler.reset()  # in a multirun, the previous run compiled other shapes
         weights.compile_(cfg, ranks.world_size)
     return weights
 
@@ -211,12 +211,15 @@ class Gradients:
     def clear(self) -> None:
         if self.bucketed:  # the gradients are views of the buckets and must stay so
             torch._foreach_zero_(gradients_of(self.working))
-        for value in (*(() if self.bucketed else self.working), *(self.weights.masters or {}).values()):
-            value.grad = None
+        else:
+            for p in self.working:  # module.zero_grad() would walk all modules
+                p.grad = None
+        for master in (self.weights.masters or {}).values():
+            master.grad = None
 
 
 def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients of ``tensors``, which have one each."""
+    """The gradients of those of ``tensors`` that have one."""
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
 

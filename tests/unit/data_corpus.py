@@ -27,7 +27,7 @@ NASTY = [
 def composed(data: str) -> DictConfig:
     with session():
         words = ("scale=tiny", "dlr=on", "precision=fp32", "parallel=ddp", "logger=jsonl")
-        return compose("train", [*words, f"data={data}", "device=cpu"])
+        return compose("train", [*words, f"data={data}", *["data.root=."] * (data == "c4_local"), "device=cpu"])
 
 
 def make_config(data: str = "c4_local", **keys) -> config.Config:

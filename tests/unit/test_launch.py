@@ -96,7 +96,7 @@ def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path
                  f":6: run.dir=runs/60m-lowrank-dlr_off-s1: is the run directory of {path}:1, too",
                  ":7: -m: asks for several runs"):  # fmt: skip
         assert f"{path}{said}" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"data=tokens: data\.root=null: needed by data=tokens"):
+    with pytest.raises(ConfigError, match=r"data=tokens: data\.root: needs a value"):
         loaded(["scale=tiny", "data=tokens"])  # text that no key names is asked for before anything is queued
     assert loaded(["scale=tiny", "data=tokens", f"data.root={tmp_path}/not_of_this_machine"])
 

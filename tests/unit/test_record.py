@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -109,3 +110,11 @@ def test_the_commit_is_named_with_a_mark_on_local_changes(tmp_path, monkeypatch)
     assert record.git_state() == commit + "+"
     monkeypatch.setenv("PATH", "")
     assert record.git_state() is None
+
+
+def test_threads_that_write_the_record_lose_nothing(tmp_path):
+    """The end of a run may meet the thread that has just saved."""
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: update_record(tmp_path, {f"entry {i}": i}), range(100)))
+    record = json.loads((tmp_path / "manifest.json").read_text())
+    assert all(record[f"entry {i}"] == i for i in range(100))

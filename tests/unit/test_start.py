@@ -41,7 +41,7 @@ def folder(dense, tmp_path):
 
 
 def dense_start(folder, cfg) -> FolderStart:
-    return FolderStart(folder, cfg, VOCAB)
+    return FolderStart(folder, cfg, VOCAB, "a tokenizer")
 
 
 def started(cfg, folder, dtype=torch.float64):
@@ -97,6 +97,9 @@ LINEAR = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
     ("lora", FILE, None, "cannot be read: "),
     ("lora", "config.json", THETA, "rope_theta is 500000.0, here 10000.0"),
     ("lora", "config.json", LINEAR, "rope_type is linear, here default"),
+    ("lora", "config.json", {"backbone": "cola"}, "backbone is cola, here lora"),
+    ("lora", "config.json", {"hidden_act": "linear"}, "hidden_act is linear, here silu"),
+    ("lora", "config.json", {"tokenizer_sha256": "f"}, "tokenizer_sha256 is f, here a tokenizer"),
     ("lora", "config.json", None, "cannot be read: "),
     ("cola", FILE, {}, "it is dense, and backbone=cola cannot start from dense weights"),
 ])  # fmt: skip
