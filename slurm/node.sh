@@ -13,18 +13,20 @@ export TORCHINDUCTOR_CACHE_DIR=$scratch/inductor TRITON_CACHE_DIR=$scratch/trito
 
 threads=$((SLURM_CPUS_ON_NODE / RANKS_PER_NODE))
 export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$OMP_NUM_THREADS} # else 32 processes a rank
 
 meeting=(--standalone) # one node: the system picks the port
 if ((SLURM_NNODES > 1)); then
     meeting=(--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS")
     meeting+=(--rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --local-addr "$SLURMD_NODENAME")
-    meeting+=(--rdzv-conf "is_host=$((SLURM_NODEID == 0))") # else torchrun compares host names to find the host
+    # Else torchrun compares host names to find the host, and waits a minute for a host that is still importing.
+    meeting+=(--rdzv-conf "is_host=$((SLURM_NODEID == 0)),read_timeout=600")
 fi
 
 # launch.py passes signals on to the workers. This shell signals launch.py, because SLURM may not: with proctrack/cgroup
 # a signal goes only to the processes that srun started, not to their children.
 "$PYTHON" scripts/launch.py "${meeting[@]}" --nproc-per-node "$RANKS_PER_NODE" --log-dir "$scratch/log" \
-    train.py "$@" &
+    "${SCRIPT:-train.py}" "$@" &
 agent=$!
 asked=
 trap 'asked=yes; kill -USR1 "$agent" 2>/dev/null || true' USR1 TERM

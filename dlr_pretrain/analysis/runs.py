@@ -30,9 +30,13 @@ NONE = "–"  # what a table shows where there is no value
 
 
 def method_name(backbone: str, dlr: str, optimizer: str) -> str:
-    """The name of a method as in the paper's tables, such as cola+dlr or galore, from the names of its options."""
+    """The name of a method as in the paper's tables, such as cola+dlr or galore, from the names of its options.
+
+    Methods that the paper has not trained have their optimizer behind it: cola (muon).
+    """
     base = optimizer if optimizer in NAMING_OPTIMIZERS else backbone
-    return base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
+    name = base if dlr == "off" else f"{base}+{'dlr' if dlr == 'on' else dlr}"
+    return name if base == optimizer or optimizer.startswith("adamw") else f"{name} ({optimizer})"
 
 
 def shown(value: float | None, spec: str) -> str:

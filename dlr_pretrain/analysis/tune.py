@@ -1,4 +1,4 @@
-"""The command behind ``scripts/tune.py``: train a grid of methods, rates and seeds, choose each rate, and compare.
+"""Compares methods, each at its best learning rate of a grid that ``scripts/tune.py`` trains.
 
 One half of the validation text (A) chooses a method's rate, the other half (B) is reported. Methods are compared with
 the first one, seed by seed. The result is one mapping, as in ``tune.json``:
@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import statistics
-import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -29,76 +26,14 @@ from dlr_pretrain.analysis.report import write_page
 from dlr_pretrain.analysis.runs import TEXT, method_name, spread
 from dlr_pretrain.analysis.tables import Table, table
 from dlr_pretrain.config.command_line import key_of
-from dlr_pretrain.config.written import ORIGIN, identity, read_record
-from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
-from dlr_pretrain.launch.state import status_of
-from dlr_pretrain.launch.submit import parser_of, read, start
-from dlr_pretrain.util.errors import EXIT_FAILED, UserError, command
+from dlr_pretrain.config.written import ORIGIN, identity
+from dlr_pretrain.launch.runs import PlannedRun
+from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import perplexity
 
-EPILOG = """examples:
-  tune.py backbone=cola dlr=off,on train.lr=0.001,0.002,0.004 seed=41,42,43 scale=60m --output cola --local --limit 8
-  tune.py backbone=cola dlr=off,on train.lr=0.001,0.003,0.01 seed=41 --confirm 42,43,44 scale=60m --output cola \\
-      -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
-
-The table is that of submit.py. Runs that differ in train.lr and seed alone are one method; every method needs the same
-rates and seeds, and the others are compared with the first. --confirm trains fresh seeds at each method's chosen rate
-alone, and reports them instead of the grid's. The same command continues where this one stopped."""
 LEVEL = 0.95
 ENDED = ("complete", "diverged")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
-    return command(lambda: tune(sys.argv[1:] if argv is None else argv))
-
-
-def tune(argv: Sequence[str]) -> int:
-    """Train what is due, compare, and write the report."""
-    parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
-    parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
-    parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    given, for_sbatch = read(parser, argv)
-    runs = load_runs(read_table(given.what), machine=given.local)
-    names = method_names(runs)
-    design = grid(names, runs, given.confirm)
-
-    def same_text() -> None:
-        """The files may have changed since the runs were configured: what those that have saved have read decides."""
-        records = {str(run.dir): read_record(run.dir) for run in runs}
-        require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
-
-    def train_or_queue(some: Sequence[PlannedRun]) -> list[dict]:
-        """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
-        jobs = start(some, given, for_sbatch, same_text)
-        same_text()
-        return [trial(names[own_words(run)], run, status_of(run, jobs).state) for run in some]
-
-    trials = train_or_queue(runs)
-    best = {method: choose(design, trials, method)["lr"] for method in names.values()}
-    fresh = []
-    for run, seed in product(runs, given.confirm):
-        if (run.cfg.train.lr, run.cfg.seed) == (best[names[own_words(run)]], design["seeds"][0]):
-            words = (*(word for word in run.line.words if key_of(word) != "seed"), f"seed={seed}")
-            fresh.append(replace(run.line, words=words))
-    if fresh:
-        confirming = load_runs(fresh, machine=given.local)
-        runs += confirming
-        trials += train_or_queue(confirming)
-    found = compare(design, trials)
-    first, *others = names
-    found["shared"] = shlex.join(word for word in first if all(word in other for other in others))
-    found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
-    write(found, given.output)
-    print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
-    print(f"\nreport      {given.output / 'report.md'}")
-    return EXIT_FAILED if any(t["state"] not in (*ENDED, "running", "pending") for t in trials) else 0
-
-
-def seed_list(text: str) -> list[int]:
-    """Seeds with commas between them, as the type of an argument."""
-    return [*map(int, text.split(","))]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -157,7 +92,12 @@ def trial(method: str, run: PlannedRun, state: str) -> dict:
     if last.get("step") != train.steps:
         raise UserError(f"{run.dir}: complete, and metrics.jsonl has no evaluation of its last step. Move it away")
     found |= {"loss_a": last["eval/loss_a"], "loss_b": last["eval/loss_b"]}
-    return found | {"state": "diverged"} if last["eval/loss"] is None else found
+    if last["eval/loss"] is None:
+        return found | {"state": "diverged"}
+    if None in (found["loss_a"], found["loss_b"]):
+        fix = "Set eval.packing=packed or a larger data.held_out for all methods"
+        raise UserError(f"{run.dir}: its validation text is one sequence, and two halves are compared. {fix}")
+    return found
 
 
 # ----------------------------------------------------------------------------------------------------

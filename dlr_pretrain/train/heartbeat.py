@@ -60,6 +60,7 @@ class Heartbeat:
         self._file = -1  # of this rank's beat; -1 while there is none
         self._machine = machine()
         self._patient = 0  # contexts in which it may wait long
+        self._bound: float | None = None  # the limit of ``within``
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -183,6 +184,17 @@ class Heartbeat:
             self._patient -= 1
             self.ticks += 1
 
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Within this context, too, the process ends if the rank stands still for ``seconds``."""
+        self.ticks += 1
+        self._bound = seconds
+        try:
+            yield
+        finally:
+            self._bound = None
+            self.ticks += 1
+
     def _watch(self) -> None:
         """In the thread: renew the beat, and end the process if it stands still."""
         ticks, still, last, dumped = -1, 0.0, time.monotonic(), False
@@ -194,8 +206,8 @@ class Heartbeat:
             else:
                 still += passed
             self._renew()
-            strict = self.started and not self._patient
-            if self.limit is None or dumped or still < (self.limit if strict else PATIENCE):
+            strict = self._bound is not None or (self.started and not self._patient)
+            if self.limit is None or dumped or still < (self._bound or (self.limit if strict else PATIENCE)):
                 continue
             dumped = True
             self._dump(f"no progress for {still:.0f} s after step {self.step}")
@@ -281,11 +293,11 @@ def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, bool]:
-    """The innermost line of this package on a stack, and whether it waits there for other ranks."""
-    waits, distributed = False, os.path.join("torch", "distributed")
+    """The innermost line of this package on a stack, and whether it waits there for other ranks, or for the GPU."""
+    waits, distributed = False, (os.path.join("torch", "distributed"), os.path.join("torch", "cuda", "streams.py"))
     while frame is not None:
         path = frame.f_code.co_filename
-        waits = waits or distributed in path
+        waits = waits or any(part in path for part in distributed)
         if path.startswith(str(PACKAGE)):
             return f"{os.path.relpath(path, PACKAGE)}:{frame.f_lineno} ({frame.f_code.co_name})"[:100], waits
         frame = frame.f_back

@@ -20,9 +20,10 @@ from torch.profiler import record_function
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
 from dlr_pretrain.train.heartbeat import PATIENCE, Heartbeat
 from dlr_pretrain.util import process
-from dlr_pretrain.util.errors import Stopped, UserError, write_to_stderr
+from dlr_pretrain.util.errors import Stopped, UserError, first_line, write_to_stderr
 
 T = TypeVar("T")
+CONNECT = 600.0  # seconds in which the devices of all ranks have to reach each other
 SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
 FOR_EVER = timedelta(days=1000)
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
@@ -48,10 +49,11 @@ class Ranks:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:
                 dist.init_process_group(backend, timeout=self._wait)
-            except (dist.DistError, ValueError) as error:
-                reason = f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {error}"
-                raise UserError(reason) from error
-            self.control = self.new_group()
+                self.control = self.new_group()
+            except (RuntimeError, ValueError) as error:
+                reason = f"rank {self.rank} of {self.world_size} cannot reach the other ranks: {first_line(error)}"
+                fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
+                raise UserError(f"{reason}. {fix}") from error
         self.stop_requested = self.trained = False
         self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
         self.stop_requested = process.stop_requested()
@@ -169,6 +171,9 @@ class Ranks:
             torch.cuda.reset_peak_memory_stats()
         elif self.device.type == "cpu":
             process.keep_freed_memory()
+        if self.world_size > 1:  # NCCL connects with the first collective, and may wait for ever for a broken link
+            with self.heartbeat.within(CONNECT):
+                self.sum(torch.zeros((), device=self.device)).item()
 
     def peak_memory(self) -> int:
         """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""

@@ -45,7 +45,8 @@ def batch(tmp_path):
 @pytest.mark.parametrize(("code", "steps", "why"), [
     *((code, "0 500", "") for code in (0, 2, 3, 130)),  # finished, or said why it ended
     *((code, "500 1000", f"exit code {code}, after a checkpoint at step 1000") for code in (1, 4, 134, 137)),
-    (1, "500 500", ""), (4, "0 0", ""), (75, "0 500", "saved"), (75, "500 500", "stopped without a checkpoint"),
+    (1, "500 500", ""), (75, "0 500", "exit code 75, after a checkpoint at step 500"),
+    *((code, "500 500", f"exit code {code}, without a checkpoint") for code in (4, 75, 137)),
 ])  # fmt: skip
 def test_a_job_returns_to_the_queue_if_its_start_got_further(batch, code, steps, why):
     got, asked, said = batch("train.sbatch", "scale=tiny", steps=steps, srun=f"exit {code}", **JOB)
@@ -55,12 +56,18 @@ def test_a_job_returns_to_the_queue_if_its_start_got_further(batch, code, steps,
 
 @pytest.mark.parametrize(("history", "again"), [("", 1), ("0", 1), ("00", 0), ("0010", 1), ("1000", 0)])
 def test_a_job_that_is_stopped_without_a_checkpoint_comes_back_twice_in_a_row(batch, tmp_path, history, again):
-    lines = {"0": "stopped without a checkpoint", "1": "saved"}
+    lines = {"0": "exit code 4, without a checkpoint", "1": "exit code 75, after a checkpoint at step 3"}
     cut_off = "".join(f"job 5: {lines[start]}; back to the queue\nstep 7  lo" for start in history)
     (tmp_path / "log").write_text(cut_off.replace("lojob", "lo\njob"))
     _, asked, said = batch("train.sbatch", "scale=tiny", steps="500 500", srun="exit 75", **JOB)
     assert (asked[-1] == "scontrol requeue 5") == again
-    assert said.count("job 5: stopped without a checkpoint; back") == history.count("0") + again
+    assert said.count(", without a checkpoint; back") == history.count("0") + again
+
+
+def test_a_run_that_cannot_save_in_time_goes_back_to_the_queue_before_its_limit(batch):
+    slow = "kill -USR1 $PPID; exec tail -f /dev/null --pid=$PPID"
+    code, asked, said = batch("train.sbatch", "scale=tiny", srun=slow, SLURM_JOB_END_TIME="9", **JOB)
+    assert (code, asked[-1]) == (75, "scontrol requeue 5") and "job 5: exit code 75, without a checkpoint; back" in said
 
 
 def test_a_saved_run_goes_back_to_the_queue_though_the_scheduler_is_slow_to_answer(batch, tmp_path: Path):

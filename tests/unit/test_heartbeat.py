@@ -152,3 +152,16 @@ def test_a_renewal_that_fails_is_followed_by_the_next_and_no_reader_sees_half_of
         while len(beats) < 3:
             beats.add(beat(tmp_path)["time"])
     assert calls > 6
+
+
+def test_a_rank_that_cannot_connect_ends_before_its_first_step_and_one_that_waits_does_not(tmp_path, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(module, "exit_process", lambda error, say: ended.set() if "no step for" in str(error) else None)
+    own = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=100)))
+    own.start(tmp_path, own.take(tmp_path))
+    with own:
+        with own.patient():
+            assert not ended.wait(10 * module.INTERVAL)
+        with own.within(2 * module.INTERVAL):
+            ended.wait()
+    assert "no progress for" in (tmp_path / "stacks" / "rank_0.txt").read_text()

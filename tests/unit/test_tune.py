@@ -18,6 +18,7 @@ from dlr_pretrain.config import identity
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_runs, read_table
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
+from scripts.tune import main
 from tests.conftest import ROOT
 from tests.unit.test_launch import scheduler
 
@@ -154,7 +155,7 @@ def command(given, tmp_path):
     """``tune.py``, and what it wrote."""
 
     def give(*own: str, code: int = 0) -> dict:
-        assert tune.main(given(*own, "--local")) == code
+        assert main(given(*own, "--local")) == code
         written = tmp_path / "out" / "tune.json"
         return json.loads(written.read_text()) if written.exists() else {}
 
@@ -189,7 +190,7 @@ def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
 def test_a_grid_that_does_not_compare_is_refused_before_any_run(given, tmp_path, trained, capsys, rows, own, said):
     path = tmp_path / "my.runs"
     path.write_text(rows)
-    assert tune.main(given(str(path), *own, "--local")) == EXIT_FAILED
+    assert main(given(str(path), *own, "--local")) == EXIT_FAILED
     assert said in capsys.readouterr().err and not trained
 
 
@@ -226,7 +227,7 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, 
     table, asked, queue = ("train.lr=0.003,0.01", *PAIR, "seed=41"), scheduler / "asked", scheduler / "queue"
 
     def give() -> dict:
-        assert tune.main([*given(*table, "--confirm", "5", "--limit", "2"), "--", "--gpus-per-node=2"]) == 0
+        assert main([*given(*table, "--confirm", "5", "--limit", "2"), "--", "--gpus-per-node=2"]) == 0
         return json.loads((tmp_path / "out" / "tune.json").read_text())
 
     assert give()["comparisons"][0]["better"] is None
