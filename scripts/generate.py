@@ -20,21 +20,26 @@ def main() -> int:
     add("--top-p", type=float, default=0.95, help="draw from the likeliest that hold this share (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     given = parser.parse_args()
+    if not (given.temperature >= 0 and 0 < given.top_p <= 1):
+        parser.error("--temperature must be at least 0, and --top-p above 0 and at most 1")
     return command(lambda: run(given))
 
 
 def run(given: argparse.Namespace) -> None:
-    from transformers import pipeline, set_seed
+    import torch
+    from transformers import set_seed
 
     model, tokenizer = open_folder(given.folder)
-    write = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens, "return_full_text": False}
+    how = {"do_sample": given.temperature > 0, "max_new_tokens": given.max_new_tokens}
     if how["do_sample"]:
         how |= {"temperature": given.temperature, "top_p": given.top_p, "top_k": None}
     set_seed(given.seed)
     for prompt in given.prompt:
-        ((found,),) = write([prompt_of(prompt) if given.instruction else prompt], **how)
-        print(prompt, found["generated_text"], sep="\n" if given.instruction else "", flush=True)
+        ids = tokenizer(prompt_of(prompt) if given.instruction else prompt).input_ids or [tokenizer.eos_token_id]
+        written = model.generate(torch.tensor([ids], device=model.device), **how)[0].tolist()
+        # Decoded with the prompt: alone, the first token would lose the space before it.
+        before, text = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids, written))
+        print(prompt, text.removeprefix(before), sep="\n" if given.instruction else "", flush=True)
 
 
 if __name__ == "__main__":

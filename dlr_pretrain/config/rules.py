@@ -191,9 +191,13 @@ def _machine(cfg: Config) -> Iterator[Problem]:
     for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if place is not None and os.path.isfile(place):
             yield Problem(name, place, "is a file, not a folder")
-    if cfg.optimizer.name == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
-        rule = "needs the package torchao, which is not installed"
-        yield Problem("optimizer", "adamw_8bit", rule, "Install the extra 8bit, or use optimizer=adamw")
+    for name, option, package, extra, instead in (
+        ("optimizer", cfg.optimizer.name, "torchao", "8bit", "adamw"),
+        ("logger", cfg.logger.view, "tensorboard", "tensorboard", "jsonl"),
+    ):
+        if option in ("adamw_8bit", "tensorboard") and importlib.util.find_spec(package) is None:
+            fix = f'Use pip install -e ".[{extra}]", or {name}={instead}'
+            yield Problem(name, option, f"needs the package {package}, which is not installed", fix)
 
 
 def compiler_problem(cfg: Config, device: str) -> Problem | None:

@@ -79,7 +79,8 @@ def start(
     jobs = {} if given.local or (given.status and shutil.which("squeue") is None) else queue()
     stands = [status_of(run, jobs) for run in runs]
     for run, at in zip(runs, stands, strict=True):
-        print(f"{run.number:>3}  {run.dir}: {at}")
+        own = [word for word in run.line.words if not all(word in other.line.words for other in runs)]
+        print(f"{run.number:>3}  {run.dir}: {at}" + (f"  ({shlex.join(own)})" if own else ""))
     counts = Counter(at.state for at in stands)
     said = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
     print(f"{plural(len(runs), 'run')}: {said}", flush=True)

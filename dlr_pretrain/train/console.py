@@ -14,7 +14,7 @@ from dlr_pretrain.models.dlr import residuals
 from dlr_pretrain.optim.schedule import restarts
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import describe_device
-from dlr_pretrain.train.text import MUCH_UNKNOWN, Text
+from dlr_pretrain.train.text import FEW_TOKENS, MUCH_UNKNOWN, Text
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import say
 from dlr_pretrain.util.text import amount, plural
@@ -102,7 +102,8 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
         f"vocabulary {vocabulary:,}{', padded' if vocabulary > text.tokenizer.vocab_size else ''}",
         "data": f"{text.source.describe()}; "
         f"tokenizer with a vocabulary of {text.tokenizer.vocab_size:,}; {cfg.data.packing}",
-        "validation": f"{len(validation.tokens):,} sequences, {validation.real_tokens:,} tokens, {cfg.eval.packing}",
+        "validation": f"{plural(len(validation.tokens), 'sequence')}, "
+        f"{validation.real_tokens:,} tokens, {cfg.eval.packing}",
         "batch": f"{plural(world, 'rank')} x {plural(t.global_batch // world // micro, 'micro-batch')} "
         f"x {plural(micro, 'sequence')} x {t.seq_len} = {tokens:,} tokens a step",
         "schedule": f"{t.steps:,} steps, {amount(t.steps * tokens)} tokens; lr {t.lr:g} after "
@@ -111,6 +112,8 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
     }
     if text.unknown > MUCH_UNKNOWN:
         table["warning"] = f"the tokenizer reads {text.unknown:.1%} of the tokens as its one unknown token"
+    elif validation.real_tokens < min(cfg.eval.tokens, FEW_TOKENS):
+        table["warning"] = "too little validation text to compare models: see data.held_out and eval.packing"
     return table
 
 

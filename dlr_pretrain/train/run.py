@@ -179,6 +179,8 @@ class Run:
         """Say where the result is and how to load it."""
         folded, report = self.dir / "folded", self.dir / "report.md"
         code = indent(loading(str(folded), trust=not deployed_dense(self.cfg)), "    ")
+        if not (folded / "config.json").exists():  # of a backbone of one's own
+            code = "    transformers has no layer for it: see docs/extending.md, and fold a checkpoint again"
         self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
 
 

@@ -24,6 +24,7 @@ from dlr_pretrain.util.errors import UserError
 
 # Shares of unknown tokens: a warning, and a refusal. SentencePiece reads a stretch of foreign text as two, one unknown.
 MUCH_UNKNOWN, TOO_MUCH_UNKNOWN = 0.01, 0.3
+FEW_TOKENS = 5_000  # of validation text, with which the difference of two models is noise
 
 
 @dataclass

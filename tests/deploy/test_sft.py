@@ -104,5 +104,6 @@ def test_the_commands_give_folders_and_text(folders, data, tmp_path, capsys):
     words = (folder, "--max-new-tokens", 8, "--seed", 3, "--prompt", "tonal lion")
     code, one, _ = command("generate", *words)
     assert code == 0 and one.startswith("tonal lion") and command("generate", *words)[1] == one
+    assert command("generate", folder, "--max-new-tokens", 8, "--prompt", "")[0] == 0
     code, two, _ = command("generate", *words, "--instruction", "--temperature", 0, "--prompt", "a tin")
     assert code == 0 and two.startswith("tonal lion\n") and "\na tin\n" in two
