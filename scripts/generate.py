@@ -1,6 +1,7 @@
 """Continue prompts with a deployed folder: ``python scripts/generate.py runs/<run>/folded --prompt "The house"``."""
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -20,8 +21,8 @@ def main() -> int:
     add("--top-p", type=float, default=0.95, help="draw from the likeliest that hold this share (default: %(default)s)")
     add("--seed", type=int, default=0, help="of the draws (default: %(default)s)")
     given = parser.parse_args()
-    if not (given.temperature >= 0 and 0 < given.top_p <= 1):
-        parser.error("--temperature must be at least 0, and --top-p above 0 and at most 1")
+    if not (0 <= given.temperature < math.inf and 0 < given.top_p <= 1 and 0 <= given.seed < 2**32):
+        parser.error("--temperature and --seed must be at least 0, and --top-p above 0 and at most 1")
     return command(lambda: run(given))
 
 

@@ -70,6 +70,9 @@ def launch(asked: set[int]) -> int:
             said = first.message["message"] if isinstance(first.message, dict) else first.message
             print(f"error: rank {rank}: {said}", file=sys.stderr)
         return code
+    except ValueError as error:  # such as --nproc-per-node=x
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
     except RendezvousError as error:  # most likely the node that hosts it is lost
         print(f"error: the place where the nodes meet is lost: {error}", file=sys.stderr)
         return EXIT_STOPPED if asked else EXIT_LOST

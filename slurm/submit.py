@@ -1,8 +1,39 @@
 """Queue a table of runs as one job array, and see how it stands: ``python slurm/submit.py --help``."""
 
-import sys
+from __future__ import annotations
 
-from dlr_pretrain.launch.submit import main
+import argparse
+import sys
+from collections.abc import Sequence
+
+from dlr_pretrain.launch.runs import load_runs, read_table
+from dlr_pretrain.launch.state import status_of
+from dlr_pretrain.launch.submit import parser_of, read, start
+from dlr_pretrain.util.errors import EXIT_FAILED, command
+
+EPILOG = """examples:
+  submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py slurm/table1.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
+  submit.py slurm/table1.runs scale=60m seed=41,42,43 --status
+
+Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
+value, and are added to those that have none. Runs that are complete, have diverged, run or wait are left out. Options
+after -- are those of sbatch."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
+    about = "Train a table of runs as one SLURM job array, or on this machine."
+    return command(lambda: act(*read(parser_of("submit.py", about, EPILOG), argv)))
+
+
+def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
+    """Nothing is queued or trained before every run has been checked."""
+    runs = load_runs(read_table(given.what), machine=given.local)
+    start(runs, given, for_sbatch)
+    trained = runs if given.local and not given.status else []
+    return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
+
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

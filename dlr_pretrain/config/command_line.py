@@ -50,6 +50,7 @@ class CommandLine:
     config_dir: str | None = None
     multirun: bool = False
     shows: bool = False  # prints the configuration instead of running it
+    helps: bool = False  # prints help, or the version
 
 
 def read(argv: list[str]) -> CommandLine:
@@ -64,6 +65,7 @@ def read(argv: list[str]) -> CommandLine:
         config_dir=given.config_dir,
         multirun=given.multirun or "hydra.mode=MULTIRUN" in rest,
         shows=bool(given.cfg or given.info),
+        helps=given.help or given.hydra_help or given.version or given.shell_completion,
     )
     if given.shell_completion:
         line.flags = argv
@@ -108,8 +110,10 @@ def key_of(word: str) -> str:
 
 def typed(words: Sequence[str]) -> dict[str, Any]:
     """The values that well-formed words set, by dotted key: a mapping is split into its keys."""
-    overrides = [override for override in map(parse_word, words) if not override.is_delete()]
-    return flatten({override.key_or_group: override.value() for override in overrides})
+    found: dict[str, Any] = {}
+    for override in map(parse_word, words):
+        found |= {} if override.is_delete() else flatten({override.key_or_group: override.value()})
+    return found
 
 
 def options(group: str, config_dir: str | None = None) -> list[str]:
@@ -137,12 +141,13 @@ def _add(word: str, line: CommandLine) -> None:
         fix = f"train.py -m runs each. Or quote: \"{key}='{value}'\""
         line.problems.append(Problem(key, value, "several values for one run", fix))
         return
-    line.words = [*(other for other in line.words if key_of(other) != key), word]
+    merges = "={" in word  # mappings, such as train={lr: 1}, add to what is there
+    line.words = [*(other for other in line.words if merges or "={" in other or key_of(other) != key), word]
 
 
 def _option(group: str, value: str, line: CommandLine) -> str:
     """The word that chooses an option; the nearest one stands for an option that does not exist, "" if none is near."""
-    if re.search(r"[(\[]", value) or any(key_of(other) == "hydra.searchpath" for other in line.words):
+    if "(" in value or any(key_of(other) == "hydra.searchpath" for other in line.words):
         return f"{group}={value}"  # such as glob(*): Hydra finds the options
     known, chosen = options(group, line.config_dir), []
     for option in value.split(","):
@@ -222,6 +227,8 @@ def check(line: CommandLine, world_size: int | None, machine: bool = True) -> li
                 problems += error.problems
             except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
                 problems += [*line.problems, _composition_problem(error)]
+    if not configs and not problems:
+        problems.append(Problem("-m", MISSING, "no job: a value is a glob that matches no option"))
     if problems:
         raise ConfigError(problems)
     folders = [cfg.run.dir for cfg in configs]

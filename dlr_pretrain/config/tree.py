@@ -290,7 +290,7 @@ class Key:
             return value
         fits = kind is object
         if kind is bool or (kind is int and type(value) is int):  # not by way of a float, which would round it
-            fits = type(value) is kind
+            fits = type(value) is kind and abs(value) < 1 << 63
         elif kind is str:
             fits = isinstance(value, str) and value.strip() != ""
             value = os.path.expanduser(value) if fits else value
@@ -299,7 +299,7 @@ class Key:
             fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
         elif kind in (int, float) and isinstance(value, (int, float, str)) and not isinstance(value, bool):
             number = float(value)
-            fits = math.isfinite(number) and number == kind(number)
+            fits = math.isfinite(number) and number == kind(number) and (kind is float or abs(number) < 1 << 63)
             value = kind(number) if fits else value
         if not fits or not all(BOUNDS[name][1](value, limit) for name, limit in self.bounds.items()):
             raise ValueError(f"must be {self.takes()}")

@@ -156,7 +156,7 @@ def shorter_run(cfg: Config) -> str:
     own, folder = identity(cfg), Path(str(cfg.run.dir))
     family = re.sub(rf"(?<=-s{cfg.seed})-\w+$", "", folder.name)  # the name without the hash of its keys
     for path in [] if read_record(folder) else folder.parent.glob(f"{glob.escape(family)}*"):
-        with suppress(UserError):  # a damaged record of another run
+        with suppress(UserError, OSError):  # a damaged record of another run, or one that is not ours to read
             changed = differences(read_record(path).get("identity", {}), own)
             if changed.keys() == {"train.steps"}:
                 told = f"this is a new run: {path} has train.steps={changed['train.steps'][0]}. Continue it with that"
@@ -207,3 +207,5 @@ def read_record(run_dir: Path) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         rule = "Move it away to resume; settings are then not checked against those of the run"
         raise UserError(f"{path} is damaged. {rule}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Look at run.dir") from error

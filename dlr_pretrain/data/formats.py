@@ -45,7 +45,7 @@ NOT_LINES = [
     ((b"[",), "a JSON array, and a shard holds one JSON object a line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),
     ((b"{\n", b"{\r"), "one JSON object over several lines, not one a line", "Convert it: jq -c . FILE > FILE.jsonl"),
 ]
-DAMAGED = (EOFError, OSError, ValueError, zlib.error, lzma.LZMAError)  # pyarrow's errors are ValueErrors and OSErrors
+DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
 
 Row = bytes | str | dict  # a line of JSON, a text, or a record
 

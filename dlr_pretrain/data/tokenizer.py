@@ -141,6 +141,8 @@ class FastTokenizer(Tokenizer):
         self._model.encode_special_tokens = True  # as ordinary characters
         spec = json.loads(content)
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
+        if model.get("dropout"):
+            raise UserError(f"{path}: drops merges at random, so that no run repeats. Set its dropout to null")
         self.vocab_size = max(vocabulary.values()) + 1
         unknown = model.get("unk_id") if "unk_id" in model else vocabulary.get(model.get("unk_token"))
         self.unk_id = None if model.get("byte_fallback") else unknown
@@ -152,7 +154,11 @@ class FastTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        found = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
+        try:
+            found = self._model.encode_batch_fast([valid_text(text) for text in texts], add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exceptions
+            fix = "Give the tokenizer a token for what is unknown"
+            raise UserError(f"{self.path}: cannot encode the text ({first_line(error)}). {fix}") from error
         ids = [np.array(one.ids, np.int32) for one in found]
         return [each[each != self.eos_id] for each in ids]  # it may be a word as well, which no text may reach
 
@@ -181,7 +187,7 @@ def _configured(path: Path) -> dict[str, str]:
     """The special tokens by the configuration beside a tokenizer's file."""
     tokens: dict[str, str] = {}
     for file in (SPECIALS, SETTINGS):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # not there, or no table
             found = json.loads((path.parent / file).read_text(encoding="utf-8"))
             texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
             tokens |= {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -63,7 +63,7 @@ def _mapped(path: Path, dtype: type) -> np.ndarray:
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # no empty file can be mapped
 
 
-def _taken(path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> Tokens:
+def _taken(path: Path, vocab_size: int, begins: np.ndarray, ends: np.ndarray, numbers: np.ndarray) -> Tokens:
     """The documents with these numbers, of those that begin and end there in a shard."""
     begins = begins[numbers]
     lengths = ends[numbers] - begins
@@ -71,8 +71,10 @@ def _taken(path: Path, dtype: type, begins: np.ndarray, ends: np.ndarray, number
     starts = after - lengths
     index = np.repeat(begins - starts, lengths)
     index += np.arange(len(index))
-    tokens = _mapped(path, dtype)  # anew each time: pages that stay mapped count as memory
-    return Tokens(tokens[index], starts)
+    mapped = _mapped(path, token_dtype(vocab_size))  # anew each time: pages that stay mapped count as memory
+    if (tokens := mapped[index]).max(initial=0) >= vocab_size:  # a GPU would end with an assertion of its own
+        raise UserError(f"{path}: damaged: it has the id {tokens.max()}, beyond the vocabulary of {vocab_size:,}")
+    return Tokens(tokens, starts)
 
 
 class TokenSource:
@@ -84,11 +86,15 @@ class TokenSource:
         self.root = root
         self.tokenizer_path: Path | None = root / TOKENIZER
         manifest = _manifest(root)
-        self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
-        about, shards = manifest["tokenizer"], manifest["shards"]
-        self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
-        self.train_shards = file_names("train", shards["train"])
-        self.validation_shards = file_names("validation", shards["validation"])
+        try:
+            self.fingerprint, self._made_from = manifest["source"], manifest["made_from"]
+            about, shards = manifest["tokenizer"], manifest["shards"]
+            self._sha256, self.vocab_size = about["sha256"], about["vocab_size"]
+            self.train_shards = file_names("train", shards["train"])
+            self.validation_shards = file_names("validation", shards["validation"])
+        except (KeyError, TypeError) as error:
+            rule = f"damaged ({error!r})"
+            raise UserError(f"{root / MANIFEST}: {rule}. {PREPARE} again, into another folder") from error
         for name in self.validation_shards:
             self.shard(name)
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)
@@ -112,7 +118,7 @@ class TokenSource:
             numbers = first + step * np.arange(min(len(characters), int(closed) + 1))
             begins, ends = rows[numbers, 0], rows[numbers + 1, 0]
             begins, ends = begins[ends > begins], ends[ends > begins]  # without rows that are left out
-            take = partial(_taken, self.root / shard, token_dtype(self.vocab_size), begins, ends)
+            take = partial(_taken, self.root / shard, self.vocab_size, begins, ends)
             yield Block(len(numbers), len(begins), take)
             first += len(numbers) * step
 

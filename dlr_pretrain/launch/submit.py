@@ -1,4 +1,4 @@
-"""The command behind ``slurm/submit.py``: check a table of runs, show how they stand, and queue or train them."""
+"""A table of runs as a command line gives it: show how the runs stand, and queue or train those that are due."""
 
 from __future__ import annotations
 
@@ -13,26 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dlr_pretrain.launch.local import train
-from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
+from dlr_pretrain.launch.runs import PlannedRun
 from dlr_pretrain.launch.state import DUE, JOB, STATES, ask, last_job, queue, status_of
-from dlr_pretrain.util.errors import EXIT_FAILED, at_least_1, command
+from dlr_pretrain.util.errors import at_least_1
 from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.text import plural
-
-EPILOG = """examples:
-  submit.py scale=60m backbone=lowrank,cola dlr=off,on seed=41,42 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
-  submit.py slurm/table1.runs scale=60m seed=41,42,43 --limit 4 -- --gpus-per-node=8 --cpus-per-gpu=8 --mem=0
-  submit.py slurm/table1.runs scale=60m seed=41,42,43 --status
-
-Overrides with several values make a run of each combination. Beside a file they select its runs that have the same
-value, and are added to those that have none. Runs that are complete, have diverged, run or wait are left out. Options
-after -- are those of sbatch."""
-
-
-def main(argv: Sequence[str]) -> int:
-    """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
-    about = "Train a table of runs as one SLURM job array, or on this machine."
-    return command(lambda: act(*read(parser_of("submit.py", about, EPILOG), argv)))
 
 
 def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
@@ -58,14 +43,6 @@ def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse
     if given.config_dir:
         given.what.append(f"--config-dir={given.config_dir}")
     return given, for_sbatch
-
-
-def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:
-    """Nothing is queued or trained before every run has been checked."""
-    runs = load_runs(read_table(given.what), machine=given.local)
-    start(runs, given, for_sbatch)
-    trained = runs if given.local and not given.status else []
-    return EXIT_FAILED if any(status_of(run, {}).state not in ("complete", "diverged") for run in trained) else 0
 
 
 def start(

@@ -248,7 +248,7 @@ def fault(directory: Path) -> str | None:
         return f"{CONTENT} is missing"
     except ValueError:  # not JSON, or not even text
         return f"{CONTENT} is damaged"
-    if content.pop("sha256", None) != _digest(content):
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         return f"{CONTENT} is damaged"
     if content["format"] != FORMAT:
         return f"has format {content['format']}, and this version of the code reads format {FORMAT}"

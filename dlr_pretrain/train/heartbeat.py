@@ -59,8 +59,7 @@ class Heartbeat:
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
         self._file = -1  # of this rank's beat; -1 while there is none
         self._machine = machine()
-        self._patient = 0  # contexts in which it may wait long
-        self._bound: float | None = None  # the limit of ``within``
+        self._limits: list[float] = []  # of the contexts ``within``, in seconds
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -174,25 +173,14 @@ class Heartbeat:
         return 0.8 * self.limit if self.limit is not None and self.started else None
 
     @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Within this context the rank may wait long, for rank 0 or for a disk."""
+    def within(self, seconds: float = PATIENCE) -> Iterator[None]:
+        """Within this context the rank may stand still for ``seconds``; by default long, for rank 0 or for a disk."""
         self.ticks += 1
-        self._patient += 1
+        self._limits.append(seconds)
         try:
             yield
         finally:
-            self._patient -= 1
-            self.ticks += 1
-
-    @contextmanager
-    def within(self, seconds: float) -> Iterator[None]:
-        """Within this context, too, the process ends if the rank stands still for ``seconds``."""
-        self.ticks += 1
-        self._bound = seconds
-        try:
-            yield
-        finally:
-            self._bound = None
+            self._limits.remove(seconds)
             self.ticks += 1
 
     def _watch(self) -> None:
@@ -206,8 +194,10 @@ class Heartbeat:
             else:
                 still += passed
             self._renew()
-            strict = self._bound is not None or (self.started and not self._patient)
-            if self.limit is None or dumped or still < (self._bound or (self.limit if strict else PATIENCE)):
+            if self.limit is None:
+                continue
+            strict = PATIENCE not in self._limits and (self.started or bool(self._limits))
+            if dumped or still < max(self._limits, default=self.limit if strict else PATIENCE):
                 continue
             dumped = True
             self._dump(f"no progress for {still:.0f} s after step {self.step}")

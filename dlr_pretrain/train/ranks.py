@@ -103,7 +103,7 @@ class Ranks:
         """
         answer: list = [None, None]
         own: Exception | None = None
-        with self.heartbeat.patient():
+        with self.heartbeat.within():
             if self.is_main:
                 try:
                     answer[0] = _readable(decide)

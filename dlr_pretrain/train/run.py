@@ -32,7 +32,7 @@ from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import PlannedMemory, Update, explained, resolve_micro_batch
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
-from dlr_pretrain.util.errors import Diverged
+from dlr_pretrain.util.errors import Diverged, Stopped
 from dlr_pretrain.util.files import read_metrics
 from dlr_pretrain.util.text import loading
 
@@ -171,6 +171,8 @@ class Run:
             return
         try:
             self.report(self.dir)
+        except Stopped:
+            raise
         except Exception as error:
             fix = f"Try python scripts/report.py {self.dir} --output DIR"
             self.console.say(f"warning: no report, {type(error).__name__}: {error}. {fix}")

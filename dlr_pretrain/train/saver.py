@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from dlr_pretrain.config import tree
-from dlr_pretrain.config.written import read_record
+from dlr_pretrain.config.written import MANIFEST, read_record
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Piece, Snapshot
 from dlr_pretrain.train.console import Console
@@ -69,7 +69,7 @@ class Saver:
                 rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
                 raise UserError(f"{self.root}: {rule}. Free space and give the command again, or move the run")
 
-        with self.ranks.heartbeat.patient():
+        with self.ranks.heartbeat.within():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
             try:
                 self._together(write)
@@ -94,7 +94,7 @@ class Saver:
         If a rank was lost meanwhile, raises the error of the collective.
         """
         if self._thread is not None:
-            with self.ranks.heartbeat.patient():
+            with self.ranks.heartbeat.within():
                 self._thread.join()
             self._thread = None
         self.raise_error()
@@ -162,6 +162,8 @@ class Saver:
                 self.metrics.sync()
             files = {name: entry for part in parts for name, entry in part.items()}
             identity = read_record(self.run_dir).get("identity", {})
+            if self.metrics is not None and not identity:
+                raise UserError(f"{self.run_dir}: its {MANIFEST} is gone. Was the folder deleted or moved?")
             checkpoint.commit(folder, step, files, state | {"identity": identity}, self.keep)
             update_record(self.run_dir, {"saved": step})
 

@@ -108,10 +108,18 @@ def test_options_and_recipes_of_ones_own(own):
     assert problems("--config-dir=/nowhere") == ["--config-dir=/nowhere: no such folder"]
 
 
+def test_a_mapping_adds_to_an_option_and_to_another_mapping():
+    cfg = config("scale=tiny", "scale={rank: 16}", "scale={num_layers: 3}", "dlr=on", "dlr={alpha: 0.5}", *SMALL[1:])
+    assert (cfg.scale.name, cfg.scale.rank, cfg.scale.num_layers) == ("tiny", 16, 3)
+    assert (cfg.dlr.enabled, cfg.dlr.alpha) == (True, 0.5)
+    assert problems("scale=[1,2]")[0].startswith("scale=[1: must be one of 130m, ")
+
+
 def test_every_job_of_a_sweep_is_checked_before_the_first_runs():
     jobs = configs("-m", *SMALL, "+dlr=on,off", "train.lr=range(1,3)")
     assert [(cfg.dlr.name, cfg.train.lr) for cfg in jobs] == [("on", 1), ("on", 2), ("off", 1), ("off", 2)]
     assert [cfg.scale.name for cfg in configs("-m", "scale=glob(1*)")] == ["130m", "1b"]
+    assert problems("-m", *SMALL, "train.lr=glob(*)") == ["-m: no job: a value is a glob that matches no option"]
     assert problems("-m", *SMALL, "seed=1,-1")[0].startswith("seed=-1: must be")
     assert "several jobs of this sweep would share" in problems("-m", *SMALL, "log.every=1,2")[0]
 

@@ -34,6 +34,7 @@ MISTAKES = {  # a command line, and what the one line about it names
     "train.epochs=3": ["train.epochs=3: no such key", "Set train.steps", "train.global_batch x train.seq_len"],
     # options and values
     "scale=9z": ["scale=9z: must be one of 130m, 1b, 350m, 60m, 7b, tiny"],
+    f"train.steps={'9' * 400}": ["must be a whole number of at least 1"],
     "backbone=cloa": ["backbone=cloa: must be one of", "sltrain. Did you mean cola?"],
     "data=/texts/mine": ["data=/texts/mine", "Write data=local data.root=/texts/mine"],
     "device=gpu": ["device=gpu: must be auto or cpu or cuda", "Did you mean cuda?"],

@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 import small_tokenizer
 import tokenizers
+import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
@@ -40,6 +41,18 @@ def word_level(folder: Path) -> Path:
     return folder / "words.json"
 
 
+def unigram(folder: Path) -> Path:
+    """Its vocabulary holds the end of documents as a word, which training leaves out of texts."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.pre_tokenizer, tokenizer.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(
+        vocab_size=200, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(small_tokenizer.SENTENCES, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 def usual(folder: Path, **options) -> Path:
     """A sentencepiece model with the ids that its trainer gives by default: <unk> 0, <s> 1, </s> 2."""
     return small_tokenizer.train(folder, **{"pad_id": -1, "unk_id": 0, "bos_id": 1, "eos_id": 2} | options)
@@ -52,6 +65,7 @@ KINDS = {
     "sentencepiece bytes": lambda folder: usual(folder, model_type="bpe", byte_fallback=True, vocab_size=420),
     "byte-level bpe": byte_level,
     "word level": word_level,
+    "unigram": unigram,
 }
 NORMALISED = {
     "no prefix": lambda folder: small_tokenizer.train(folder, add_dummy_prefix=False),
@@ -193,6 +207,21 @@ def test_what_is_no_tokenizer_or_cannot_be_exported_is_named(tmp_path, name, con
         small_tokenizer.train(tmp_path, **content)
     with pytest.raises(UserError, match=rule):
         fast_tokenizer(load_tokenizer(tmp_path / name))
+
+
+def test_a_tokenizer_that_is_random_or_cannot_encode_is_named(tmp_path):
+    path = word_level(tmp_path)
+    spec = json.loads(path.read_text())
+    del spec["model"]["vocab"]["[UNK]"]
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "[UNK]"]
+    path.write_text(json.dumps(spec))
+    with pytest.raises(UserError, match=r"words\.json: cannot encode the text .*Give the tokenizer a token"):
+        load_tokenizer(path, "[EOS]").encode(["the xylophone"])
+    path = byte_level(tmp_path)
+    spec = json.loads(path.read_text())
+    path.write_text(json.dumps(spec | {"model": spec["model"] | {"dropout": 0.5}}))
+    with pytest.raises(UserError, match="drops merges at random"):
+        load_tokenizer(path)
 
 
 def test_text_without_tokens_is_measured_and_refused(tmp_path, train):

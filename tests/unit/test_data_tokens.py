@@ -193,6 +193,7 @@ ONE = "train-00001-of-00003.tokens"
         (lambda f: (f / ONE).unlink(), rf"{ONE}: No such file"),
         (lambda f: (f / MANIFEST).unlink(), "no manifest.json, so no folder of tokens. Make it with scripts"),
         (lambda f: (f / MANIFEST).write_text("[]"), "manifest.json: damaged"),
+        (lambda f: (f / MANIFEST).write_text('{"format": 3, "source": "s"}'), "manifest.json: damaged"),
         (lambda f: (f / MANIFEST).write_text('{"format": 9}'), "format 9, and this version reads format"),
         (lambda f: shutil.rmtree(f / TOKENIZER), "tokenizer: not a readable"),
     ],
@@ -210,6 +211,9 @@ def test_another_tokenizer_or_a_shard_that_changes_during_the_run_is_named(made,
     other_cfg, _, other_tokenizer = opened(make_config("tokens", data__root=made, tokenizer__path=other))
     with pytest.raises(UserError, match=r"not the tokenizer \(sha256 \w{12}.* Leave tokenizer.path out"):
         validation_set(other_cfg, source, other_tokenizer)
+    (made / ONE).write_bytes(b"\xff" * (made / ONE).stat().st_size)
+    with pytest.raises(UserError, match=rf"{ONE}: damaged: it has the id 65535, beyond the vocabulary"):
+        global_batches(cfg, source, tokenizer, 1, 300)
     (made / ONE).write_bytes(b"short")
     with pytest.raises(UserError, match=rf"{ONE}: damaged or foreign"):
         global_batches(cfg, source, tokenizer, 1, 300)

@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_connect_ends_before_its_first_step_and_one_that_wait
     own = Heartbeat(SimpleNamespace(run=SimpleNamespace(timeout_minutes=100)))
     own.start(tmp_path, own.take(tmp_path))
     with own:
-        with own.patient():
+        with own.within():
             assert not ended.wait(10 * module.INTERVAL)
         with own.within(2 * module.INTERVAL):
             ended.wait()

@@ -15,11 +15,12 @@ import pytest
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
-from dlr_pretrain.launch import local, submit
+from dlr_pretrain.launch import local
 from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_runs
 from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
+from slurm.submit import main
 from tests.conftest import ROOT
 from tests.unit.test_heartbeat import write_beat
 
@@ -105,9 +106,9 @@ def test_an_override_selects_the_rows_with_its_value_and_is_added_to_those_witho
     path = tmp_path / "my.runs"
     path.write_text("scale=tiny dlr=off\nscale=tiny dlr=on\nscale=60m dlr=on\n")
     for words, count in ((["dlr=on"], 2), (["scale=tiny", "dlr=on", "seed=1,2"], 2), (["seed=3,4"], 6)):
-        assert submit.main([str(path), *words, "--dry-run", "--config-dir", str(tmp_path)]) == 0
+        assert main([str(path), *words, "--dry-run", "--config-dir", str(tmp_path)]) == 0
         assert f"Would submit {count} of {count}: sbatch" in capsys.readouterr().out
-    assert submit.main([str(path), "scale=130m", "--dry-run"]) == 3
+    assert main([str(path), "scale=130m", "--dry-run"]) == 3
     assert "no run of the table has scale=130m" in capsys.readouterr().err
     assert not (scheduler / "asked").exists() and not (tmp_path / "runs").exists()
 
@@ -123,25 +124,25 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, table,
     queue, asked = scheduler / "queue", scheduler / "asked"
     queue.write_text("9_2 PENDING\n")
     fresh.dir.write_text("in the way")
-    assert submit.main(words) == 3 and not asked.exists()
+    assert main(words) == 3 and not asked.exists()
     fresh.dir.unlink()
-    assert submit.main([*words, "--limit", "1", "--", "--mem=4G"]) == 0
+    assert main([*words, "--limit", "1", "--", "--mem=4G"]) == 0
     given = asked.read_text().splitlines()
     assert {f"--array={failed.number},{fresh.number}%1", "--mem=4G"} < set(given) and given[-2] == "slurm/array.sbatch"
     assert [str(line) for line in read_runs(Path(given[-1]))] == [str(run.line) for run in runs]
     assert last_job(fresh.dir)["job"] == "70_5" and last_job(fresh.dir)["log"].endswith("/70_5.log")
     queue.write_text("9_2 RUNNING\n70_3 PENDING\n70_5 RUNNING\n")
     asked.unlink()
-    assert submit.main(words) == 0 and not asked.exists()
+    assert main(words) == 0 and not asked.exists()
     said = capsys.readouterr().out
     assert "Submitted 2 of 6 as job 70" in said and "6 runs: 1 complete, 1 diverged, 3 running, 1 pending" in said
 
 
 def test_without_a_scheduler_nothing_is_submitted_and_the_rest_is_shown(table, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert submit.main(table) == 3
+    assert main(table) == 3
     assert "squeue is not on PATH" in capsys.readouterr().err
-    assert submit.main([*table, "--dry-run"]) == 0
+    assert main([*table, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "1 not started" in said and "Would submit 1 of 1: sbatch" in said
 
@@ -217,7 +218,7 @@ def test_local_runs_leave_logs_and_outcomes(four, tmp_path, monkeypatch, capsys)
     """On two GPUs. What failed is tried again. Three at a time share a GPU, and do not each take all of its memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     for at_once, micro_batch in (("2", "None"), ("3", "null")):
-        assert submit.main([*four, "train.lr=0.001", "--local", "--limit", at_once]) == EXIT_FAILED
+        assert main([*four, "train.lr=0.001", "--local", "--limit", at_once]) == EXIT_FAILED
         order = [line.split()[1:] for line in (tmp_path / "order").read_text().splitlines()]
         assert {gpu for gpu, _ in order} == {"6", "7"} and {size for _, size in order[-4:]} == {micro_batch}
     said = capsys.readouterr().out

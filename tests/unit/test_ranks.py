@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,5 +108,7 @@ def test_a_report_that_fails_fails_no_run_and_one_that_is_missing_is_written(wor
     run(cfg, report=fails)
     said = capsys.readouterr().out
     assert "warning: no report, RuntimeError: no such colour" in said and "export  " in said
+    with pytest.raises(Stopped):
+        run(cfg, report=Mock(side_effect=Stopped("asked to stop")))
     run(cfg, report=lambda run_dir: (run_dir / "report.md").touch())
     assert (tmp_path / "report.md").exists() and "is complete" in capsys.readouterr().out
