@@ -118,7 +118,7 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
         trained = parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6
         saved = disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9
         rows.append((row.method, row.scale, round(trained), round(row.params_m), round(saved, 2), row.mem_gb))
-    columns = ["method", "scale", "parameters", "parameters in the paper", "memory", "memory in the paper"]
+    columns = ["method", "scale", "parameters (M)", "paper (M)", "memory (GB)", "paper (GB)"]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -42,11 +42,11 @@ def test_the_folded_model_has_neither_strengths_nor_parts_of_dense_weights():
 def test_the_papers_table_beside_our_recipes():
     """Where a method has one setting, parameters and memory are the paper's; its memory is rounded part by part."""
     found = beside_table1(lambda words: config(*words))
-    other = found[found["parameters"] != found["parameters in the paper"]]
+    other = found[found["parameters (M)"] != found["paper (M)"]]
     assert len(found) == 64 and {*other.method[other.scale != "1b"]} == {"sltrain"}
     assert {*other.method} == {"sltrain", "lax", "lax+dlr", "cola_lax", "cola_lax+dlr"}
     alike = found[found.method.isin(["full", "lowrank", "cola", "cola+dlr", "lost+dlr"]) & (found.scale != "60m")]
-    assert (alike["memory"] - alike["memory in the paper"]).abs().max() < 0.0101
+    assert (alike["memory (GB)"] - alike["paper (GB)"]).abs().max() < 0.0101
 
 
 @pytest.mark.parametrize("words", [
