@@ -35,7 +35,7 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import backbone, build
 from dlr_pretrain.optim.build import checkpoint_bytes
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
-from dlr_pretrain.util.text import fill
+from dlr_pretrain.util.text import amount, fill
 
 GPU = "NVIDIA H100 80GB HBM3"  # the GPU of the paper's measurements, for which the speed is estimated
 # What the paper's figure for CoLA + DLR at 1b implies; what torchtitan reports for a dense 8B LLaMA (0.33 to 0.39).
@@ -153,7 +153,7 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
     factors = " x ".join(str(batch[key]) for key in ("ranks", "micro_batches", "micro_batch", "seq_len"))
     yield "batch", f"{batch['positions']:,} tokens = {factors} (ranks, micro-batches, sequences, length)"
     steps = f"{p['steps']:,} updates, {p['warmup_steps']:,} of them warm-up"
-    yield "steps", f"{steps}; {p['tokens'] / 1e9:,.2f}B tokens, padding included"
+    yield "steps", f"{steps}; {amount(p['tokens'])} tokens, padding included"
     checkpoint = f"{p['disk']['checkpoint'] / 1e9:.2f} GB a checkpoint, and as much host memory over all ranks"
     yield "disk", f"{checkpoint}; {p['disk']['run'] / 1e9:.2f} GB at a time"
     auto = " (a run uses the largest that fits)" if batch["auto"] else ""

@@ -52,6 +52,8 @@ class Console:
             return
         line, evaluated = self._progress(record, seconds_per_step), "eval/loss" in record
         if self.live and not evaluated:
+            while len(line) >= self.width and "  " in line:  # a figure that does not fit is left out
+                line = line.rpartition("  ")[0]
             say("\r\x1b[K" + line[: self.width - 1], self.stream, end="")
             self._line_open = True
         elif evaluated or record["step"] == 1 or record["step"] % self.cfg.log.every == 0:
