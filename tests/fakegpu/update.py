@@ -7,7 +7,7 @@ launches        kernels, products, copies, fills and collectives
 triton, products, collectives     of these, by kind; triton_bytes: read and written by the Triton kernels
 peak, planned   bytes: of the device's allocator without the workspaces of products, and of the plan
 graph_breaks    of all updates; recompiled: graphs that were compiled after the first update
-host_ms         the host's time
+host_ms         the host's processor time, of all its threads: the least of some later updates
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import noise, trial
 from dlr_pretrain.util.tensors import STATE_DTYPE
 
+TIMED = 10  # further updates, for host_ms
 STEADY = 11  # the update that is reported: compiled, with the optimizer's state, and after DDP's ten timed passes
 LAUNCHES = {"K": "kernels", "T": "triton", "G": "products", "N": "collectives", "MEMSET": "fills", "C": "copies"}
 
@@ -84,12 +85,15 @@ def main(words: list[str]) -> dict:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             mark("steady")
-            start = time.perf_counter()
             pending.push(STEADY + 1, update(batch, STEADY, 1e-3), batch)
-            seconds = time.perf_counter() - start
             mark("end")
             torch.cuda.set_sync_debug_mode("default")
         peak, planned = torch.cuda.max_memory_allocated() - workspaces, memory(cfg, vocab_size, ranks.world_size)
+        seconds = []
+        for index in range(STEADY + 1, STEADY + 1 + TIMED):
+            start = time.process_time()
+            pending.push(index + 1, update(batch, index, 1e-3), batch)
+            seconds.append(time.process_time() - start)
         ranks.gather(None)  # all ranks have ended
     lines = logged(Path(os.environ["FAKECUDA_LOG"]))
     kinds = Counter(LAUNCHES[line[0]] for line in lines if line[0] in LAUNCHES)
@@ -107,7 +111,7 @@ def main(words: list[str]) -> dict:
         "planned": planned.total,
         "graph_breaks": dict(counters["graph_break"]),
         "recompiled": counters["stats"]["unique_graphs"] - graphs[0],
-        "host_ms": 1e3 * seconds,
+        "host_ms": 1e3 * min(seconds),
     }
 
 
