@@ -76,6 +76,10 @@ bench step-60m-others step $small --variant backbone=cola --variant backbone=los
 cuts="--variant train.micro_batch=64 --variant train.micro_batch=128 --variant train.micro_batch=512"
 bench step-60m-micro step scale=60m backbone=cola dlr=on $cuts
 bench step-60m-compile step $small dlr=on --variant compile=true --variant compile=max-autotune
+few="step $large train.global_batch=16 dlr=on --variant compile=true" # as of 32 ranks: the host may set the pace
+bench step-1b-few $few
+run step-1b-few-cpp step-1b-few-cpp.json env TORCHINDUCTOR_CPP_WRAPPER=1 "$python" -m benchmarks $few device=cuda \
+  --json "$out/step-1b-few-cpp.json"
 bench step-1b step $large train.global_batch=64
 bench step-1b-full step $large train.global_batch=64 --variant backbone=full --variant "backbone=cola dlr=on"
 kept="--variant train.activation_checkpointing=block --variant train.activation_checkpointing=latent"
