@@ -59,7 +59,7 @@ def read_table(words: Sequence[str]) -> list[Line]:
 
 def read_runs(path: Path) -> list[Line]:
     """The runs of a runs file, in the order of its lines."""
-    lines, number, text = [], 0, ""
+    lines = []
     try:
         for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if words := () if text.lstrip().startswith("#") else tuple(shlex.split(text)):

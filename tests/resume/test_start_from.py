@@ -10,6 +10,8 @@ import torch
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.config.written import read_record
+from dlr_pretrain.train.loop import trial_loop
+from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import Text
 from dlr_pretrain.util.errors import Stopped, UserError
 from dlr_pretrain.util.files import read_metrics
@@ -107,3 +109,10 @@ def test_masters_take_up_a_bf16_run(train, tmp_path):
     given = (*CHOICE, "precision=bf16_mixed", f"run.start_from={tmp_path}/origin", "train.steps=2")
     state = weights(train(tmp_path / "new", *given) / "checkpoints" / "step_00000002")
     assert {t.dtype for t in state.values() if t.is_floating_point()} == {torch.float32}
+
+
+def test_a_state_before_the_first_batch_names_no_position_in_the_data(words, tmp_path):
+    """Else a run on new data whose first update ends it could not start again."""
+    cfg = load(words())
+    with Ranks(cfg) as ranks:
+        assert trial_loop(cfg, ranks, 64, tmp_path).snapshot().state["streams"] is None
