@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from glob import glob
@@ -202,7 +203,8 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
             own = differing(of.shared)
             for i, shared in of.shared.items():
                 keys = [key for key in dict.fromkeys([*own, *rate]) if key in shared]
-                apart = [f"{key.removesuffix('.name')}={str(shared[key])[:24]}" for key in keys]  # digests are long
+                short = {key: re.sub(r"^([0-9a-f]{8})[0-9a-f]{56}$", r"\1", str(shared[key]))[:24] for key in keys}
+                apart = [f"{key.removesuffix('.name')}={value}" for key, value in short.items()]
                 names[i] = f"{method} ({', '.join(apart)})" if apart else method
     runs = runs.assign(label=names, size=runs.groupby("scale").parameters.transform("min"))
     return runs.sort_values(["size", "scale", "label", "seed"]).reset_index(drop=True)
