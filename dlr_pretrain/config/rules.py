@@ -132,16 +132,21 @@ def _starts_from_weights(cfg: Config) -> bool:
 def _batch(cfg: Config, world_size: int) -> Iterator[Problem]:
     batch, streams, micro_batch = cfg.train.global_batch, cfg.num_streams, cfg.train.micro_batch
     share = batch // world_size
+
+    def fitting(share: int) -> int:
+        return world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
+
     if batch % world_size:
-        rule = f"must be a multiple of the {world_size} ranks"
-        yield Problem("train.global_batch", batch, rule, f"Try {(share + 1) * world_size}")
+        rule, fix = f"must be a multiple of the {world_size} ranks", f"Try {(share + 1) * world_size}"
+        fix += f" data.streams={fitting(share + 1)}" if USUAL_STREAMS % world_size else ""
+        yield Problem("train.global_batch", batch, rule, fix)
     elif batch % streams:
         fix = f"Try {largest_divisor(batch, streams)}"
         yield Problem("data.streams", streams, f"must divide train.global_batch={batch}", fix)
     elif streams % world_size:
         rule = f"the ranks share the data streams out evenly, so the {world_size} ranks must divide their number"
-        more = world_size * largest_divisor(share, max(1, USUAL_STREAMS // world_size))
-        fix = f"Set data.streams={more} before the first start, or start {largest_divisor(streams, world_size)} ranks"
+        fewer = largest_divisor(streams, world_size)
+        fix = f"Set data.streams={fitting(share)} before the first start, or start {fewer} ranks"
         yield Problem("data.streams", streams, rule, fix)
     elif isinstance(micro_batch, int) and share % micro_batch:
         rule = f"must divide a rank's share of train.global_batch, {share} sequences"

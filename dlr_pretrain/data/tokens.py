@@ -93,8 +93,7 @@ class TokenSource:
             self.train_shards = file_names("train", shards["train"])
             self.validation_shards = file_names("validation", shards["validation"])
         except (KeyError, TypeError) as error:
-            rule = f"damaged ({error!r})"
-            raise UserError(f"{root / MANIFEST}: {rule}. {PREPARE} again, into another folder") from error
+            raise UserError(f"{root / MANIFEST}: damaged ({error!r}). {PREPARE} again, into another folder") from error
         for name in self.validation_shards:
             self.shard(name)
         self._total = sum(len(self.shard(name)[0]) for name in self.train_shards)

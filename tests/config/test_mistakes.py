@@ -107,6 +107,7 @@ def test_all_mistakes_of_a_command_line_are_told_at_once():
 def test_the_batch_must_fit_the_ranks():
     assert refusal("train.global_batch=7", ranks=2)[0].endswith("must be a multiple of the 2 ranks. Try 8")
     assert refusal("train.global_batch=3", ranks=8)[0].endswith("must be a multiple of the 8 ranks. Try 8")
+    assert refusal("train.global_batch=512", ranks=3)[0].endswith("the 3 ranks. Try 513 data.streams=57")
     (found,) = refusal("train.global_batch=12", ranks=6)
     assert found.startswith("data.streams=4") and "Set data.streams=12 before the first start, or start 4" in found
 
