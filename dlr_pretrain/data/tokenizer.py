@@ -139,7 +139,7 @@ class FastTokenizer(Tokenizer):
         self._model.no_truncation()
         self._model.no_padding()
         self._model.encode_special_tokens = True  # as ordinary characters
-        spec = json.loads(content)
+        spec = json.loads(content, parse_float=lambda digits: round(float(digits), 9))  # the library changes the last
         vocabulary, model = self._model.get_vocab(with_added_tokens=True), spec["model"]
         if model.get("dropout"):
             raise UserError(f"{path}: drops merges at random, so that no run repeats. Set its dropout to null")
