@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from functools import cache
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,10 @@ def composes(words: list[str]) -> None:
             composes(list(of.words))
     elif "--help" not in words:
         check(line, None, machine=False)
+
+
+def test_every_program_of_the_installation_is_there():
+    """Also of an editable one, which finds a folder as a part of the package only if it is a package itself."""
+    installed = [found for found in distributions(name="dlr-pretrain") if found.read_text("direct_url.json")]
+    assert all(callable(program.load()) for found in installed for program in found.entry_points)
+    assert installed or pytest.skip("pip has not installed dlr_pretrain here")

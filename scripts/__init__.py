@@ -1,0 +1,1 @@
+"""The commands. An installation makes a program of each, see ``pyproject.toml``."""
