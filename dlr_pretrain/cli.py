@@ -31,7 +31,7 @@ def _main(run: Callable[[Config], None]) -> int:
     if line.multirun and world_size() > 1:
         rule = "a sweep under torchrun would run all its jobs in the same ranks"
         raise ConfigError([Problem("-m", MISSING, rule, "Start one torchrun a job, or an array of jobs")])
-    if not line.helps:  # Hydra would run the first jobs of a sweep before it composes the last
+    if not line.helps:  # all problems at once, and those of a sweep's last job before its first one runs
         check(line, world_size())
     return _hand_to_hydra(line, run)
 

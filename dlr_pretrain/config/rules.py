@@ -196,11 +196,11 @@ def _machine(cfg: Config) -> Iterator[Problem]:
     for name, place in (("run.root", cfg.run.root), ("run.dir", cfg.run.dir)):
         if place is not None and os.path.isfile(place):
             yield Problem(name, place, "is a file, not a folder")
-    for name, option, package, extra, instead in (
-        ("optimizer", cfg.optimizer.name, "torchao", "8bit", "adamw"),
-        ("logger", cfg.logger.view, "tensorboard", "tensorboard", "jsonl"),
+    for name, chosen, option, package, extra, instead in (
+        ("optimizer", cfg.optimizer.name, "adamw_8bit", "torchao", "8bit", "adamw"),
+        ("logger", cfg.logger.view, "tensorboard", "tensorboard", "tensorboard", "jsonl"),
     ):
-        if option in ("adamw_8bit", "tensorboard") and importlib.util.find_spec(package) is None:
+        if chosen == option and importlib.util.find_spec(package) is None:
             fix = f'Use pip install -e ".[{extra}]", or {name}={instead}'
             yield Problem(name, option, f"needs the package {package}, which is not installed", fix)
 
