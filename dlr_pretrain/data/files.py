@@ -18,10 +18,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -115,21 +115,9 @@ def pinned(address: str, revision: str | None, commit: str | None = None) -> tup
 
 def first_contact(name: str, ask: Callable[[], T], fix: str) -> T:
     """The hub's answer. Raises UserError if there is none within seconds; one that is busy is asked again."""
-
-    def answer() -> T:  # a look-up of a name has no time-out; the process waits for no daemon thread at its end
-        found: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                found.set_result(ask())
-            except Exception as error:
-                found.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        return found.result(FIRST_CONTACT_SECONDS)
-
     try:
-        return retry(answer, name, patience=0.0)
+        with ThreadPool(1) as pool:  # a look-up of a name has no time-out, and no process waits for this pool's threads
+            return retry(lambda: pool.apply_async(ask).get(FIRST_CONTACT_SECONDS), name, patience=0.0)
     except Exception as error:  # the types differ between versions of the client
         rule = f"the Hugging Face hub denied access or did not answer: {first_line(error)}"
         raise UserError(f"{name}: {rule}. {fix}") from error

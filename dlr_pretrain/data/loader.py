@@ -11,8 +11,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 
 import numpy as np
 import torch
@@ -116,27 +118,24 @@ def _read_first_rows(rows: dict[int, Iterator[Row]], groups: list[list[int]], cl
 
     The streams of a group share a shard, so one thread serves them in turn: they would fetch it to a cache together.
     """
-    results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-    turns, failed = threading.Semaphore(STARTING_THREADS), threading.Event()
+    failed = threading.Event()
 
     def work(group: list[int]) -> None:
-        try:
-            with turns:
-                for v in group:
-                    if not closed.is_set() and not failed.is_set():
-                        rows[v] = chain([next(rows[v])], rows[v])
-            results.put(None)
-        except Exception as error:
-            results.put(error)
+        for v in group:
+            if not closed.is_set() and not failed.is_set():
+                rows[v] = chain([next(rows[v])], rows[v])
 
-    threads = [threading.Thread(target=work, args=(group,), daemon=True) for group in groups]
-    for thread in threads:
-        thread.start()
-    if error := next(filter(None, (results.get() for _ in threads)), None):
-        failed.set()
-        for thread in threads:
-            thread.join(CLOSE_SECONDS / len(threads))
-        raise error
+    with ThreadPool(min(STARTING_THREADS, len(groups))) as pool:  # of daemons, for which no process waits
+        done = pool.imap_unordered(work, groups)
+        try:
+            for _ in done:
+                pass
+        except Exception:
+            failed.set()
+            for _ in groups:
+                with suppress(Exception):
+                    done.next(CLOSE_SECONDS / len(groups))
+            raise
 
 
 def _batches(
