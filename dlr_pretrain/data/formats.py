@@ -28,7 +28,7 @@ COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b
 BINARY = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 FORMATS = {".json": "lines", ".jsonl": "lines", ".ndjson": "lines", ".txt": "text", ".parquet": "parquet",
            ".arrow": "arrow"}  # fmt: skip
-SUFFIXES = tuple(FORMATS) + tuple(name + packed for name in FORMATS for packed in COMPRESSED.values())
+SUFFIXES = {name + packed: kind for packed in ("", *COMPRESSED.values()) for name, kind in FORMATS.items()}
 FETCH = "Fetch this shard again"
 STRANGERS = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
@@ -53,21 +53,16 @@ Row = bytes | str | dict  # a line of JSON, a text, or a record
 def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
     """The kind of a file (lines, text, parquet, arrow, or empty) and the suffix of its compression, or "".
 
-    The file is open at its start, where it is left. Raises UserError if it cannot be read.
+    Its first bytes, not its name, say how it is compressed: downloads may change either. The file is open at its start,
+    where it is left. Raises UserError if it cannot be read.
     """
-    name = file.name.lower()
-    packed = next((suffix for suffix in COMPRESSED.values() if name.endswith(suffix)), "")
-    named = next((k for suffix, k in FORMATS.items() if name.removesuffix(packed).endswith(suffix)), None)
     head = _head(file, stream)
     found = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
-    if head and packed != found and (packed or named):
-        said = f"named {packed} and not compressed so" if packed else f"compressed ({found}), and its name hides it"
-        right = file.name.removesuffix(packed) + found
-        raise UserError(f"{file.address}: is {said}. Rename it to {right.rsplit('/', 1)[-1]}, or fetch it again")
     if found:
         head = _head(file, stream, found)
     if not head:
         return "empty", found
+    named = next((kind for suffix, kind in SUFFIXES.items() if file.name.lower().endswith(suffix)), None)
     binary = next((kind for magic, kind in BINARY.items() if head.startswith(magic)), None)
     kind = binary or named or ("lines" if head.startswith(b"{") else None)
     if kind is None:

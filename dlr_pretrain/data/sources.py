@@ -73,7 +73,7 @@ def _splits(root: str, data: Data) -> tuple[list[File], list[File]]:
             raise UserError(f"{where}: matches no file. Set data.root to the folder of the shards, or correct the glob")
     train, validation = found
     if data.train_files is None:
-        there = [file for file in find(root, "**/*") if file.name.lower().endswith(SUFFIXES)]
+        there = [file for file in find(root, "**/*") if file.name.lower().endswith(tuple(SUFFIXES))]
         there = [file for file in there if not file.name.endswith(OF_DATASETS)]
         if not there:
             raise UserError(f"data.root={root}: holds no file that ends with {', '.join(SUFFIXES)}")
