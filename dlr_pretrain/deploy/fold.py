@@ -2,7 +2,7 @@
 
 The folded weights must be those of the training forward (B + beta R^T) bit for bit. Beside that, what is written is
 compared with the residual as the paper's branch in activation space, which rounds differently; the report says by how
-much, as the paper does: perplexity, error of the logits, latency, peak memory.
+much, as the paper does: perplexity, error of the logits, latency.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def consistency(
     """What folding changed, by name, from the model of ``cfg`` with a checkpoint's ``state`` to what is written.
 
     ``own`` and ``weights`` are the configuration and tensors of the folder (see ``deployed``). All compute in the run's
-    working dtype. Latencies are medians in ms, memory is the peak of a forward pass in bytes (None on a CPU).
+    working dtype. Latencies are medians in ms.
     ``weights_identical`` compares ``folded`` with the weights of the training forward; None for a run of branches.
     """
     trained = _model(cfg, state, device)
@@ -112,7 +112,7 @@ def consistency(
         **{f"parameters_{name}": sum(p.numel() for p in model.parameters()) for name, model in models.items()},
         "weights_identical": same if cfg.dlr.impl == "weight" else None,
         **_compare(models, validation, device),
-        **_measured(models, validation, device),
+        **_latencies(models, validation, device),
     }
 
 
@@ -152,22 +152,14 @@ def _compare(models: dict[str, Llama], validation: ValidationSet, device: torch.
     }
 
 
-def _measured(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
-    """Median milliseconds of a forward pass of each model, its peak of memory on a GPU, and the input in words."""
+def _latencies(models: dict[str, Llama], validation: ValidationSet, device: torch.device) -> dict[str, object]:
+    """Median milliseconds of a forward pass of each model, and the input in words."""
     ids, _, *documents = next(batches(validation, device))
     found: dict[str, object] = {}
     for name, model in models.items():
         given = {"model": model, "inputs": (ids, *documents)}
         timer = Timer("model.logits(*inputs)", globals=given, num_threads=torch.get_num_threads())
         found[f"latency_ms_{name}"] = 1000 * timer.blocked_autorange(min_run_time=TIMED).median
-    for name, model in models.items():
-        found[f"peak_memory_bytes_{name}"] = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            own = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-            others = torch.cuda.memory_allocated(device) - own
-            model.logits(ids, *documents)
-            found[f"peak_memory_bytes_{name}"] = torch.cuda.max_memory_allocated(device) - others
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     kind = str(models["after"].lm_head.weight.dtype).removeprefix("torch.")
     return found | {"shape": f"{len(ids)} x {ids.shape[1]} tokens, {kind}, eager, {machine}"}
