@@ -23,10 +23,10 @@ class Option:
         yield from ()
 
 
-def whole_matrices(cfg: Config) -> Iterator[Problem]:
-    """The rule of optimizers whose updates need whole matrices."""
+def unsharded(cfg: Config, needs: str = "a matrix optimizer needs whole matrices") -> Iterator[Problem]:
+    """The rule of optimizers whose updates need more of a tensor than a rank's rows."""
     if cfg.parallel.name != "ddp":
-        rule = f"a matrix optimizer needs whole matrices, and parallel={cfg.parallel.name} shards them"
+        rule = f"{needs}, and parallel={cfg.parallel.name} shards them"
         yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
 
 
@@ -129,9 +129,7 @@ class Adamw8bit(Adamw):
 
     @staticmethod
     def problems(cfg: Config) -> Iterator[Problem]:
-        if cfg.parallel.name != "ddp":
-            rule = f"8-bit moments come in whole blocks, which parallel={cfg.parallel.name} would cut"
-            yield Problem("optimizer", cfg.optimizer.name, rule, "Use parallel=ddp, or optimizer=adamw")
+        yield from unsharded(cfg, "8-bit moments come in whole blocks")
 
 
 @dataclass
@@ -139,7 +137,7 @@ class Muon(Adamw):
     weight_decay: float = key("under precision=bf16 it rounds away on the matrices", 0.1, ge=0)
     momentum: float = key("decay of the momentum", 0.95, ge=0, lt=1)
     ns_steps: int = key("iterations of Newton and Schulz", 5, ge=1, le=99)
-    problems = staticmethod(whole_matrices)
+    problems = staticmethod(unsharded)
 
 
 @dataclass
@@ -150,7 +148,7 @@ class Galore(Adam):
 
     @staticmethod
     def problems(cfg: Config) -> Iterator[Problem]:
-        yield from whole_matrices(cfg)
+        yield from unsharded(cfg)
         if cfg.backbone.name != "full":
             rule = f"projects the gradients of dense layers, and those of backbone={cfg.backbone.name} are not"
             yield Problem("optimizer", cfg.optimizer.name, rule, "Use backbone=full, or optimizer=adamw")
@@ -176,7 +174,7 @@ class Loro(Adam):
 
     @staticmethod
     def problems(cfg: Config) -> Iterator[Problem]:
-        yield from whole_matrices(cfg)
+        yield from unsharded(cfg)
         if cfg.backbone.name != "lowrank":
             rule = f"moves the product B A^T of linear factors, which backbone={cfg.backbone.name} does not multiply by"
             yield Problem("optimizer", "loro", rule, "Use backbone=lowrank, or optimizer=adamw")
