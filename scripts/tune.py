@@ -9,20 +9,8 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from dlr_pretrain.analysis import tune
 from dlr_pretrain.analysis.runs import TEXT
-from dlr_pretrain.analysis.tune import (
-    ENDED,
-    choose,
-    compare,
-    grid,
-    method_names,
-    methods_table,
-    own_words,
-    remarks,
-    require_one_text,
-    trial,
-    write,
-)  # fmt: skip
 from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
@@ -42,49 +30,50 @@ alone, and reports them instead of the grid's. The same command continues where 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0; EXIT_FAILED if runs have failed or stopped; or that of a UserError."""
-    return command(lambda: tune(sys.argv[1:] if argv is None else argv))
+    return command(lambda: run(sys.argv[1:] if argv is None else argv))
 
 
-def tune(argv: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Train what is due, compare, and write the report."""
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
     given, for_sbatch = read(parser, argv)
     runs = load_runs(read_table(given.what), machine=given.local)
-    names = method_names(runs)
-    design = grid(names, runs, given.confirm)
+    names = tune.method_names(runs)
+    design = tune.grid(names, runs, given.confirm)
 
     def same_text() -> None:
         """The files may have changed since the runs were configured: what those that have saved have read decides."""
         records = {str(run.dir): read_record(run.dir) for run in runs}
-        require_one_text({name: of["identity"] for name, of in records.items() if "saved" in of}, (*TEXT, "data.order"))
+        saved = {name: record["identity"] for name, record in records.items() if "saved" in record}
+        tune.require_one_text(saved, (*TEXT, "data.order"))
 
     def train_or_queue(some: Sequence[PlannedRun]) -> list[dict]:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
         jobs = start(some, given, for_sbatch, same_text)
         same_text()
-        return [trial(names[own_words(run)], run, status_of(run, jobs).state) for run in some]
+        return [tune.trial(names[tune.own_words(run)], run, status_of(run, jobs).state) for run in some]
 
     trials = train_or_queue(runs)
-    best = {method: choose(design, trials, method)["lr"] for method in names.values()}
+    best = {method: tune.choose(design, trials, method)["lr"] for method in names.values()}
     fresh = []
     for run, seed in product(runs, given.confirm):
-        if (run.cfg.train.lr, run.cfg.seed) == (best[names[own_words(run)]], design["seeds"][0]):
+        if (run.cfg.train.lr, run.cfg.seed) == (best[names[tune.own_words(run)]], design["seeds"][0]):
             words = (*(word for word in run.line.words if key_of(word) != "seed"), f"seed={seed}")
             fresh.append(replace(run.line, words=words))
     if fresh:
         confirming = load_runs(fresh, machine=given.local)
         runs += confirming
         trials += train_or_queue(confirming)
-    found = compare(design, trials)
+    found = tune.compare(design, trials)
     first, *others = names
     found["shared"] = shlex.join(word for word in first if all(word in other for other in others))
     found["command"] = shlex.join(["python", "scripts/tune.py", *argv])
-    write(found, given.output)
-    print(methods_table(found).markdown(), *(f"* {line}" for line in remarks(found)), sep="\n")
+    tune.write(found, given.output)
+    print(tune.methods_table(found).markdown(), *(f"* {line}" for line in tune.remarks(found)), sep="\n")
     print(f"\nreport      {given.output / 'report.md'}")
-    return EXIT_FAILED if any(t["state"] not in (*ENDED, "running", "pending") for t in trials) else 0
+    return EXIT_FAILED if any(t["state"] not in (*tune.ENDED, "running", "pending") for t in trials) else 0
 
 
 def seed_list(text: str) -> list[int]:
