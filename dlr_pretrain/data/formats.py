@@ -32,14 +32,10 @@ SUFFIXES = {name + packed: kind for packed in ("", *COMPRESSED.values()) for nam
 FETCH = "Fetch this shard again"
 STRANGERS = [  # how a file begins, what it is, and the fix
     ((b"version https://git-lfs",), "a Git LFS pointer, not the file that it stands for", "Run git lfs pull"),
-    ((b"PK\3\4",), "a zip archive", "Unpack it"),
-    ((b"7z\xbc\xaf",), "a 7z archive", "Unpack it"),
     ((b"%PDF",), "a PDF document", "Convert it to text"),
-    ((b"\0\5\x16\7",), "an AppleDouble file of macOS", "Delete it"),
     ((b"\xff\xfe", b"\xfe\xff"), "UTF-16 text", "Convert it to UTF-8"),
     ((b"<!doctype", b"<html"), "an HTML page, perhaps an error of the server", FETCH),
     ((b"<?xml",), "XML, perhaps an error of the server", FETCH),
-    ((bytes(64),), "full of zeros, as of a download that broke off", FETCH),
 ]
 NOT_LINES = [
     ((b"[",), "a JSON array, and a shard holds one JSON object a line", "Convert it: jq -c '.[]' FILE > FILE.jsonl"),

@@ -234,18 +234,17 @@ def test_nasty_texts_bytes_that_are_no_utf8_and_a_long_line(tmp_path):
 BAD = {
     "a.jsonl": [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "is a Git LFS pointer.*git lfs pull"),
-        (b"PK\3\4\x14\0\0\0", "is a zip archive.*Unpack"),
+        (b"PK\3\4\x14\0\0\0", r"is no UTF-8 text: it begins with b'PK"),
         (b'[{"text": "a"}, {"text": "b"}]', r"is a JSON array.*jq -c '\.\[\]'"),
         (b'\xef\xbb\xbf [\n{"text": "a"}]', "is a JSON array"),
         (b'{\n  "text": "a"\n}', "is one JSON object over several lines"),
         (b"<!DOCTYPE html><html>404", "is an HTML page.*Fetch"),
         (b"<?xml version='1.0'?><Error><Code>AccessDenied</Code></Error>", "is XML, perhaps an error"),
         ('{"text": "a"}'.encode("utf-16"), "is UTF-16 text.*UTF-8"),
-        (bytes(4096), "is full of zeros.*Fetch"),
         (b"", "all training files are empty"),
     ],
     "a.jsonl.gz": [
-        (gzip.compress(b"PK\3\4"), "is a zip archive"),
+        (gzip.compress(bytes(4096)), "is no UTF-8 text.*fetch this shard again"),
         (gzip.compress(b""), "all training files are empty"),
         (gzip.compress(lines_of(TEXTS))[:20], "damaged or cut off"),
     ],
