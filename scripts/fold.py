@@ -28,11 +28,10 @@ def main() -> int:
 def fold(given: argparse.Namespace) -> None:
     checkpoint = given.checkpoint.resolve()
     run = checkpoint.parent.parent
-    if not re.fullmatch(r"step_\d+", checkpoint.name):
-        raise UserError(f"{checkpoint} is no checkpoint: name one as <run>/checkpoints/step_00001000")
-    if not checkpoint.is_dir():
-        there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "no checkpoint"
-        raise UserError(f"{checkpoint}: is not there; {checkpoint.parent} has {there}")
+    if not (checkpoint.is_dir() and re.fullmatch(r"step_\d+", checkpoint.name)):
+        there = ", ".join(sorted(folder.name for folder in checkpoint.parent.glob("step_*"))) or "none"
+        rule = f"is no checkpoint (in {checkpoint.parent}: {there})"
+        raise UserError(f"{checkpoint}: {rule}. Name one as <run>/checkpoints/step_00001000")
     if given.tokens is not None and given.tokens < 0:
         raise UserError(f"--tokens={given.tokens}: must be at least 0")
     forms = ["dense" if given.dense else "", given.dtype or ""]

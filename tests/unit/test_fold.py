@@ -51,8 +51,8 @@ def test_a_checkpoint_tells_its_own_evaluation_or_none_and_what_is_not_sound_is_
     checkpoint, precious = run_dir / "checkpoints" / "step_00000008", tmp_path / "thesis"
     precious.mkdir()
     for words, reason in (
-        ([run_dir], "name one as"),
-        ([checkpoint.with_name("step_00000009")], "is not there; "),
+        ([run_dir], "Name one as"),
+        ([checkpoint.with_name("step_00000009")], "checkpoints: step_00000007, step_00000008). Name one"),
         ([checkpoint, "--output", precious], "exists already. Move it away"),
     ):
         code, _, said = fold(*words)
