@@ -140,6 +140,14 @@ def render(p: dict) -> str:
     return "\n".join(fill(f"{label:<14}{text}", indent=14) for label, text in _lines(p))
 
 
+def _time(hours: float) -> str:
+    """A time in the largest unit of which it is at least one: 5.2 hours, 1.4 minutes, 0.04 seconds."""
+    for unit, number in (("hours", hours), ("minutes", 60 * hours)):
+        if number >= 1:
+            return f"{number:,.1f} {unit}"
+    return f"{3600 * hours:.2g} seconds"
+
+
 def _lines(p: dict) -> Iterator[tuple[str, str]]:
     run, sizes, batch, speed = p["run"], p["parameters"], p["batch"], p["speed"]
     yield "run", run["dir"]
@@ -170,7 +178,7 @@ def _lines(p: dict) -> Iterator[tuple[str, str]]:
         means = "by FLOPs and an assumed utilisation (MFU), without evaluations, checkpoints and compilation"
         yield "time", f"on {gpus}, {means}"
         for e in speed["estimates"]:
-            yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {e['hours']:>10,.1f} hours"
+            yield "", f"MFU {e['mfu']:<5.3g} {e['tokens_per_second']:>12,.0f} tokens/s {_time(e['hours']):>16}"
     if paper := p["paper"]["measured"]:
         held = f"{paper['memory_gb']:.2f} GB a GPU with micro-batches of {paper['micro_batch']}, compiled"
         fast = f"; {paper['tokens_per_s_32xh100']:,.0f} tokens/s on 32 H100" if "tokens_per_s_32xh100" in paper else ""
