@@ -21,7 +21,6 @@ from dlr_pretrain.models.dlr import marks
 from dlr_pretrain.train.checkpoint import directories, fault, load, step_of
 from dlr_pretrain.util.errors import UserError, at_least_1, command
 from dlr_pretrain.util.tensors import IGNORE
-from dlr_pretrain.util.text import table
 
 
 def main() -> int:
@@ -58,8 +57,7 @@ def run(folder: Path, checkpoints: str, sequences: int) -> None:
         rows += [{"projection": n, "step": step_of(checkpoint), **numbers} for n, numbers in measured.items()]
     frame = pd.DataFrame(rows).sort_values("projection", kind="stable")
     frame.to_csv(folder / "gradient_paths.csv", index=False)
-    cells = ([name, str(step), *map("{:.4g}".format, values)] for name, step, *values in frame.itertuples(index=False))
-    print(table(list(frame), cells, right=range(1, frame.shape[1])))
+    print(frame.to_string(index=False, float_format="%.4g"))
 
 
 def measure(model: Llama, names: list[str], inputs: list[tuple[Tensor, ...]]) -> dict[str, dict[str, float]]:
