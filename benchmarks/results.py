@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from dlr_pretrain.train.record import git_state, versions
-from dlr_pretrain.util.text import table as markdown_table
+from dlr_pretrain.util.text import markdown_table
 
 Columns = Mapping[str, Callable[[dict], str | None]]
 

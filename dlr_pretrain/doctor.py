@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from dlr_pretrain.analysis.memory import planned_memory
-from dlr_pretrain.analysis.plan import disk as planned_disk
+from dlr_pretrain.analysis.plan import disk_bytes
 from dlr_pretrain.cli import load, world_size
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import TrainLoader
@@ -75,7 +75,7 @@ def sound(words: list[str]) -> bool:
     say("config", *perform(60, partial(configuration, words)))
     if of_machine:
         say("gpus", *perform(60, partial(gpus, cfg)))
-        say("disk", *perform(60, lambda: in_child(partial(disk, cfg, planned_disk(cfg, cfg.planned_vocab_size)), 30)))
+        say("disk", *perform(60, lambda: in_child(partial(disk, cfg, disk_bytes(cfg, cfg.planned_vocab_size)), 30)))
     try:
         with Ranks(cfg) as ranks:
             checks = RankChecks(cfg, ranks)
@@ -252,7 +252,7 @@ class RankChecks:
                 times.append(time.perf_counter())
             loop.step = 2
             with loop.saver:
-                loop.saver.rehearse(planned_disk(short, vocab_size)["checkpoint"])
+                loop.saver.rehearse(disk_bytes(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written

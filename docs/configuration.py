@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 import yaml
 
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.problems import shown
+from dlr_pretrain.config.problems import as_typed
 from dlr_pretrain.config.tree import CONFIG_DIR, GROUPS, MANDATORY, OPEN_GROUPS, ROOT, SECTIONS, Key, keys_of
 from dlr_pretrain.config.written import CHANGEABLE, flatten
-from dlr_pretrain.util.text import table
+from dlr_pretrain.util.text import markdown_table
 
 HEAD = """# Configuration
 
@@ -31,7 +31,7 @@ def page() -> str:
     for name, section in SECTIONS.items():
         parts.append(f"## {name}")
         if name in GROUPS:
-            parts.append(table(["option", "what it is", "what it sets"], list(_options(name))))
+            parts.append(markdown_table(["option", "what it is", "what it sets"], list(_options(name))))
         tables = {name: section}
         if name in OPEN_GROUPS:
             tables = {f"{name}={option}": knobs for option, knobs in OPTIONS[name].items()}
@@ -45,10 +45,10 @@ def page() -> str:
 def _keys(prefix: str, keys: Mapping[str, Key]) -> str:
     rows = []
     for name, found in keys.items():
-        default = "by option" if found.default == MANDATORY else f"`{shown(found.default)}`"
+        default = "by option" if found.default == MANDATORY else f"`{as_typed(found.default)}`"
         kept = "" if f"{prefix}{name}".startswith(CHANGEABLE) else "·"
         rows.append([f"`{prefix}{name}`", found.doc, found.takes(), default, kept])
-    return table(COLUMNS, rows)
+    return markdown_table(COLUMNS, rows)
 
 
 def _options(group: str) -> Iterator[list[str]]:
@@ -57,7 +57,7 @@ def _options(group: str) -> Iterator[list[str]]:
         text = path.read_text(encoding="utf-8")
         comment = " ".join(line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@" not in line)
         sets = {key: value for key, value in flatten(yaml.safe_load(text)).items() if key != "defaults"}
-        values = ", ".join(f"`{key}={shown(value)}`" for key, value in sets.items() if not key.endswith("name"))
+        values = ", ".join(f"`{key}={as_typed(value)}`" for key, value in sets.items() if not key.endswith("name"))
         yield [f"`{group}={path.stem}`", comment, values]
 
 

@@ -5,6 +5,7 @@ python scripts/prepare_data.py data=c4_local data.root=/data/c4/en tokenizer.pat
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,12 +17,13 @@ from dlr_pretrain.config.command_line import typed
 from dlr_pretrain.data.sample import train_tokenizer
 from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
-from dlr_pretrain.data.tokens import TokenSource, prepare
+from dlr_pretrain.data.tokens import TokenSource, make_tokens
 from dlr_pretrain.util.errors import UserError, at_least_1, command
 from dlr_pretrain.util.process import cores
 
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
 TRAINING_TEXT = 4_000_000  # characters to train a tokenizer on; more text takes longer and changes little
+say = partial(print, flush=True)
 
 
 def main() -> int:
@@ -58,7 +60,7 @@ def run(given: argparse.Namespace, overrides: list[str]) -> None:
     tokenizer = open_tokenizer(cfg, source)
     say(f"source      {source.describe()}\ntokenizer   {tokenizer.path}: {tokenizer.vocab_size:,} tokens")
     shards = len(source.train_shards) + len(source.validation_shards)
-    kept = sum(tqdm(prepare(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
+    kept = sum(tqdm(make_tokens(source, tokenizer, given.output, given.workers), total=shards, unit=" shards"))
     made = TokenSource(given.output)
     again = f" ({kept} shards were there)" if kept else ""
     say(f"finished    {made.describe()}{again}\n\n    add to your command: data=tokens data.root={given.output}")
@@ -98,10 +100,6 @@ def refuse_unused(overrides: list[str]) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

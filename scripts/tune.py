@@ -15,7 +15,7 @@ from dlr_pretrain.config.command_line import key_of
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_table
 from dlr_pretrain.launch.state import status_of
-from dlr_pretrain.launch.submit import parser_of, read, start
+from dlr_pretrain.launch.submit import parser_of, read_options, start
 from dlr_pretrain.util.errors import EXIT_FAILED, command
 
 EPILOG = """examples:
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
     parser = parser_of("tune.py", "Compare methods, each at its best learning rate of the same grid.", EPILOG)
     parser.add_argument("--confirm", type=seed_list, default=[], metavar="SEEDS", help="fresh seeds, such as 44,45,46")
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="of the results")
-    given, for_sbatch = read(parser, argv)
+    given, for_sbatch = read_options(parser, argv)
     runs = load_runs(read_table(given.what), machine=given.local)
     names = tune.method_names(runs)
     design = tune.grid(names, runs, given.confirm)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dlr_pretrain.launch.runs import load_runs, read_table
 from dlr_pretrain.launch.state import status_of
-from dlr_pretrain.launch.submit import parser_of, read, start
+from dlr_pretrain.launch.submit import parser_of, read_options, start
 from dlr_pretrain.util.errors import EXIT_FAILED, command
 
 EPILOG = """examples:
@@ -24,7 +24,7 @@ after -- are those of sbatch."""
 def main(argv: Sequence[str]) -> int:
     """The exit code: 0; EXIT_FAILED if a local run has failed; or that of a UserError."""
     about = "Train a table of runs as one SLURM job array, or on this machine."
-    return command(lambda: act(*read(parser_of("submit.py", about, EPILOG), argv)))
+    return command(lambda: act(*read_options(parser_of("submit.py", about, EPILOG), argv)))
 
 
 def act(given: argparse.Namespace, for_sbatch: list[str]) -> int:

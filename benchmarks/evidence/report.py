@@ -32,9 +32,9 @@ from scipy.stats import ttest_1samp
 
 from benchmarks.protocol import paired
 from dlr_pretrain.analysis.runs import spread
-from dlr_pretrain.analysis.tables import facts
+from dlr_pretrain.analysis.tables import published
 from dlr_pretrain.analysis.tune import LEVEL, compare, estimate
-from dlr_pretrain.util.text import table as markdown_table
+from dlr_pretrain.util.text import markdown_table
 
 HERE = Path(__file__).parent
 PAGES = [HERE.parent.parent / "docs" / name for name in ("evidence.md", "evidence-record.md")]
@@ -124,7 +124,7 @@ def perplexities(losses: Iterable[float]) -> str:
 
 def paper() -> pd.DataFrame:
     """The perplexities of the paper's Table 1: a row a method, a column a scale."""
-    return facts("table1").pivot(index="method", columns="scale", values="ppl")
+    return published("table1").pivot(index="method", columns="scale", values="ppl")
 
 
 def table(header: list[str], rows: list[list[str]], notes: Sequence[str], right: Iterable[int]) -> str:

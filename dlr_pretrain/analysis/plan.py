@@ -28,7 +28,7 @@ import torch
 
 from dlr_pretrain.analysis.memory import memory as memory_of
 from dlr_pretrain.analysis.runs import method_name
-from dlr_pretrain.analysis.tables import facts, printed, recipe
+from dlr_pretrain.analysis.tables import printed, published, recipe
 from dlr_pretrain.config import Config
 from dlr_pretrain.models.flops import PEAK_FLOPS, flops_per_token
 from dlr_pretrain.models.full import DENSE
@@ -60,7 +60,7 @@ def plan(cfg: Config, ranks: int, utilisations: Sequence[float] = MFU) -> dict:
         "flops_per_token": flops,
         "flops_total": flops * tokens,
         "memory": asdict(memory_of(cfg, vocab_size, ranks)),
-        "disk": disk(cfg, vocab_size),
+        "disk": disk_bytes(cfg, vocab_size),
         "batch": {
             "ranks": ranks,
             "global_batch": batch,
@@ -94,7 +94,7 @@ def parameters(cfg: Config, vocab_size: int) -> dict[str, int]:
     }
 
 
-def disk(cfg: Config, vocab_size: int) -> dict[str, int]:
+def disk_bytes(cfg: Config, vocab_size: int) -> dict[str, int]:
     """Bytes of one checkpoint, and of all checkpoints that exist at a time, with the folded model."""
     model = build(cfg, vocab_size, torch.device("meta"), STATE_DTYPE[cfg.precision.name])
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -113,10 +113,10 @@ def beside_table1(configure: Callable[[Sequence[str]], Config]) -> pd.DataFrame:
     overrides.
     """
     rows = []
-    for row in facts("table1").itertuples():
+    for row in published("table1").itertuples():
         cfg = configure([f"scale={row.scale}", *recipe(row.method)])
         trained = parameters(cfg, cfg.planned_vocab_size)["trainable"] / 1e6
-        saved = disk(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9
+        saved = disk_bytes(cfg, cfg.planned_vocab_size)["checkpoint"] / 1e9
         rows.append((row.method, row.scale, round(trained), round(row.params_m), round(saved, 2), row.mem_gb))
     columns = ["method", "scale", "parameters (M)", "paper (M)", "memory (GB)", "paper (GB)"]
     return pd.DataFrame(rows, columns=columns)

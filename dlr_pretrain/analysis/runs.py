@@ -40,7 +40,7 @@ def method_name(backbone: str, dlr: str, optimizer: str) -> str:
     return name if base == optimizer or optimizer.startswith("adamw") else f"{name} ({optimizer})"
 
 
-def shown(value: float | None, spec: str) -> str:
+def cell(value: float | None, spec: str) -> str:
     """A number as text; a missing one as –."""
     return NONE if pd.isna(value) else f"{value:{spec}}"
 
@@ -65,7 +65,7 @@ def ended(of: pd.DataFrame) -> pd.DataFrame:
     return of[of.state != "unfinished"]
 
 
-def differences(a: pd.Series, b: pd.Series) -> list[float]:
+def differences_by_seed(a: pd.Series, b: pd.Series) -> list[float]:
     """b - a of figures by seed, over the seeds of both; infinite where one of the two has diverged."""
     pairs = pd.concat([a, b], axis=1, join="inner").to_numpy(dtype=float)
     return [math.inf if np.isinf(pair).any() else pair[1] - pair[0] for pair in pairs]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from dlr_pretrain.analysis.runs import NONE, Runs, differences, differing, ended, shown, spread
+from dlr_pretrain.analysis.runs import NONE, Runs, cell, differences_by_seed, differing, ended, spread
 from dlr_pretrain.config.tree import CONFIG_DIR
-from dlr_pretrain.util.text import table as markdown_table
+from dlr_pretrain.util.text import markdown_table
 
 CONVENTION = (
     "PPL is the unbiased perplexity after the last update. PPL (convention) is what scripts of the GaLore family "
@@ -63,12 +63,12 @@ def groups_table(found: Runs) -> Table:
             "Seeds": ", ".join(map(str, of.seed[of.state == "finished"])),
             "PPL": spread(ended(of).ppl),
             "PPL (convention)": spread(ended(of).convention),
-            "M tokens": shown(of.tokens.max() / 1e6, ",.4g"),
-            "M parameters": shown(of.parameters.max() / 1e6, ",.4g"),
-            "PFLOPs": shown(of.flops.max() / 1e15, ",.3g"),
+            "M tokens": cell(of.tokens.max() / 1e6, ",.4g"),
+            "M parameters": cell(of.parameters.max() / 1e6, ",.4g"),
+            "PFLOPs": cell(of.flops.max() / 1e15, ",.3g"),
             "Precision": group.shared["precision.name"],
             "Packing": group.shared["data.packing"],
-            "lr": shown(group.shared["train.lr"], "g"),
+            "lr": cell(group.shared["train.lr"], "g"),
         })  # fmt: skip
     notes = [f"Mean ± standard deviation (seeds). {CONVENTION} Tokens count padding, up to the last update."]
     return table("groups", "What was trained", rows, notes)
@@ -95,7 +95,7 @@ def pairs_table(found: Runs) -> Iterator[Table]:
             "Backbone": group.label.replace("+dlr", "", 1),
             "PPL plain": spread(without.ppl),
             "PPL with DLR": spread(with_dlr.ppl),
-            "Δ PPL": spread(differences(without.ppl, with_dlr.ppl), "+.2f"),
+            "Δ PPL": spread(differences_by_seed(without.ppl, with_dlr.ppl), "+.2f"),
         })  # fmt: skip
         if odd := sorted({*without.index} ^ {*with_dlr.index}):
             seeds = ", ".join(odd)
@@ -108,8 +108,8 @@ def runs_table(found: Runs) -> Table:
     """Each run: how far it came, and what it took."""
     rows = [
         {"Run": run.folder, "Seed": run.seed, "State": run.state, "Steps": f"{run.step:,} of {run.planned:,}",
-         "Loss": shown(run.loss, ".4f"), "PPL": shown(run.ppl, ",.2f"), "tokens/s": shown(run.speed, ",.0f"),
-         "MFU": shown(run.mfu, ".3f"), "GB a rank": shown(run.memory, ".2f"), "Machine": run.machine}
+         "Loss": cell(run.loss, ".4f"), "PPL": cell(run.ppl, ",.2f"), "tokens/s": cell(run.speed, ",.0f"),
+         "MFU": cell(run.mfu, ".3f"), "GB a rank": cell(run.memory, ".2f"), "Machine": run.machine}
         for run in found.runs.rename(columns={"name": "folder"}).itertuples()
     ]  # fmt: skip
     notes = [
@@ -124,14 +124,14 @@ def runs_table(found: Runs) -> Table:
 
 
 @cache
-def facts(name: str) -> pd.DataFrame:
+def published(name: str) -> pd.DataFrame:
     """One of the paper's tables: table1 or measured."""
     return pd.read_csv(Path(__file__).with_name(f"{name}.csv"))
 
 
 def printed(name: str, method: str, scale: str) -> dict | None:
     """What a table prints for a method at a scale, by column; None if nothing."""
-    table = facts(name)
+    table = published(name)
     rows = table[(table.method == method) & (table.scale == scale)].to_dict("records")
     return {column: value for column, value in rows[0].items() if not pd.isna(value)} if rows else None
 
@@ -151,7 +151,7 @@ def paper_table(found: Runs) -> Iterator[Table]:
          "convention": spread(ended(of).convention), "ours": spread(ended(of).ppl)}
         for group, of in found.groups()
     ])  # fmt: skip
-    merged = facts("table1").merge(ours, how="left", on=["scale", "method"])
+    merged = published("table1").merge(ours, how="left", on=["scale", "method"])
     merged = merged[merged.scale.isin(merged.scale[merged.label.notna()])]
     rows = [
         {"Scale": row.scale, "Method": row.method if pd.isna(row.label) else row.label,

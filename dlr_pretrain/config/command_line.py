@@ -268,7 +268,7 @@ def configure(
     try:
         own = OmegaConf.masked_copy(composed, [str(name) for name in composed if name != "hydra"])
         tree: Any = OmegaConf.to_container(own, resolve=True)
-        cfg = parse(tree, _declared(tree, words, line), given)
+        cfg = parse(tree, _keys_of_run(tree, words, line), given)
     except OmegaConfBaseException as error:
         found = [Problem(str(error.full_key), MISSING, first_line(error))]
     except ConfigError as error:
@@ -296,7 +296,7 @@ def _search(line: CommandLine) -> list[str]:
     return [] if line.config_dir is None else [f"hydra.searchpath=[file://{os.path.abspath(line.config_dir)}]"]
 
 
-def _declared(tree: dict, words: list[str], line: CommandLine) -> dict[str, Key]:
+def _keys_of_run(tree: dict, words: list[str], line: CommandLine) -> dict[str, Key]:
     """The keys of a run. What a user's own option declares is what is there without the keys of the command line."""
     values = flatten(tree)
     if all(values.get(f"{group}.name") in known for group, known in OPTIONS.items()):

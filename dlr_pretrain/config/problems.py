@@ -44,7 +44,7 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        given = self.key if self.value is MISSING else f"{self.key}={shown(self.value)}"
+        given = self.key if self.value is MISSING else f"{self.key}={as_typed(self.value)}"
         return redact(f"{given}: {self.rule}" + (f". {self.fix}" if self.fix else ""))
 
 
@@ -98,7 +98,7 @@ def nearest(name: str, known: Collection[str]) -> str:
     return best if same or likeness(best) >= 0.75 else ""
 
 
-def shown(value: object) -> str:
+def as_typed(value: object) -> str:
     """A value as a user types it: null, true, 0.5."""
     if value is None:
         return "null"

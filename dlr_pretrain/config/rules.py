@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping
 
 from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
-from dlr_pretrain.config.problems import Problem, redact, shown
+from dlr_pretrain.config.problems import Problem, as_typed, redact
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
 
@@ -72,7 +72,7 @@ def _reasons(name: str, cfg: Config, values: Mapping[str, object], given: Collec
         if name.startswith(key) and other in values and values[other] not in wanted:
             group, leaf = other.split(".")
             option = values[f"{group}.name" if leaf == "enabled" else other]
-            yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={shown(option)}"
+            yield f"{group}={option}" if leaf in ("enabled", "view", "source") else f"{other}={as_typed(option)}"
     if name == "backbone.init" and _starts_from_weights(cfg):
         yield "the factors start from run.start_from"
     if name == "data.revision" and not (cfg.data.root or "").startswith("hf://"):

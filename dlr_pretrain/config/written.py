@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dlr_pretrain.config.knobs import OPTIONS
-from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, did_you_mean, shown
+from dlr_pretrain.config.problems import MISSING, ConfigError, Problem, as_typed, did_you_mean
 from dlr_pretrain.config.tree import GROUPS, KEYS, KINDS, MANDATORY, OPEN_GROUPS, SECTIONS, Choice, Config, Key, keys_of
 from dlr_pretrain.util.errors import UserError, first_line
 
@@ -66,12 +66,12 @@ def all_keys(tree: Mapping) -> dict[str, Key]:
         if section := OPTIONS[group].get(str(chosen.get("name"))):
             knobs = dict(keys_of(section))
         else:
-            knobs = {knob: _declared(knob, default) for knob, default in chosen.items()}
+            knobs = {knob: _own_key(knob, default) for knob, default in chosen.items()}
         keys |= {f"{group}.{knob}": found for knob, found in {**knobs, "name": NAME}.items()}
     return keys
 
 
-def _declared(knob: str, default: object) -> Key:
+def _own_key(knob: str, default: object) -> Key:
     typed = type(default) in KINDS and "${" not in str(default)
     return Key(type(default) if typed else object, default, fixed=knob == "factorized")
 
@@ -148,7 +148,9 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
 
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:
     """The keys of ``differences`` as text."""
-    return between.join(f"{name}: {shown(there)} there, {shown(here)} here" for name, (there, here) in changed.items())
+    return between.join(
+        f"{name}: {as_typed(there)} there, {as_typed(here)} here" for name, (there, here) in changed.items()
+    )
 
 
 def shorter_run(cfg: Config) -> str:

@@ -43,7 +43,7 @@ NOT_LINES = [
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
 
-Row = bytes | str | dict  # a line of JSON, a text, or a record
+RawRow = bytes | str | dict  # a line of JSON, a text, or a record
 
 
 def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
@@ -52,10 +52,10 @@ def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
     Its first bytes, not its name, say how it is compressed: downloads may change either. The file is open at its start,
     where it is left. Raises UserError if it cannot be read.
     """
-    head = _head(file, stream)
+    head = _first_bytes(file, stream)
     found = next((suffix for magic, suffix in COMPRESSED.items() if head.startswith(magic)), "")
     if found:
-        head = _head(file, stream, found)
+        head = _first_bytes(file, stream, found)
     if not head:
         return "empty", found
     named = next((kind for suffix, kind in SUFFIXES.items() if file.name.lower().endswith(suffix)), None)
@@ -72,7 +72,7 @@ def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
     return kind, found
 
 
-def _head(file: File, stream: BinaryIO, compression: str = "") -> bytes:
+def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     """The first bytes of the content. Raises UserError if they are those of something else than a shard."""
     begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
     try:
@@ -105,7 +105,7 @@ def _decompressed(stream: BinaryIO, compression: str) -> Any:
 
 def rows(
     file: File, text_key: str, by_paragraph: bool = False, cache: str | None = None, start: int = 0
-) -> Iterator[Row]:
+) -> Iterator[RawRow]:
     """The rows of a file from row ``start`` on, for ``parse_text``. Raises UserError, which names the row, if the file
     is damaged."""
     number = start
@@ -113,7 +113,7 @@ def rows(
         kind, compression = sniff(file, stream)
         try:
             if (kind, compression) == ("lines", ".gz"):
-                found: Iterator[Row] = gunzip.lines(stream, kept_beside(file, cache), start)
+                found: Iterator[RawRow] = gunzip.lines(stream, kept_beside(file, cache), start)
             else:
                 found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
             for number, row in enumerate(found, start + 1):  # noqa: B007 (the error below names it)
@@ -123,7 +123,7 @@ def rows(
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
 
 
-def _rows(kind: str, stream: Any, text_key: str, start: int, by_paragraph: bool) -> Iterator[Row]:
+def _rows(kind: str, stream: Any, text_key: str, start: int, by_paragraph: bool) -> Iterator[RawRow]:
     if kind in BINARY.values():
         yield from _records(kind, stream, text_key, start)
     elif kind == "text" and not by_paragraph:
@@ -170,7 +170,7 @@ def _columns(names: Sequence[str], text_key: str) -> Sequence[str]:
     return [column] if column in names else names
 
 
-def parse_text(row: Row, text_key: str, address: str, document: int) -> str:
+def parse_text(row: RawRow, text_key: str, address: str, document: int) -> str:
     """The text of a row; a blank line is an empty document. Bytes that are not UTF-8 become U+FFFD."""
     if isinstance(row, str):
         return row

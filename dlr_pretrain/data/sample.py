@@ -33,7 +33,7 @@ MARKUP = re.compile(r":[\w:+.-]+:(?=`)|[`*]+[~!]?")  # roles, code and emphasis;
 MIN_SPACES = 6  # a shorter paragraph is a label
 
 
-def prepare(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
+def folder_of(root: Path | None, name: str | None, progress: Callable[[str], None]) -> Path:
     """The folder of the sample ``name`` (default: this Python's) below ``root`` (default: the user cache).
 
     It is harvested if it is not there. Raises UserError if only another Python could make it.

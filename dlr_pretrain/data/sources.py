@@ -22,7 +22,7 @@ from dlr_pretrain.config.tree import Data
 from dlr_pretrain.data import sample
 from dlr_pretrain.data.documents import Block, text_blocks
 from dlr_pretrain.data.files import File, find, open_file, pinned
-from dlr_pretrain.data.formats import SUFFIXES, Row, parse_text, rows, sniff
+from dlr_pretrain.data.formats import SUFFIXES, RawRow, parse_text, rows, sniff
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.data.tokens import TokenSource
 from dlr_pretrain.util.errors import UserError
@@ -50,7 +50,7 @@ def open_source(cfg: Config, progress: Callable[[str], None] | None = None, vers
     if data.source == "tokens":
         return TokenSource(Path(data.root or ""))
     if data.source == "sample":
-        folder = sample.prepare(Path(data.root) if data.root else None, version, progress)
+        folder = sample.folder_of(Path(data.root) if data.root else None, version, progress)
         root, version = str(folder), folder.name
     else:
         root, version = pinned(data.root or "", data.revision, version)
@@ -189,7 +189,7 @@ def _hash(text: str) -> int:
 
 
 @lru_cache(maxsize=KEPT_FILES)
-def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[Row]:
+def _kept_rows(file: File, text_key: str, by_paragraph: bool, cache: str | None) -> list[RawRow]:
     """All rows of a small file: several streams read it, each every m-th row."""
     return list(rows(file, text_key, by_paragraph, cache))
 

@@ -141,7 +141,7 @@ def _manifest(root: Path) -> dict:
     raise UserError(f"{path}: {rule}. {PREPARE} again, into another folder")
 
 
-def prepare(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
+def make_tokens(source: TextSource, tokenizer: Tokenizer, output: Path, workers: int) -> Iterator[bool]:
     """Tokenise ``source`` into ``output`` with ``workers`` processes; if 1, in this process.
 
     Yields of each shard in order whether it was there before. Raises UserError if the folder holds something else, the

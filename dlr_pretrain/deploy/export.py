@@ -28,7 +28,7 @@ from dlr_pretrain.models.start import listed
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.process import without_warnings
-from dlr_pretrain.util.text import loading, table
+from dlr_pretrain.util.text import loading, markdown_table
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
@@ -60,7 +60,7 @@ For PEFT give `target_modules="all-linear"` or `["a", "b"]`: LLaMA's `q_proj` an
 # vocabulary 32,000, new and shortly trained models: fp32 3e-6 (tiny, 60m); bf16 0.03 (tiny, 60m) to 0.07 (350m, full).
 # A residual that was left unfolded shows as 0.4, a wrong RoPE base as 0.06 to 0.14. Training lets rounding errors grow:
 # fp32 against fp64 of 24 CoLA blocks differ by 4e-6 when new, by 8e-5 and 7e-3 with all weights doubled and tripled.
-BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
+LOGIT_BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.25}
 VERIFIED_SEQUENCES = 2
 PROBE = "The tokenizer's own check: 3,141 ways\nto write </s>, “naïve” ﬁnds and  two  spaces."
 
@@ -220,13 +220,13 @@ def card(cfg: Config, record: dict[str, object], trained: Config, loadable: bool
         scale=cfg.scale.name,
         title=title,
         use=use,
-        numbers=table(["", ""], ([key, shown(value)] for key, value in rows.items())),
+        numbers=markdown_table(["", ""], ([key, few_digits(value)] for key, value in rows.items())),
         configuration=OmegaConf.to_yaml(OmegaConf.create({section: tree[section] for section in OF_THE_MODEL})),
         citation=citation if trained.dlr.enabled else "",
     )
 
 
-def shown(value: object, digits: int = 4) -> str:
+def few_digits(value: object, digits: int = 4) -> str:
     """A number in few digits, anything else as it is."""
     if isinstance(value, float):
         return f"{value:.{digits}g}"
@@ -290,10 +290,10 @@ def agreement(
     del model  # before the folder's own is there
     exported, tokenizer = open_folder(folder, torch.float32)
     difference = ((exported(input_ids=ids).logits - trained).abs().max() / trained.std()).item()
-    if not difference <= BOUNDS[rounded]:  # NaN is beyond it too
+    if not difference <= LOGIT_BOUNDS[rounded]:  # NaN is beyond it too
         raise UserError(
             f"{folder}: the logits that transformers computes differ from the trained model's by {difference:.2g} of "
-            f"their standard deviation, beyond the bound of {BOUNDS[rounded]:g}"
+            f"their standard deviation, beyond the bound of {LOGIT_BOUNDS[rounded]:g}"
         )
     given, wanted = tokenizer(PROBE, split_special_tokens=True).input_ids, own.encode([PROBE])[0].tolist()
     if isinstance(own, FastTokenizer):  # where the end of a document is a word as well, training leaves it out of texts

@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 from dlr_pretrain.config import Config, parse
 from dlr_pretrain.config.written import MANIFEST, read_config, read_record
 from dlr_pretrain.data import ValidationSet, inputs_and_targets, load_tokenizer, open_source, validation_set
-from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, shown
+from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed, export, few_digits
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.dlr import folded_state, marks, residuals
 from dlr_pretrain.models.residual import MergedResiduals
@@ -58,7 +58,7 @@ def fold_checkpoint(
         written = deployed(cfg, folded, dense, dtype)
         found = consistency(cfg, tensors, folded, *written, validation_of(run, cfg, tokens), device)
         record = record | {f"fold/{name}": value for name, value in found.items()}
-        told = {name.replace("_", " "): shown(value, 6) for name, value in found.items() if value is not None}
+        told = {name.replace("_", " "): few_digits(value, 6) for name, value in found.items() if value is not None}
         report = [f"{name:<29} {value}" for name, value in told.items()]
         if found["weights_identical"] is False:
             raise UserError(f"{run}: the folded model does not compute what was trained: {'; '.join(report)}")

@@ -54,10 +54,10 @@ def read_table(words: Sequence[str]) -> list[Line]:
     lines = expand([word for word in words if word not in files])
     if len(files) > 1:
         raise UserError(f"{files[1]}: a second runs file. Write overrides as key=value")
-    return combine(read_runs(Path(files[0])), lines) if files else lines
+    return combine(read_lines(Path(files[0])), lines) if files else lines
 
 
-def read_runs(path: Path) -> list[Line]:
+def read_lines(path: Path) -> list[Line]:
     """The runs of a runs file, in the order of its lines."""
     lines = []
     try:
@@ -134,7 +134,7 @@ def _load(line: Line, machine: bool) -> Config | ConfigError:
 
 
 def write_words(path: str, number: str) -> None:
-    lines = read_runs(Path(path))
+    lines = read_lines(Path(path))
     if not 1 <= int(number) <= len(lines):
         raise UserError(f"{path} has {len(lines)} runs, and this is task {number}. Submit --array=1-{len(lines)}")
     sys.stdout.write("".join(f"{word}\0" for word in lines[int(number) - 1].words))

@@ -34,7 +34,7 @@ def parser_of(name: str, about: str, epilog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def read_options(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of a command, and those for sbatch, which follow a lone ``--``."""
     cut = argv.index("--") if "--" in argv else len(argv)
     given, for_sbatch = parser.parse_intermixed_args(argv[:cut]), list(argv[cut + 1 :])

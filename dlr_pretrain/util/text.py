@@ -32,7 +32,7 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
     """A table without a final line feed; the columns whose indices are in ``right`` are right-aligned."""
     numeric = set(right)
     rule = ["---:" if i in numeric else "---" for i in range(len(header))]

@@ -9,13 +9,13 @@ import pytest
 from dlr_pretrain.analysis.tables import recipe
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config, ConfigError, flatten, to_dict
-from dlr_pretrain.launch.runs import read_runs
+from dlr_pretrain.launch.runs import read_lines
 from tests.conftest import ROOT
 
 TABLE1 = ("60m", "130m", "350m", "1b")
 BACKBONES = ("lowrank", "cola", "lost", "lax", "cola_lax")
 LINES = {
-    name: [line.words for line in read_runs(ROOT / f"slurm/{name}.runs")] for name in ("table1", "ablations", "large")
+    name: [line.words for line in read_lines(ROOT / f"slurm/{name}.runs")] for name in ("table1", "ablations", "large")
 }
 
 # The authors' sheets: a value, or one for each of 60m, 130m, 350m, 1b and, where there is one, 7b.

@@ -16,7 +16,7 @@ from data_corpus import NASTY, global_batches, make_config, same, write_shards
 
 from dlr_pretrain.data import documents, inputs_and_targets, open_source, open_tokenizer, validation_set
 from dlr_pretrain.data.sources import TextSource
-from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, prepare
+from dlr_pretrain.data.tokens import MANIFEST, TOKENIZER, TokenSource, make_tokens
 from dlr_pretrain.train.record import open_record, update_record
 from dlr_pretrain.util.errors import EXIT_CONFIG, UserError
 from tests.conftest import ROOT, main_of
@@ -40,7 +40,7 @@ def opened(cfg):
 def make(root: Path, model: Path, output: Path, workers: int = 1) -> list[bool]:
     """Prepare, and return of each shard whether it was there."""
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
-    return list(prepare(source, tokenizer, output, workers))
+    return list(make_tokens(source, tokenizer, output, workers))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_a_large_vocabulary_rows_that_are_left_out_and_another_end(tmp_path):
     keys = {"train__seq_len": 16, "eval__packing": "packed", "train__global_batch": 4}
     own = {"tokenizer__path": tmp_path / "words.json", "tokenizer__eos": "END", "data__bad_rows": "skip"}
     text = opened(make_config("local", data__root=tmp_path / "text", data__held_out=0.1, **keys, **own))
-    list(prepare(*text[1:], tmp_path / "tokens", 1))
+    list(make_tokens(*text[1:], tmp_path / "tokens", 1))
     made = TokenSource(tmp_path / "tokens")
     assert made.vocab_size == 70_001 and made.shard(made.train_shards[0])[0].dtype == np.int32
     tokens = opened(make_config("tokens", data__root=tmp_path / "tokens", **keys))
@@ -146,7 +146,7 @@ def test_a_worker_that_dies_is_told(root, model, tmp_path):
     _, source, tokenizer = opened(make_config(data__root=root, tokenizer__path=model))
     source.__class__ = Deadly
     with pytest.raises(UserError, match=r"terminated abruptly.*--workers.*are kept"):
-        list(prepare(source, tokenizer, tmp_path / "tokens", 2))
+        list(make_tokens(source, tokenizer, tmp_path / "tokens", 2))
 
 
 def test_a_folder_of_something_else_is_not_touched(root, model, made, tmp_path):

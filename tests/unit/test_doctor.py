@@ -97,7 +97,7 @@ def test_too_little_room_fails_and_what_the_run_has_saved_counts(words, tmp_path
 @pytest.mark.usefixtures("no_export")
 def test_the_planned_checkpoint_is_the_real_one(train, words, tmp_path):
     folder = train(tmp_path / "run", "backbone=cola", "dlr=on", "train.steps=2", "precision=bf16_mixed")
-    planned = plan.disk(load(words("backbone=cola", "dlr=on", "precision=bf16_mixed")), 120)["checkpoint"]
+    planned = plan.disk_bytes(load(words("backbone=cola", "dlr=on", "precision=bf16_mixed")), 120)["checkpoint"]
     (part,) = (folder / "checkpoints" / "step_00000002").glob("part_*")
     header = int.from_bytes(part.read_bytes()[:8], "little") + 8
     assert part.stat().st_size - header == pytest.approx(planned, rel=0.01)

@@ -16,7 +16,7 @@ import pytest
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError, identity, to_dict
 from dlr_pretrain.launch import local
-from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_runs
+from dlr_pretrain.launch.runs import PlannedRun, expand, load_runs, read_lines
 from dlr_pretrain.launch.state import JOB, Status, last_job, status_of
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED, Stopped, UserError
@@ -71,20 +71,20 @@ def test_a_matrix_is_the_product_of_its_values_in_order(tmp_path):
     assert lines[0].words == ("scale=60m", "backbone=cola", "dlr=off", "data.text_key='a b'", "seed=41")
     assert lines[-1].words == ("scale=130m", "backbone=cola", "dlr=on", "data.text_key='a b'", "seed=42")
     (tmp_path / "one.runs").write_text(f"{lines[-1]}\n")
-    (run,) = load_runs(read_runs(tmp_path / "one.runs"))
+    (run,) = load_runs(read_lines(tmp_path / "one.runs"))
     assert to_dict(run.cfg) == to_dict(load(list(lines[-1].words), machine=False))
 
 
 def test_a_runs_file_has_comments_and_quotes_and_no_shell(tmp_path):
     path = tmp_path / "my.runs"
     path.write_text("# it's a comment\n\n  seed=1\n'data.train_files=/a b/*.gz' run.dir=a#b $HOME\n")
-    files, *rest = read_runs(path)[1].words
+    files, *rest = read_lines(path)[1].words
     assert (files, rest) == ("data.train_files=/a b/*.gz", ["run.dir=a#b", "$HOME"])
     bad = {"# nothing": "holds no run", "seed=1\n'x": rf"{path}:2: no closing quotation", "é": "cannot be read"}
     for text, said in bad.items():
         path.write_text(text, encoding="latin-1")
         with pytest.raises(UserError, match=said):
-            read_runs(path)
+            read_lines(path)
 
 
 def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path):
@@ -92,7 +92,7 @@ def test_every_problem_of_every_line_is_said_at_once_with_file_and_line(tmp_path
     lines = ["seed=1", "backbone=colla", "", "train.lrr=1", "train.lrr=1 seed=9", "seed=1", "-m seed=1"]
     path.write_text("\n".join([*lines, *(f"seed={i}" for i in range(20, 33))]))  # enough for processes
     with pytest.raises(ConfigError) as caught:
-        load_runs(read_runs(path))
+        load_runs(read_lines(path))
     for said in (":2: backbone=colla: must be one of", ":4: train.lrr=1: no such key.",
                  f":6: run.dir=runs/60m-lowrank-dlr_off-s1: is the run directory of {path}:1, too",
                  ":7: -m: asks for several runs"):  # fmt: skip
@@ -129,7 +129,7 @@ def test_only_what_is_due_is_queued_and_only_where_it_is_noted(scheduler, table,
     assert main([*words, "--limit", "1", "--", "--mem=4G"]) == 0
     given = asked.read_text().splitlines()
     assert {f"--array={failed.number},{fresh.number}%1", "--mem=4G"} < set(given) and given[-2] == "slurm/array.sbatch"
-    assert [str(line) for line in read_runs(Path(given[-1]))] == [str(run.line) for run in runs]
+    assert [str(line) for line in read_lines(Path(given[-1]))] == [str(run.line) for run in runs]
     assert last_job(fresh.dir)["job"] == "70_5" and last_job(fresh.dir)["log"].endswith("/70_5.log")
     queue.write_text("9_2 RUNNING\n70_3 PENDING\n70_5 RUNNING\n")
     asked.unlink()

@@ -24,7 +24,7 @@ import torch
 from dlr_pretrain.analysis import figures
 from dlr_pretrain.analysis.report import write_report, write_reports
 from dlr_pretrain.analysis.runs import NONE, ended, read_runs, spread
-from dlr_pretrain.analysis.tables import facts, groups_table, pairs_table, paper_table, run_tables, table
+from dlr_pretrain.analysis.tables import groups_table, pairs_table, paper_table, published, run_tables, table
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
@@ -231,7 +231,7 @@ def test_the_papers_table_stands_beside_runs_that_it_shares_a_row_with(tmp_path)
     a_run(tmp_path / "rank", *PAPER, "dlr=on", "backbone.rank=64", "train.lr=0.001", seed=41)
     (table,) = paper_table(read_runs([tmp_path]))
     rows = table.frame.set_index("Method")
-    assert len(facts("table1")) == 64 and set(table.frame.Scale) == {"60m"}
+    assert len(published("table1")) == 64 and set(table.frame.Scale) == {"60m"}
     row = rows.loc["cola+dlr (backbone.rank=128, train.lr=0.01)"]
     assert row["PPL paper"] == "32.96 ± 0.06"
     assert row["PPL (convention)"] == f"{logged(tmp_path / 'a', name=CONVENTION):,.2f} (1)"

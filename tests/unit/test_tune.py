@@ -15,7 +15,7 @@ import pytest
 
 from dlr_pretrain.analysis import tune
 from dlr_pretrain.config import identity
-from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_runs, read_table
+from dlr_pretrain.launch.runs import PlannedRun, load_runs, read_lines, read_table
 from dlr_pretrain.train.record import record_state, update_record
 from dlr_pretrain.util.errors import EXIT_FAILED
 from scripts.tune import main
@@ -240,7 +240,7 @@ def test_a_queue_trains_the_grid_and_the_same_command_goes_on(given, scheduler, 
         pretend(run)
     queue.write_text("")
     give()
-    fresh = read_runs(Path(asked.read_text().splitlines()[-1]))
+    fresh = read_lines(Path(asked.read_text().splitlines()[-1]))
     assert ["train.lr=0.003" in line.words and line.words[-1] == "seed=5" for line in fresh] == [True, True]
     assert not trained
 
