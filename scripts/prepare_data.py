@@ -7,7 +7,6 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from tqdm import tqdm
 
@@ -19,6 +18,7 @@ from dlr_pretrain.data.sources import TextSource, open_source
 from dlr_pretrain.data.tokenizer import open_tokenizer
 from dlr_pretrain.data.tokens import TokenSource, make_tokens
 from dlr_pretrain.util.errors import UserError, at_least_1, command
+from dlr_pretrain.util.files import write_durably
 from dlr_pretrain.util.process import cores
 
 OF_RUNS = ("data.seed", "data.streams", "data.packing", "data.mask_documents")  # say nothing about texts or tokens
@@ -79,14 +79,10 @@ def own_tokenizer(source: TextSource, output: Path, size: int) -> Path:
         if (characters := characters + len(text)) > TRAINING_TEXT:
             break
     path.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:  # another command may train it, too
-        draft = Path(folder, path.name)
-        try:
-            train_tokenizer(draft, texts, size)
-        except RuntimeError as error:  # raised by sentencepiece
-            raise UserError(f"no tokenizer of {size} tokens can be trained on these texts: {error}") from None
-        if not path.exists():
-            draft.replace(path)
+    try:
+        write_durably(path, train_tokenizer(texts, size))
+    except RuntimeError as error:  # raised by sentencepiece
+        raise UserError(f"no tokenizer of {size} tokens can be trained on these texts: {error}") from None
     return path
 
 

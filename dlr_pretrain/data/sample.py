@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import io
 import json
 import platform
 import re
@@ -53,7 +54,7 @@ def folder_of(root: Path | None, name: str | None, progress: Callable[[str], Non
         documents = list(harvest())
         lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in documents)
         (draft / f"text-{hashlib.sha256(lines).hexdigest()[:16]}.jsonl").write_bytes(lines)
-        train_tokenizer(draft / TOKENIZER_FILE, documents, VOCAB_SIZE)
+        (draft / TOKENIZER_FILE).write_bytes(train_tokenizer(documents, VOCAB_SIZE))
         with suppress(OSError):  # another process was faster
             draft.rename(folder)
     return folder
@@ -93,19 +94,20 @@ def prose(block: str) -> list[str]:
     return [text for text in texts if text.count(" ") >= MIN_SPACES]
 
 
-def train_tokenizer(path: Path, documents: list[str], vocab_size: int) -> None:
-    """Train a SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
+def train_tokenizer(documents: list[str], vocab_size: int) -> bytes:
+    """A SentencePiece unigram model in T5's layout: <pad> 0, </s> 1, <unk> 2, no beginning-of-text."""
     from sentencepiece import SentencePieceTrainer
 
-    with path.open("wb") as model:
-        SentencePieceTrainer.train(
-            sentence_iterator=(line for document in documents for line in valid_text(document).split("\n")),
-            model_writer=model,
-            model_type="unigram",
-            vocab_size=vocab_size,
-            hard_vocab_limit=False,  # a small text may yield fewer tokens
-            character_coverage=0.9999,
-            pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
-            num_threads=min(cores(), 8),
-            minloglevel=2,
-        )  # fmt: skip
+    model = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=(line for document in documents for line in valid_text(document).split("\n")),
+        model_writer=model,
+        model_type="unigram",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,  # a small text may yield fewer tokens
+        character_coverage=0.9999,
+        pad_id=0, eos_id=1, unk_id=2, bos_id=-1, pad_piece="<pad>",
+        num_threads=min(cores(), 8),
+        minloglevel=2,
+    )  # fmt: skip
+    return model.getvalue()

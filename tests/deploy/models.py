@@ -59,5 +59,5 @@ def exported(folder: Path, spiece: Path, cfg: Config, rows: int = 100, seed: int
 def tokenizer_of(folder: Path, texts: list[str], pieces: int = 90) -> Path:
     """A sentencepiece model in T5's layout, trained on ``texts``."""
     folder.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(folder / "spiece.model", texts, vocab_size=pieces)
+    (folder / "spiece.model").write_bytes(train_tokenizer(texts, vocab_size=pieces))
     return folder / "spiece.model"
