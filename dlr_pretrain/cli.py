@@ -18,7 +18,7 @@ from dlr_pretrain.config import MISSING, Config, ConfigError, Problem
 from dlr_pretrain.config.command_line import VERSION_BASE, CommandLine, check, configure, read
 from dlr_pretrain.config.tree import CONFIG_DIR
 from dlr_pretrain.config.written import shorter_run
-from dlr_pretrain.util.errors import Diverged, UserError, command, record, report, say_once
+from dlr_pretrain.util.errors import Diverged, UserError, command, record_for_torchrun, report_error, say_once
 
 
 def main(run: Callable[[Config], None]) -> int:
@@ -70,14 +70,14 @@ def _hand_to_hydra(line: CommandLine, run: Callable[[Config], None]) -> int:
                 say_once(note)
             run(cfg)
         except Diverged as error:
-            code = report(error)
+            code = report_error(error)
             if not line.multirun:
                 sys.exit(code)
             diverged.append(str(cfg.run.dir))
         except UserError as error:
-            sys.exit(report(error))
+            sys.exit(report_error(error))
         except Exception as error:
-            record(error)
+            record_for_torchrun(error)
             raise
 
     sys.argv = [typed[0], *line.flags, *line.words]  # Hydra's parser refuses words on both sides of a flag

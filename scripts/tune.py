@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         """Train, or queue, the runs that have not ended and are not in the queue. Returns the trials of all."""
         jobs = start(some, given, for_sbatch, same_text)
         same_text()
-        return [tune.trial(names[tune.own_words(run)], run, status_of(run, jobs).state) for run in some]
+        return [tune.trial_of(names[tune.own_words(run)], run, status_of(run, jobs).state) for run in some]
 
     trials = train_or_queue(runs)
     best = {method: tune.choose(design, trials, method)["lr"] for method in names.values()}

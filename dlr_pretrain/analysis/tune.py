@@ -81,7 +81,7 @@ def require_one_text(identities: dict[str, dict], keys: Iterable[str]) -> None:
             raise UserError(f"{key} of {other} is not that of {first}: {rule}")
 
 
-def trial(method: str, run: PlannedRun, state: str) -> dict:
+def trial_of(method: str, run: PlannedRun, state: str) -> dict:
     """A run as ``trials`` describe it; one whose last loss is not finite has diverged."""
     train = run.cfg.train
     found = {"method": method, "lr": train.lr, "seed": run.cfg.seed, "run": str(run.dir), "state": state}

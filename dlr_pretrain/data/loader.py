@@ -23,7 +23,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from dlr_pretrain.config import Config
 from dlr_pretrain.data.documents import Tokens, token_dtype
 from dlr_pretrain.data.sources import Source
-from dlr_pretrain.data.streams import DocumentStream, Position, Row, packed_rows, padded, padded_rows
+from dlr_pretrain.data.streams import DocumentStream, Position, Row, packed_rows, padded_documents, padded_rows
 from dlr_pretrain.data.tokenizer import Tokenizer
 from dlr_pretrain.util.errors import Stalled, Stopped, UserError
 
@@ -189,7 +189,7 @@ def validation_set(cfg: Config, source: Source, tokenizer: Tokenizer) -> Validat
         real = found + np.cumsum(np.minimum(ends - starts, seq_len) if pad else ends - starts)
         last = min(int(np.searchsorted(real, cfg.eval.tokens)), len(real) - 1)
         tokens, starts, found = tokens[: ends[last]], starts[: last + 1], int(real[last])
-        parts.append(padded(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
+        parts.append(padded_documents(tokens, starts, seq_len, tokenizer.pad_id, tokenizer.eos_id) if pad else tokens)
         has_text = has_text or len(tokens) > len(starts)
         if found >= cfg.eval.tokens:
             break

@@ -136,7 +136,7 @@ def separated(
     return ids, targets.masked_fill(ends, IGNORE), ends.cumsum(1) - ends.long()
 
 
-def padded(
+def padded_documents(
     tokens: np.ndarray, starts: np.ndarray, seq_len: int, pad_id: int, eos_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows [n, seq_len + 1] and their lengths, int32 [n]: a document each, padded, or cut to ``seq_len`` tokens, of
@@ -157,7 +157,7 @@ def padded(
 def padded_rows(chunks: Iterator[tuple[Position, Tokens]], seq_len: int, pad_id: int, eos_id: int) -> Iterator[Row]:
     """The documents of the chunks, one a row."""
     for position, chunk in chunks:
-        rows, lengths = padded(*chunk, seq_len, pad_id, eos_id)
+        rows, lengths = padded_documents(*chunk, seq_len, pad_id, eos_id)
         for done, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True), position.document + 1):
             yield row, length, position._replace(document=done, token=0)
 

@@ -51,7 +51,7 @@ def first_line(error: BaseException | str) -> str:
     return said.rstrip(".") or type(error).__name__
 
 
-def record(error: BaseException) -> None:
+def record_for_torchrun(error: BaseException) -> None:
     """Write the error to where torchrun's summary of failures reads it; a UserError without its traceback."""
     if isinstance(error, UserError):
         error.__traceback__, error.__cause__, error.__suppress_context__ = None, None, True
@@ -85,7 +85,7 @@ def exit_process(error: UserError, say: bool = True) -> NoReturn:
     try:
         raise error  # torchrun's handler reads the exception that is being handled
     except UserError:
-        record(error)
+        record_for_torchrun(error)
     finally:
         os._exit(error.exit_code)
 
@@ -108,16 +108,16 @@ def command(act: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        return report(error)
+        return report_error(error)
     except KeyboardInterrupt:
         say_once("\ninterrupted")
         return EXIT_INTERRUPTED
 
 
-def report(error: UserError | OSError) -> int:
+def report_error(error: UserError | OSError) -> int:
     """Print an error that a user can fix, record it for torchrun, and return its exit code."""
     say_once(str(error) if isinstance(error, Stopped) else f"error: {error}")
-    record(error)
+    record_for_torchrun(error)
     return getattr(error, "exit_code", EXIT_FAILED)
 
 

@@ -176,7 +176,7 @@ def test_methods_are_runs_that_differ_in_rate_and_seed_alone(tmp_path):
     found = {
         "design": design,
         "chosen": {},
-        "trials": [tune.trial(names[tune.own_words(run)], run, "") for run in runs],
+        "trials": [tune.trial_of(names[tune.own_words(run)], run, "") for run in runs],
     }
     (remark,) = tune.remarks(found)
     assert remark.startswith("The budgets are not equal: lowrank+dlr ")
