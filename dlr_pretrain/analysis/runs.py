@@ -190,7 +190,8 @@ def _grouped(runs: pd.DataFrame, remarks: list[str]) -> pd.DataFrame:
     differ in DLR alone, ``shared`` is the identity without the seeds, and ``label`` is the group's name."""
     left_out = ("seed", "data.seed", *ORIGIN)
     same = [{key: value for key, value in identity.items() if key not in left_out} for identity in runs.identity]
-    runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[_text(shared, "dlr.") for shared in same])
+    without = [{key: value for key, value in shared.items() if not key.startswith("dlr.")} for shared in same]
+    runs = runs.assign(shared=same, key=[*map(_text, same)], pair=[*map(_text, without)])
     runs = runs.sort_values(["seed", "step"], ascending=[True, False], kind="stable")
     double = runs.duplicated(["key", "seed"])
     for run in runs[double].itertuples():
@@ -241,8 +242,6 @@ def _remarks_on(runs: pd.DataFrame) -> Iterator[str]:
             yield f"evaluations at {scale} are not all of the same text ({keys}): their losses do not compare"
 
 
-def _text(value: object, *without: str) -> str:
-    """``value`` as text, to compare it; keys that start with one of ``without`` are left out."""
-    if isinstance(value, dict) and without:
-        value = {key: one for key, one in value.items() if not key.startswith(without)}
+def _text(value: object) -> str:
+    """``value`` as text, to compare it."""
     return json.dumps(value, sort_keys=True, default=str)
