@@ -57,16 +57,12 @@ class TrainLoader:
     def __init__(
         self, cfg: Config, source: Source, tokenizer: Tokenizer, rank: int, world_size: int, state: State | None
     ):
-        if state is not None and set(state) != {str(v) for v in range(cfg.num_streams)}:
-            have = f"the checkpoint's data position has {len(state)} streams, and this run has {cfg.num_streams}"
-            raise UserError(f"{have}. Resume with the data.streams that the run was started with")
         share = cfg.num_streams // world_size
         own = range(rank * share, (rank + 1) * share)
         positions = {v: Position(*state[str(v)]) if state is not None else Position() for v in own}
         self._queue: queue.SimpleQueue[Batch | Exception] = queue.SimpleQueue()
         self._room = threading.Semaphore(BATCHES_AHEAD)
         self._closed = threading.Event()
-        self._error: Exception | None = None
         self._batches = _batches(cfg, source, tokenizer, positions, self._closed)
         self._thread = threading.Thread(target=self._produce, name="data", daemon=True)
         self._thread.start()
@@ -78,10 +74,6 @@ class TrainLoader:
         """The next batch. Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready
         within ``patience`` seconds. A later call may still return it.
         """
-        if self._error is not None:
-            raise self._error
-        if self._closed.is_set():
-            raise StopIteration
         since = time.monotonic()
         while True:
             try:
@@ -94,7 +86,7 @@ class TrainLoader:
                     rule = f"no training data for {patience:.0f} s: their disk, or the hub, does not answer"
                     raise Stalled(f"{rule}. The same command continues once it does") from None
         if isinstance(item, Exception):
-            self._error = item
+            self._queue.put(item)  # for a later call
             raise item
         self._room.release()
         return item
