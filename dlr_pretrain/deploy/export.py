@@ -110,7 +110,7 @@ def export(
         checked = agreement(partial, cfg, tokenizer, *held, ids)
     for path in (*partial.rglob("*"), partial):
         sync(path)
-    if folder.exists():  # a run that was extended
+    if folder.exists():  # trained to its end a second time, such as after a lost checkpoint
         names = (folder.with_name(f"{folder.name}_{n}") for n in count(1))
         older = next(name for name in names if not name.exists())
         folder.rename(older)
