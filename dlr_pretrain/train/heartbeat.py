@@ -18,7 +18,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -35,7 +35,7 @@ NAMED = 4  # ranks that a message names, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
-class Heartbeat:
+class Heartbeat(AbstractContextManager["Heartbeat"]):
     """A thread of each rank that renews its beat, and ends a run that makes no progress for ``run.timeout_minutes``.
 
     That limit holds after the first step. Only time in which the thread ran itself counts: a job that was suspended as
@@ -63,9 +63,6 @@ class Heartbeat:
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
-
-    def __enter__(self) -> Heartbeat:
-        return self
 
     def take(self, run_dir: Path) -> str:
         """On rank 0: take the run directory. Returns the token of this start.

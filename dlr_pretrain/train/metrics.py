@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughp
 SPEED_WINDOW = 20  # steps over which it is averaged
 
 
-class MetricsFile:
+class MetricsFile(AbstractContextManager["MetricsFile"]):
     """``metrics.jsonl``: appended line by line by rank 0, cut back to the checkpoint when a run resumes."""
 
     def __init__(self, path: Path, resumed_step: int = 0):
@@ -57,9 +57,6 @@ class MetricsFile:
         if self.unwritten:
             raise OSError(self.refusal)
         os.fsync(self.file.fileno())
-
-    def __enter__(self) -> MetricsFile:
-        return self
 
     def __exit__(self, *_) -> None:
         self._append()

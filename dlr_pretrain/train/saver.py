@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ class _Unwritten(UserError):
     """A disk refused a write. The next attempt may succeed."""
 
 
-class Saver:
+class Saver(AbstractContextManager["Saver"]):
     """Writes the checkpoints of a run, one at a time: each rank writes its part, and rank 0 makes them a checkpoint.
 
     Before that, rank 0 makes sure that it still holds the run directory and that every line of ``metrics`` is on the
@@ -205,9 +206,6 @@ class Saver:
             of_disk, rank, text = min(failures)  # first what no other attempt can mend, then the lowest rank
             raise (_Unwritten if of_disk else UserError)(f"rank {rank}: {text}" if len(answers) > 1 else text)
         return [result for result, _ in answers]  # type: ignore[misc]  # nobody has failed
-
-    def __enter__(self) -> Saver:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         """Wait for a running save, which the end of the process would otherwise cut off.

@@ -10,7 +10,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class View:
+class View(AbstractContextManager["View"]):
     """Hands the records of each step to a sink, in a thread of its own: training never waits for it.
 
     Every call of the sink may block or fail.
@@ -54,9 +54,6 @@ class View:
     def log(self, record: dict) -> None:
         if self.thread.is_alive():
             self.records.put(record)
-
-    def __enter__(self) -> View:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         """Let the sink take what is waiting, but not for long."""
