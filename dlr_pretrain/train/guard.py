@@ -123,13 +123,9 @@ class Guard:
         rule = f"the last {self.skipped_in_a_row} updates were not finite"
         return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
 
-    def wants_save(self, step: int) -> bool:
-        """Whether to save after ``step``, beside the regular saves."""
+    def stops_after(self, step: int) -> bool:
+        """Whether the run was asked to save after ``step`` and end."""
         return self.stop_requested or step == self.cfg.train.stop_after
-
-    def leaves(self, step: int) -> bool:
-        """Whether the run ends after ``step``, finished or not."""
-        return self.stop_requested or step in (self.cfg.train.stop_after, self.cfg.train.steps)
 
     def require_sound(self, step: int, weights: Weights) -> None:
         """Before a save: raise UserError if weights are not finite, or differ between ranks.

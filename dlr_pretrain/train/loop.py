@@ -88,9 +88,9 @@ class Loop:
             if merges:
                 with self.meter.paused():
                     self.update.merge(self.step)
-            if saves or guard.wants_save(self.step):
+            if saves or guard.stops_after(self.step):
                 with self.meter.paused():
-                    self.save(final=guard.leaves(self.step))
+                    self.save(final=last or guard.stops_after(self.step))
             guard.raise_if_stopped(self.step)
         guard.raise_if_failed()
 
@@ -107,7 +107,7 @@ class Loop:
 
         Stops at an update that ends the run.
         """
-        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.wants_save(self.step)):
+        for step, outcome, batch in self.pending.ready(lambda: at_once or self.guard.stops_after(self.step)):
             if not self.guard.see(step, outcome, batch):
                 break
             self.streams = batch.state
