@@ -135,12 +135,15 @@ def _delete(directory: Path) -> None:
 class Stored:
     """A tensor in a checkpoint, read from the disk on demand, from every part that holds some of its rows."""
 
-    def __init__(self, pieces: list[tuple[int, Any]], rows: int | None):
-        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``Piece``."""
+    def __init__(self, pieces: list[tuple[int, Any]], rows: int | None, ranks: Ranks | None):
+        """``pieces``: the first row of each, and its slice in an open file; ``rows``: see ``Piece``.
+
+        With ``ranks``, rank 0 reads the whole tensor and the others receive it.
+        """
         self.pieces = sorted(pieces, key=lambda piece: piece[0])
         shape = tuple(pieces[0][1].get_shape())
         self.shape = shape if rows is None else (rows, *shape[1:])
-        self.ranks: Ranks | None = None  # if given, rank 0 reads the whole tensor and the others receive it
+        self.ranks = ranks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -185,19 +188,14 @@ class Checkpoint:
     def step(self) -> int:
         return self.state["step"]
 
-    def read_on_main(self, ranks: Ranks) -> None:
-        """From now on rank 0 reads whole tensors from the disk, and the other ranks receive them."""
-        for stored in (*self.model.values(), *self.optimizer.values()):
-            stored.ranks = ranks
-
     def close(self) -> None:
         """Release the files, which stay memory-mapped while anything refers to them."""
         self.model.clear()
         self.optimizer.clear()
 
 
-def load(directory: Path) -> Checkpoint:
-    """Open a checkpoint that ``newest`` has found valid."""
+def load(directory: Path, ranks: Ranks | None = None) -> Checkpoint:
+    """Open a checkpoint that ``newest`` has found valid; for ``ranks``, see ``Stored``."""
     content = json.loads((directory / CONTENT).read_text())
     pieces: dict[str, list[tuple[int, Any]]] = {}
     counts: dict[str, int | None] = {}
@@ -209,7 +207,7 @@ def load(directory: Path) -> Checkpoint:
 
     def group(prefix: str) -> dict[str, Stored]:
         names = (name for name in pieces if name.startswith(prefix))
-        return {name.removeprefix(prefix): Stored(pieces[name], counts[name]) for name in names}
+        return {name.removeprefix(prefix): Stored(pieces[name], counts[name], ranks) for name in names}
 
     return Checkpoint(directory, group("model/"), group("optimizer/"), content["state"], content["sha256"])
 

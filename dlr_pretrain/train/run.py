@@ -141,8 +141,6 @@ class Run:
             loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
-                if not weights.sharded:
-                    found.read_on_main(ranks)
                 loop.resume(found)
             streams = found.state["streams"] if found is not None else None
             loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)

@@ -58,7 +58,7 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
     All ranks must call.
     """
     if (path := ranks.on_main(lambda: newest(run_dir, say))) is not None:
-        found = checkpoint.load(path)
+        found = checkpoint.load(path, ranks)
         if changed := differences(found.state["identity"], ranks.on_main(lambda: read_record(run_dir)["identity"])):
             fix = "Move it away, or start a new run from it with run.start_from"
             raise UserError(f"{path}: it is of another run ({describe_differences(changed)}). {fix}")
@@ -107,7 +107,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
         folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size, tokenizer))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
-    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)))
+    found = checkpoint.load(ranks.on_main(lambda: _named(given, say)), ranks)
 
     def bind() -> dict:
         bind_identity(run_dir, {"run.start_from.weights": found.sha256})
