@@ -142,8 +142,7 @@ class Run:
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 loop.resume(found)
-            streams = found.state["streams"] if found is not None else None
-            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, streams)
+            loader = TrainLoader(cfg, text.source, text.tokenizer, ranks.rank, ranks.world_size, loop.streams or None)
             opened.enter_context(closing(loader))
             loop.fit(loader)
 
