@@ -119,15 +119,11 @@ class Loop:
             if evaluates and step == self.step:
                 with self.meter.paused(), self.weights.with_residual():
                     record |= self.evaluator(self.weights.model)
-            self.report(record)
-
-    def report(self, record: dict) -> None:
-        """Write and show ``record``."""
-        if self.metrics is not None:
-            self.metrics.write(record)
-        if self.view is not None:
-            self.view.log(record)
-        self.console.step(record, self.meter.seconds_per_step())
+            if self.metrics is not None:
+                self.metrics.write(record)
+            if self.view is not None:
+                self.view.log(record)
+            self.console.step(record, self.meter.seconds_per_step())
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
         """Save the state before update ``step``, which changed nothing, and raise the reason.
