@@ -55,7 +55,8 @@ class Ranks:
                 fix = "On several nodes, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network to use"
                 raise UserError(f"{reason}. {fix}") from error
         self.stop_requested = self.trained = False
-        self._handlers = {s: signal.signal(s, self._request_stop) for s in process.stop_signals()}
+        for number in process.stop_signals():
+            self._settings.callback(signal.signal, number, signal.signal(number, self._request_stop))
         self.stop_requested = process.stop_requested()
         torch.manual_seed(cfg.seed)
 
@@ -109,8 +110,8 @@ class Ranks:
                     answer[0] = _readable(decide)
                 except Exception as error:
                     own = error
-                    known = isinstance(error, UserError)
-                    answer[1] = error if known else UserError(f"rank 0 failed: {type(error).__name__}: {error}")
+                    other = UserError(f"rank 0 failed: {type(error).__name__}: {error}")
+                    answer[1] = error if isinstance(error, UserError) else other
             if self.world_size > 1:
                 dist.broadcast_object_list(answer, src=0, group=self.control)
         if answer[1] is not None:
@@ -208,8 +209,6 @@ class Ranks:
         """
         cause = self._cause(error)
         self._settings.close()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
         together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.started)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
