@@ -13,8 +13,8 @@ fp32           fp32               the working weights            fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -116,11 +116,9 @@ class Weights:
         state = self.state
         return {name: state[name] for name in self.trained}
 
-    @contextmanager
-    def with_residual(self) -> Iterator[None]:
+    def with_residual(self) -> AbstractContextManager[None]:
         """Within this context the model multiplies by state plus residual, rounded once. Outside, the state holds B."""
-        with self._merged.active():
-            yield
+        return self._merged.active()
 
     @cached_property
     def _merged(self) -> MergedResiduals:
