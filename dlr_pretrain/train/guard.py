@@ -70,7 +70,7 @@ class Guard:
     def _take(self, loader: TrainLoader) -> Batch:
         """The loader's next batch. An error becomes a UserError, because the state is sound and can be saved."""
         try:
-            return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.patience)
+            return loader.take(lambda: self.ranks.stop_requested, self.ranks.heartbeat.data_timeout)
         except (UserError, MemoryError):
             raise
         except Exception as error:  # from a library or the system

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import json
+import math
 import os
 import socket
 import sys
@@ -29,7 +30,6 @@ from dlr_pretrain.util.files import EXPIRY, read_beat
 
 T = TypeVar("T")
 INTERVAL = 5.0  # seconds between two heartbeats, at most
-PATIENCE = 3600.0  # seconds without progress that are allowed before the first step, and while ranks wait for rank 0
 BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
 NAMED = 4  # ranks that a message names, at most
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -51,15 +51,15 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self.rank = int(os.environ.get("RANK", 0))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         minutes = cfg.run.timeout_minutes
-        self.limit = None if minutes is None else 60 * minutes  # seconds; None: no limit
-        self.interval = INTERVAL if self.limit is None else min(INTERVAL, self.limit / 8)
+        self.limit = math.inf if minutes is None else 60 * minutes  # seconds
+        self.interval = min(INTERVAL, self.limit / 8)
         self.ticks = 0  # increases with every sign of progress
         self.step = 0
         self.started = False  # whether this process has completed a step
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
         self._file = -1  # of this rank's beat; -1 while there is none
         self._machine = machine()
-        self._limits: list[float] = []  # of the contexts ``within``, in seconds
+        self._limits: list[float] = []  # of the contexts ``may_wait``, in seconds
         self._left = False  # tells the others that this rank ended itself and was not lost
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -165,13 +165,13 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             yield item
 
     @property
-    def patience(self) -> float | None:
-        """Seconds that training may wait for data and still save before its process ends; None: no limit."""
-        return 0.8 * self.limit if self.limit is not None and self.started else None
+    def data_timeout(self) -> float:
+        """Seconds that training may wait for data and still save before its process ends."""
+        return 0.8 * self.limit if self.started else math.inf
 
     @contextmanager
-    def within(self, seconds: float = PATIENCE) -> Iterator[None]:
-        """Within this context the rank may stand still for ``seconds``; by default long, for rank 0 or for a disk."""
+    def may_wait(self, seconds: float = math.inf) -> Iterator[None]:
+        """Within this context the rank may stand still for ``seconds``, such as for rank 0 or for a disk."""
         self.ticks += 1
         self._limits.append(seconds)
         try:
@@ -182,25 +182,17 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     def _watch(self) -> None:
         """In the thread: renew the beat, and end the process if it stands still."""
-        ticks, still, last, dumped = -1, 0.0, time.monotonic(), False
+        ticks, still, last = -1, 0.0, time.monotonic()
         while not self._stopped.wait(self.interval):
             now = time.monotonic()
             passed, last = min(now - last, 2 * self.interval), now
-            if self.ticks != ticks:
-                ticks, still, dumped = self.ticks, 0.0, False
-            else:
-                still += passed
+            still = still + passed if self.ticks == ticks else 0.0
+            ticks = self.ticks
             self._renew()
-            if self.limit is None:
-                continue
-            strict = PATIENCE not in self._limits and (self.started or bool(self._limits))
-            if dumped or still < max(self._limits, default=self.limit if strict else PATIENCE):
-                continue
-            dumped = True
-            self._dump(f"no progress for {still:.0f} s after step {self.step}")
-            if strict:  # every rank that stands still ends itself
+            if still >= max(self._limits, default=self.limit if self.started else math.inf):
+                self._dump(f"no progress for {still:.0f} s after step {self.step}")
                 lost, speaks = self._verdict(f"no step for {still:.0f} s")
-                exit_process(lost, say=speaks)
+                exit_process(lost, say=speaks)  # so does every rank that stands still
 
     def _renew(self) -> None:
         """Write this rank's beat. If another start has taken the run over, this process ends."""

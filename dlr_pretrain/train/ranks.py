@@ -18,14 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import record_function
 
 from dlr_pretrain.config import Config, ConfigError, compiler_problem
-from dlr_pretrain.train.heartbeat import PATIENCE, Heartbeat
+from dlr_pretrain.train.heartbeat import Heartbeat
 from dlr_pretrain.util import process
 from dlr_pretrain.util.errors import Stopped, UserError, first_line, write_to_stderr
 
 T = TypeVar("T")
 CONNECT = 600.0  # seconds in which the devices of all ranks have to reach each other
+COLLECTIVE = 3600.0  # seconds that a collective may take at least, because ranks wait there for what rank 0 does alone
 SLACK = 120.0  # seconds beyond the limit after which a collective fails by itself, if the heartbeat has not ended it
-FOR_EVER = timedelta(days=1000)
+FOR_EVER = 1e8  # seconds
 BEFORE, AFTER = "before the first step of this start", "after the last step, before the folded checkpoint"
 
 
@@ -43,8 +44,7 @@ class Ranks:
         self.device = _device(cfg)
         self.control: dist.ProcessGroup | None = None
         process.die_with_agent()
-        limit = self.heartbeat.limit
-        self._wait = FOR_EVER if limit is None else timedelta(seconds=max(PATIENCE, limit + SLACK))
+        self._wait = timedelta(seconds=min(max(COLLECTIVE, self.heartbeat.limit + SLACK), FOR_EVER))
         if self.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
             try:
@@ -104,7 +104,7 @@ class Ranks:
         """
         answer: list = [None, None]
         own: Exception | None = None
-        with self.heartbeat.within():
+        with self.heartbeat.may_wait():
             if self.is_main:
                 try:
                     answer[0] = _readable(decide)
@@ -173,7 +173,7 @@ class Ranks:
         elif self.device.type == "cpu":
             process.keep_freed_memory()
         if self.world_size > 1:  # NCCL connects with the first collective, and may wait for ever for a broken link
-            with self.heartbeat.within(CONNECT):
+            with self.heartbeat.may_wait(max(CONNECT, self.heartbeat.limit)):
                 self.sum(torch.zeros((), device=self.device)).item()
 
     def peak_memory(self) -> int:

@@ -70,7 +70,7 @@ class Saver(AbstractContextManager["Saver"]):
                 rule = f"a checkpoint takes {size / 1e9:.3g} GB, and {free / 1e9:.3g} GB are free"
                 raise UserError(f"{self.root}: {rule}. Free space and give the command again, or move the run")
 
-        with self.ranks.heartbeat.within():
+        with self.ranks.heartbeat.may_wait():
             folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
             try:
                 self._together(write)
@@ -95,7 +95,7 @@ class Saver(AbstractContextManager["Saver"]):
         If a rank was lost meanwhile, raises the error of the collective.
         """
         if self._thread is not None:
-            with self.ranks.heartbeat.within():
+            with self.ranks.heartbeat.may_wait():
                 self._thread.join()
             self._thread = None
         self.raise_error()

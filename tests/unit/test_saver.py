@@ -30,7 +30,7 @@ ALONE = SimpleNamespace(
     world_size=1,
     is_main=True,
     device=torch.device("cpu"),
-    heartbeat=SimpleNamespace(within=nullcontext, require_held=lambda: None),
+    heartbeat=SimpleNamespace(may_wait=nullcontext, require_held=lambda: None),
     new_group=lambda: None,
     gather=lambda value, _=None: [value],
 )
@@ -107,7 +107,7 @@ def test_what_forbids_a_save_reaches_the_caller_as_it_is_and_nothing_counts_as_s
     theirs = tmp_path / "checkpoints" / ".writing_theirs"
     theirs.mkdir(parents=True)
 
-    heartbeat = SimpleNamespace(within=nullcontext, require_held=refuse)
+    heartbeat = SimpleNamespace(may_wait=nullcontext, require_held=refuse)
     broken = {"gather": refuse} if kind is RuntimeError else {"heartbeat": heartbeat}
     saving = saver_of(tmp_path, SimpleNamespace(**vars(ALONE) | broken))
     saving.save(1, snapshot(1))
