@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -180,7 +182,7 @@ class Ranks:
         """The peak memory of this rank, in bytes: of the GPU's allocator, or of the process on a CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return process.peak_memory()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """``tensor`` on ``device``; from pinned memory, because the copy would otherwise wait for the GPU's queue."""

@@ -1,16 +1,14 @@
-"""How a process follows its launcher (it ends with it, and stops on request), and how much memory it uses."""
+"""How a process follows its launcher (it ends with it, and stops on request), and keeps memory that it has freed."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
@@ -85,9 +83,6 @@ def die_with_agent() -> None:
             os._exit(1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Memory of the host, in bytes
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 GIB = 1 << 30
 
@@ -101,11 +96,3 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and mallopt(M_MMAP_THRESHOLD, GIB):
         mallopt(M_TRIM_THRESHOLD, -1)
-
-
-def peak_memory() -> int:
-    """The most memory that this process has held; on Linux, since 5 was last written to ``/proc/self/clear_refs``."""
-    with suppress(OSError):
-        rows = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(row.split()[1]) for row in rows if row.startswith("VmHWM:"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
