@@ -50,12 +50,9 @@ def prepare() -> None:
 def open_standard_streams() -> None:
     """Give the null device to a standard stream that was closed: the next file that is opened would take its number."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # the first free number is its own
             null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-            setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8"))
 
 
 def stop_requested() -> bool:
