@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Config, flatten, to_dict
-from dlr_pretrain.config.written import read_record
-from dlr_pretrain.data import TrainLoader, ValidationSet
+from dlr_pretrain.data import TrainLoader
 from dlr_pretrain.deploy.export import VERIFIED_SEQUENCES, deployed_dense, export
 from dlr_pretrain.models.flops import flops_per_token
 from dlr_pretrain.optim.build import checkpoint_bytes
@@ -93,7 +92,7 @@ class Run:
         def write() -> None:
             self.ranks.heartbeat.require_held()  # of two starts at the same time, both have written their lease by now
             open_record(self.dir, self.cfg, text.fingerprints)
-            update_record(self.dir, {"data.version": text.source.version, "tokenizer.unknown_share": text.unknown})
+            update_record(self.dir, {"data.version": text.source.version})
             text.tokenizer.save(self.dir / "tokenizer")
 
         self.ranks.on_main(write)
@@ -157,7 +156,7 @@ class Run:
         """Write the folded checkpoint and the report."""
         self.ranks.finishing()
         tensors = weights.folded(keep=self.ranks.is_main)
-        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text.validation))
+        folded = self.ranks.on_main(lambda: finish(self.cfg, self.dir, tensors, self.text))
         self.ranks.on_main(self.write_report)
         self.console.summary({"folded": folded, "finished": f"in {duration(time.time() - self.started)}"})
         self.say_how_to_load()
@@ -183,7 +182,7 @@ class Run:
         self.console.say((f"report      {report}\n" if report.exists() else "") + f"export      {folded}\n\n{code}")
 
 
-def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], validation: ValidationSet) -> str:
+def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], text: Text) -> str:
     """Write ``<run>/folded`` from ``folded``, the result of ``weights.folded()``; returns how it was checked.
 
     Raises UserError if the export is not what was trained; it then stays in ``<run>/.folded.partial``. Raises Diverged,
@@ -195,8 +194,7 @@ def finish(cfg: Config, run_dir: Path, folded: dict[str, Tensor], validation: Va
             f"step {cfg.train.steps}: the last evaluation is not finite, and nothing was folded. "
             f"The checkpoints stay. Lower train.lr={cfg.train.lr:g}"
         )
-    ids = torch.from_numpy(validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
+    ids = torch.from_numpy(text.validation.tokens[:VERIFIED_SEQUENCES, :-1].astype("int64"))
     record.pop("time", None)
-    if (unknown := read_record(run_dir).get("tokenizer.unknown_share")) is not None:
-        record["unknown tokens of the text"] = f"{unknown:.2%}"
+    record["unknown tokens of the text"] = f"{text.unknown:.2%}"
     return export(run_dir / "folded", cfg, folded, run_dir / "tokenizer", record, ids)
