@@ -38,7 +38,7 @@ from dlr_pretrain.util.text import loading
 Report = Callable[[Path], None]  # writes the report of a run directory into it
 
 
-def run(cfg: Config, report: Report | None = None, planned: PlannedMemory | None = None) -> None:
+def run(cfg: Config, report: Report = lambda _: None, planned: PlannedMemory | None = None) -> None:
     """Train ``cfg`` to its last step in ``cfg.run.dir``, from the newest checkpoint there if any, and fold the result.
 
     ``report`` writes the report of a run directory; a run that has trained does not fail with it. ``planned`` is the
@@ -65,7 +65,7 @@ class Run:
     ranks: Ranks
     console: Console
     text: Text
-    report: Report | None
+    report: Report
     planned: PlannedMemory | None
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
@@ -163,8 +163,6 @@ class Run:
 
     def write_report(self) -> None:
         """Write the report of a run that has trained. If that fails, one line says so, and the run is complete."""
-        if self.report is None:
-            return
         try:
             self.report(self.dir)
         except Stopped:
