@@ -59,7 +59,7 @@ class Ranks:
         self.stop_requested = self.trained = False
         for number in process.stop_signals():
             self._settings.callback(signal.signal, number, signal.signal(number, self._request_stop))
-        self.stop_requested = process.stop_requested()
+        self.stop_requested = bool(process.stop_requests)
         torch.manual_seed(cfg.seed)
 
     # ------------------------------------------------------------------------------------------------

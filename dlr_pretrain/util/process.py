@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1
-_received: list[int] = []
+stop_requests: list[int] = []  # signals that came before the run installed its own handlers
 
 
 def cores() -> int:
@@ -40,11 +40,11 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 def prepare() -> None:
     """Call this first: importing torch takes seconds, in which the agent may die or a signal would end the process.
 
-    Signals are remembered until the run can act on them (``stop_requested``). Ctrl-C is not: it ends an import at once.
+    Signals are remembered until the run can act on them (``stop_requests``). Ctrl-C is not: it ends an import at once.
     """
     open_standard_streams()
     die_with_agent()
-    _handle(lambda number, _frame: _received.append(number))
+    _handle(lambda number, _frame: stop_requests.append(number))
 
 
 def open_standard_streams() -> None:
@@ -53,11 +53,6 @@ def open_standard_streams() -> None:
         if getattr(sys, name) is None:  # the first free number is its own
             null = os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8"))
-
-
-def stop_requested() -> bool:
-    """Whether a stop was requested after ``prepare``, before the run installed its own handlers."""
-    return bool(_received)
 
 
 def ignore_stop_signals() -> None:
