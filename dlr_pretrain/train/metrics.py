@@ -22,7 +22,7 @@ from dlr_pretrain.models.flops import flops_per_token, peak_flops
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.update import Outcome
-from dlr_pretrain.util.files import sound_records, write_durably
+from dlr_pretrain.util.files import read_metrics, write_durably
 
 WARMUP_STEPS = 10  # first steps of a start, which do not count towards throughput
 SPEED_WINDOW = 20  # steps over which it is averaged
@@ -34,7 +34,7 @@ class MetricsFile(AbstractContextManager["MetricsFile"]):
     def __init__(self, path: Path, resumed_step: int = 0):
         self.path, self.unwritten, self.refusal = path, b"", ""
         self._mutex = threading.Lock()  # the saver's thread calls ``sync`` while the training writes
-        kept = [record for record in sound_records(path)[0] if record["step"] <= resumed_step]
+        kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         write_durably(path, "".join(_line(record) for record in kept))
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the life of the run
 

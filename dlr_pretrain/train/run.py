@@ -116,12 +116,8 @@ class Run:
     def summarize(self, weights: Weights, start: Start) -> None:
         """Show on the console what will be trained."""
         trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
-
-        def write() -> None:
-            flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
-            update_record(self.dir, {"parameters": trained, "flops_per_token": flops})
-
-        self.ranks.on_main(write)
+        flops = flops_per_token(self.cfg, self.text.vocab_size, self.cfg.micro_batch(self.ranks.world_size))
+        self.ranks.on_main(lambda: update_record(self.dir, {"parameters": trained, "flops_per_token": flops}))
         self.console.summary(summary(self.cfg, self.dir, self.ranks, self.text, weights) | start.summary())
 
     def train(self, weights: Weights, start: Start) -> None:
