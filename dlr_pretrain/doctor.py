@@ -38,7 +38,7 @@ from dlr_pretrain.train.checkpoint import newest
 from dlr_pretrain.train.loop import trial_loop
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.text import MUCH_UNKNOWN, open_text
-from dlr_pretrain.train.update import explained, noise, resolve_micro_batch
+from dlr_pretrain.train.update import explain_out_of_memory, random_batch, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError, command, first_line
 from dlr_pretrain.util.process import cores
 from dlr_pretrain.util.text import fill, plural
@@ -245,14 +245,14 @@ class RankChecks:
             rows = cfg.micro_batch(ranks.world_size)
             few = min(2, cfg.train.global_batch // ranks.world_size // rows)
             short = replace(cfg, train=replace(cfg.train, global_batch=ranks.world_size * rows * few, micro_batch=rows))
-            kept.enter_context(explained(short, ranks))
-            loop, batch = trial_loop(short, ranks, vocab_size, scratch), noise(short, ranks, vocab_size)
+            kept.enter_context(explain_out_of_memory(short, ranks))
+            loop, batch = trial_loop(short, ranks, vocab_size, scratch), random_batch(short, ranks, vocab_size)
             for index in range(2):
                 losses.append(loop.update(batch, index, cfg.train.lr)[0].item())
                 times.append(time.perf_counter())
             loop.step = 2
             with loop.saver:
-                loop.saver.rehearse(disk_bytes(short, vocab_size)["checkpoint"])
+                loop.saver.check_disk(disk_bytes(short, vocab_size)["checkpoint"])
                 loop.save(final=True)
             times.append(time.perf_counter())
             ranks.on_main(lambda: newest(scratch / "checkpoints"))  # refuses one that is not read as it was written

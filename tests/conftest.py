@@ -42,7 +42,7 @@ def impatient(monkeypatch):
     """A run that cannot save does not try for minutes, nor waits for files, unless a test asks for it."""
     monkeypatch.setattr("dlr_pretrain.train.saver.TRIES", 2)
     monkeypatch.setattr("dlr_pretrain.train.saver.PAUSE", 0.1)
-    monkeypatch.setattr("dlr_pretrain.train.start.LATE", 0.0)
+    monkeypatch.setattr("dlr_pretrain.train.start.CHECKPOINT_WAIT", 0.0)
 
 
 @pytest.fixture(autouse=True)

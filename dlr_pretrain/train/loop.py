@@ -72,7 +72,7 @@ class Loop:
         cfg, guard = self.cfg, self.guard
         guard.raise_if_stopped(self.step)
         if self.step < cfg.train.steps:
-            self.update.rehearse()
+            self.update.warm_up()
         while self.step < cfg.train.steps:
             batch = guard.next_batch(loader)
             outcome = self.update(batch, self.step, rate(cfg, self.step), failed=guard.error is not None)

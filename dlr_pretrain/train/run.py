@@ -28,7 +28,7 @@ from dlr_pretrain.train.record import open_record, record_start, recorded_end, u
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.text import Text, open_text
-from dlr_pretrain.train.update import PlannedMemory, Update, explained, resolve_micro_batch
+from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.train.views import View, open_view
 from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged, Stopped
@@ -78,7 +78,7 @@ class Run:
         if start.saved == self.cfg.train.steps and self.ranks.on_main((self.dir / "folded" / "README.md").exists):
             return self.say_complete()
         self.use_device()
-        with explained(self.cfg, self.ranks):
+        with explain_out_of_memory(self.cfg, self.ranks):
             fresh, vocab_size = start.checkpoint is None, self.text.vocab_size
             weights = build_weights(self.cfg, self.ranks, vocab_size, start.folder, initialize=fresh)
             self.summarize(weights, start)
@@ -129,7 +129,7 @@ class Run:
             metrics = self.metrics
             saver = Saver(self.dir, ranks, cfg.checkpoint, metrics, console, start.saved)
             opened.enter_context(saver)
-            saver.rehearse(checkpoint_bytes(cfg.optimizer, weights.state, weights.trained))
+            saver.check_disk(checkpoint_bytes(cfg.optimizer, weights.state, weights.trained))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, saver, console, text.tokenizer)

@@ -26,7 +26,7 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import wait_for, write_durably
 
 T = TypeVar("T")
-SHOWN = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
+FOLDER_WAIT = 60.0  # seconds until all machines see a new folder: NFS may cache the contents of its parent for so long
 TRIES, PAUSE = 11, 30.0  # attempts at a save, and seconds between them
 
 
@@ -58,11 +58,11 @@ class Saver(AbstractContextManager["Saver"]):
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
 
-    def rehearse(self, size: int) -> None:
+    def check_disk(self, size: int) -> None:
         """Before the first step: raise UserError unless every rank can write a checkpoint and ``size`` bytes fit."""
 
         def write() -> None:
-            if not wait_for(folder.is_dir, SHOWN):
+            if not wait_for(folder.is_dir, FOLDER_WAIT):
                 fix = "Give run.dir on a file system that all machines of the run mount at the same path"
                 raise UserError(f"{self.root} on {socket.gethostname()} is not that of rank 0. {fix}")
             write_durably(folder / f"rank_{self.ranks.rank}", b"")
@@ -71,7 +71,7 @@ class Saver(AbstractContextManager["Saver"]):
                 raise UserError(f"{self.root}: {rule}. Free space and give the command again, or move the run")
 
         with self.ranks.heartbeat.may_wait():
-            folder = self._on_main(lambda: checkpoint.begin(self.root, "rehearsal"))
+            folder = self._on_main(lambda: checkpoint.begin(self.root, "check"))
             try:
                 self._together(write)
             finally:

@@ -19,7 +19,7 @@ from dlr_pretrain.train.record import bind_identity, update_record
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.files import wait_for
 
-LATE = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
+CHECKPOINT_WAIT = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
 # Keys of the identity. Weights mean nothing under another MODEL, moments under another OPTIMIZER, and a position in the
 # data under other DATA.
@@ -71,11 +71,11 @@ def find_start(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, say: S
 def newest(run_dir: Path, say: Say) -> Path | None:
     """The newest valid checkpoint of a run; newer ones, which are damaged, get another name, and ``say`` a warning.
 
-    The checkpoint that was saved last may appear late on a network file system; it is waited for, up to ``LATE``
-    seconds. Raises UserError if something was saved, and nothing is there.
+    The checkpoint that was saved last may appear late on a network file system; it is waited for, up to
+    ``CHECKPOINT_WAIT`` seconds. Raises UserError if something was saved, and nothing is there.
     """
     root, saved = run_dir / "checkpoints", read_record(run_dir).get("saved", 0)
-    wait_for(lambda: saved in (0, *map(step_of, directories(root))), LATE)
+    wait_for(lambda: saved in (0, *map(step_of, directories(root))), CHECKPOINT_WAIT)
     found, damaged = checkpoint.newest(root)
     for directory, damage in damaged.items():
         renamed = directory.rename(root / f"damaged_{directory.name}_{uuid.uuid4().hex[:8]}")

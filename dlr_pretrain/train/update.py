@@ -132,7 +132,7 @@ class Update:
                 factors |= set(group.merge_(self.weights.state, seeded, prefix, number))
         self.optimizer.prune(factors, 1 - knobs["prune_ratio"], (self.cfg.seed << 32) + number)
 
-    def rehearse(self) -> None:
+    def warm_up(self) -> None:
         """Run one backward pass without targets, before the first update of a process.
 
         DDP rebuilds its buckets after the first backward pass of a process, and with three or more ranks the rounding
@@ -155,7 +155,7 @@ def trial(cfg: Config, ranks: Ranks, vocab_size: int, model: Llama | None = None
     return Update(cfg, ranks, place(cfg, ranks, model))
 
 
-def noise(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
+def random_batch(cfg: Config, ranks: Ranks, vocab_size: int) -> Batch:
     """This rank's batch of random tokens."""
     rows = cfg.train.global_batch // ranks.world_size
     generator = torch.Generator().manual_seed(ranks.rank)
@@ -195,7 +195,7 @@ def resolve_micro_batch(
 
 
 @contextmanager
-def explained(cfg: Config, ranks: Ranks) -> Iterator[None]:
+def explain_out_of_memory(cfg: Config, ranks: Ranks) -> Iterator[None]:
     """Turns an out-of-memory error of torch, numpy, cuBLAS or a new kernel into a UserError that says what helps.
 
     A rank other than 0 prints the message itself: it fails alone, and the command line prints only rank 0's errors.

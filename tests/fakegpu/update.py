@@ -31,7 +31,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.models import build
 from dlr_pretrain.train.metrics import Pending
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import noise, trial
+from dlr_pretrain.train.update import random_batch, trial
 from dlr_pretrain.util.tensors import STATE_DTYPE
 
 TIMED = 10  # further updates, for host_ms
@@ -77,8 +77,8 @@ def main(words: list[str]) -> dict:
         workspaces = torch.cuda.memory_allocated()
         model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize=False)
         update, pending = trial(cfg, ranks, vocab_size, model), Pending(ranks.device)
-        update.rehearse()
-        batch, graphs = noise(cfg, ranks, vocab_size), []
+        update.warm_up()
+        batch, graphs = random_batch(cfg, ranks, vocab_size), []
         for index in range(STEADY):
             pending.push(index + 1, update(batch, index, 1e-3), batch)
             graphs.append(counters["stats"]["unique_graphs"])

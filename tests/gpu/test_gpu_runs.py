@@ -20,7 +20,7 @@ from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.deploy.export import open_folder
 from dlr_pretrain.models import active, build
 from dlr_pretrain.train.ranks import Ranks
-from dlr_pretrain.train.update import noise, trial
+from dlr_pretrain.train.update import random_batch, trial
 from tests.conftest import ROOT, saved
 from tests.deploy.models import exported, of_kind, tokenizer_of
 from tests.golden.regenerate import VOCAB, batches
@@ -111,7 +111,7 @@ def test_7b_takes_what_the_plan_says(words, at_most):
         warm_up_products(ranks.device)
         before = torch.cuda.memory_allocated()
         updates = trial(cfg, ranks, 32_000)
-        batch = noise(cfg, ranks, 32_000)
+        batch = random_batch(cfg, ranks, 32_000)
         for index in range(4):
             if index == 2:
                 torch.cuda.reset_peak_memory_stats()

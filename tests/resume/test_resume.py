@@ -147,7 +147,7 @@ def test_checkpoints_that_are_gone_late_or_damaged(train, stop, tmp_path, capsys
 
     capsys.readouterr()
     with monkeypatch.context() as late:
-        late.setattr("dlr_pretrain.train.start.LATE", 600.0)
+        late.setattr("dlr_pretrain.train.start.CHECKPOINT_WAIT", 600.0)
         late.setattr(time, "sleep", shows)
         stop(folder, 7)
     assert "after step 6" in (said := capsys.readouterr().out) and "warning" not in said

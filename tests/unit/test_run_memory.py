@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.update import ROOM, Update, explained, resolve_micro_batch
+from dlr_pretrain.train.update import ROOM, Update, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError
 
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_out_of_memory_says_so(train, tmp_path, monkeypatch):
 ])  # fmt: skip
 def test_out_of_memory_says_what_helps_also_where_a_rank_fails_alone(error, kind, words, capfd):
     rank_1 = SimpleNamespace(rank=1, world_size=2, is_main=False)
-    with pytest.raises(kind) as caught, explained(load(words(), 2), rank_1):
+    with pytest.raises(kind) as caught, explain_out_of_memory(load(words(), 2), rank_1):
         raise error
     text = str(caught.value)
     if kind is UserError:

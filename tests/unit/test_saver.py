@@ -53,10 +53,10 @@ def test_what_would_keep_the_first_save_from_the_disk_is_told_before_the_first_s
     def act():
         with Ranks(load_config(words(), 2)) as ranks, pytest.MonkeyPatch.context() as patch:
             with pytest.raises(UserError, match=r"a checkpoint takes 1e\+06 GB, and .* are free\. Free space"):
-                saver_of(tmp_path, ranks).rehearse(10**15)
+                saver_of(tmp_path, ranks).check_disk(10**15)
             if ranks.rank == 1:  # another machine, on which rank 0's folder is not
                 patch.setattr(saver, "wait_for", lambda condition, seconds: False)
-            saver_of(tmp_path, ranks).rehearse(1000)
+            saver_of(tmp_path, ranks).check_disk(1000)
 
     with pytest.raises(AssertionError, match=r"rank 1: .* on .* is not that of rank 0\. Give run\.dir on a file"):
         on_ranks(act, 2)
