@@ -145,22 +145,16 @@ class Stored:
         self.shape = shape if rows is None else (rows, *shape[1:])
         self.ranks = ranks
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return (self.rows(0, 0) if self.shape else self.read()).dtype
-
     def whole(self) -> Tensor:
         """All rows. ``ranks`` must all ask for the same tensors in the same order."""
+        if not self.shape:
+            return self.pieces[0][1][...]
         if self.ranks is None:
-            return self.read()
-        device = self.ranks.device
-        main = self.ranks.is_main
-        tensor = self.read().to(device) if main else torch.empty(self.shape, dtype=self.dtype, device=device)
+            return self.rows(0, self.shape[0])
+        tensor = self.rows(0, self.shape[0] if self.ranks.is_main else 0).to(self.ranks.device)
+        tensor = tensor if self.ranks.is_main else tensor.new_empty(self.shape)
         self.ranks.broadcast([tensor])
         return tensor
-
-    def read(self) -> Tensor:
-        return self.rows(0, self.shape[0]) if self.shape else self.pieces[0][1][...]
 
     def rows(self, first: int, end: int) -> Tensor:
         """The rows from ``first`` up to, but not including, ``end``."""

@@ -54,7 +54,7 @@ def assert_is(found: Checkpoint, expected: Snapshot) -> None:
     for a, b in ((found.model, expected.model), (found.optimizer, expected.optimizer)):
         assert a.keys() == b.keys()
         for name in a:
-            assert a[name].shape == b[name].shape and a[name].dtype == a[name].whole().dtype == b[name].dtype, name
+            assert a[name].shape == b[name].shape and a[name].whole().dtype == b[name].dtype, name
             bits = (t.contiguous().view(-1).view(torch.uint8) for t in (a[name].whole(), b[name]))
             assert torch.equal(*bits), name
     assert found.state == expected.state
