@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -22,7 +22,6 @@ from dlr_pretrain.train.metrics import Meter, MetricsFile, Pending
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.update import Outcome, Update, trial
-from dlr_pretrain.train.views import View
 
 Evaluate = Callable[[Llama], dict[str, float | None]]  # the metrics of an evaluation
 
@@ -42,7 +41,7 @@ def profiler(cfg: Config, run_dir: Path, ranks: Ranks) -> profile:
 class Loop:
     """Trains the weights of ``update`` from step ``self.step``, the number of updates so far, to the last one.
 
-    ``metrics`` and ``view`` are there on rank 0 only.
+    ``sinks`` take the record of each step, on rank 0 only.
     """
 
     def __init__(
@@ -51,16 +50,14 @@ class Loop:
         ranks: Ranks,
         update: Update,
         evaluator: Evaluate,
-        metrics: MetricsFile | None,
+        sinks: Sequence[Callable[[dict], None]],
         saver: Saver,
         guard: Guard,
         console: Console,
-        view: View | None = None,
     ):
         self.cfg, self.ranks, self.update, self.evaluator = cfg, ranks, update, evaluator
         self.weights, self.optimizer = update.weights, update.optimizer
-        self.metrics, self.saver, self.guard, self.console = metrics, saver, guard, console
-        self.view = view
+        self.sinks, self.saver, self.guard, self.console = sinks, saver, guard, console
         self.profiler = profiler(cfg, saver.run_dir, ranks) if cfg.profile.enabled else None
         self.meter = Meter(cfg, ranks, self.weights.model, update.micro_batch)
         self.pending = Pending(ranks.device)
@@ -119,10 +116,8 @@ class Loop:
             if evaluates and step == self.step:
                 with self.meter.paused(), self.weights.with_residual():
                     record |= self.evaluator(self.weights.model)
-            if self.metrics is not None:
-                self.metrics.write(record)
-            if self.view is not None:
-                self.view.log(record)
+            for sink in self.sinks:
+                sink(record)
             self.console.step(record, self.meter.seconds_per_step())
 
     def end_before(self, step: int, outcome: Outcome[float]) -> NoReturn:
@@ -178,4 +173,5 @@ def trial_loop(cfg: Config, ranks: Ranks, vocab_size: int, run_dir: Path, metric
     console = Console(cfg, enabled=False)
     saver = Saver(run_dir, ranks, cfg.checkpoint, metrics, console)
     guard, update = Guard(cfg, ranks, saver, console, None), trial(cfg, ranks, vocab_size)
-    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, metrics, saver, guard, console)
+    sinks = [metrics.write] if metrics is not None else []
+    return Loop(cfg, ranks, update, lambda _: {"eval/loss": 0.0}, sinks, saver, guard, console)

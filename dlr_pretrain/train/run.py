@@ -29,7 +29,7 @@ from dlr_pretrain.train.saver import Saver
 from dlr_pretrain.train.start import Start, find_start
 from dlr_pretrain.train.text import Text, open_text
 from dlr_pretrain.train.update import PlannedMemory, Update, explain_out_of_memory, resolve_micro_batch
-from dlr_pretrain.train.views import View, open_view
+from dlr_pretrain.train.views import open_view
 from dlr_pretrain.train.weights import Weights, build_weights
 from dlr_pretrain.util.errors import Diverged, Stopped
 from dlr_pretrain.util.files import read_metrics
@@ -69,7 +69,7 @@ class Run:
     planned: PlannedMemory | None
     started: float = field(default_factory=time.time)
     metrics: MetricsFile | None = None  # on rank 0 only
-    view: View | None = None  # W&B or TensorBoard, on rank 0 only
+    sinks: list[Callable[[dict], None]] = field(default_factory=list)  # of records: metrics, W&B; on rank 0 only
 
     def complete(self) -> None:
         """Find where to start, then build, train and fold. What can fail without a GPU fails before one is used."""
@@ -126,14 +126,13 @@ class Run:
         with ExitStack() as opened:
             opened.callback(console.close_line)
             ranks.on_main(lambda: self.open_metrics(opened, start))
-            metrics = self.metrics
-            saver = Saver(self.dir, ranks, cfg.checkpoint, metrics, console, start.saved)
+            saver = Saver(self.dir, ranks, cfg.checkpoint, self.metrics, console, start.saved)
             opened.enter_context(saver)
             saver.check_disk(checkpoint_bytes(cfg.optimizer, weights.state, weights.trained))
             update = Update(cfg, ranks, weights)
             evaluator = Evaluator(text.validation, update.micro_batch, ranks)
             guard = Guard(cfg, ranks, saver, console, text.tokenizer)
-            loop = Loop(cfg, ranks, update, evaluator, metrics, saver, guard, console, self.view)
+            loop = Loop(cfg, ranks, update, evaluator, self.sinks, saver, guard, console)
             opened.enter_context(loop.profiler or nullcontext())
             if found is not None:
                 loop.resume(found)
@@ -144,9 +143,9 @@ class Run:
     def open_metrics(self, opened: ExitStack, start: Start) -> None:
         """Open ``metrics.jsonl``, and the view beside it if there is one; ``opened`` closes both. On rank 0 only."""
         self.metrics = opened.enter_context(MetricsFile(self.dir / "metrics.jsonl", start.step))
-        self.view = open_view(self.cfg, self.dir, self.console, start.step)
-        if self.view is not None:
-            opened.enter_context(self.view)
+        self.sinks.append(self.metrics.write)
+        if view := open_view(self.cfg, self.dir, self.console, start.step):
+            self.sinks.append(opened.enter_context(view).log)
 
     def fold(self, weights: Weights) -> None:
         """Write the folded checkpoint and the report."""
