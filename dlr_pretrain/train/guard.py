@@ -50,7 +50,7 @@ class Guard:
     skipped_in_a_row: int = 0
     last_skipped: int = 0  # the step of the last
 
-    def fail(self, error: UserError | None) -> None:
+    def fail(self, error: UserError) -> None:
         """Note why this rank must end the run; the first reason counts."""
         self.error = self.error or error
 
@@ -89,7 +89,7 @@ class Guard:
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if self.last_skipped == step - 1 else 1
                 self.last_skipped = step
                 self.console.say(f"warning: step {step}: {_describe(outcome)}: left out, see {self.folder}")
-                self.fail(self._too_many_skipped())
+                self._fail_if_too_many_skipped()
         if outcome.ends:
             self.ended_by = (step, outcome)
         return self.ended_by is None
@@ -117,11 +117,10 @@ class Guard:
     def folder(self) -> Path:
         return self.saver.run_dir / "nonfinite"
 
-    def _too_many_skipped(self) -> Diverged | None:
-        if self.skipped_in_a_row <= self.cfg.train.max_skipped:
-            return None
-        rule = f"the last {self.skipped_in_a_row} updates were not finite"
-        return Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}")
+    def _fail_if_too_many_skipped(self) -> None:
+        if self.skipped_in_a_row > self.cfg.train.max_skipped:
+            rule = f"the last {self.skipped_in_a_row} updates were not finite"
+            self.fail(Diverged(f"{rule}, and train.max_skipped={self.cfg.train.max_skipped}"))
 
     def stops_after(self, step: int) -> bool:
         """Whether the run was asked to save after ``step`` and end."""
@@ -185,7 +184,7 @@ class Guard:
     def resume(self, step: int, state: list[int]) -> None:
         self.skipped, self.skipped_in_a_row, self.last_skipped = state
         if step == self.last_skipped == self.cfg.train.steps:  # no update is left to end the run
-            self.fail(self._too_many_skipped())
+            self._fail_if_too_many_skipped()
 
 
 def _describe(outcome: Outcome[float]) -> str:
