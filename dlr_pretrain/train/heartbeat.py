@@ -57,7 +57,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self.step = 0
         self.started = False  # whether this process has completed a step
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
-        self._file = -1  # of this rank's beat; -1 while there is none
+        self._file = -1  # of this rank's beat; -1 before it is opened
         self._machine = machine()
         self._limits: list[float] = []  # of the contexts ``may_wait``, in seconds
         self._left = False  # tells the others that this rank ended itself and was not lost
@@ -71,12 +71,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         ``EXPIRY`` seconds to be sure.
         """
         self._open(run_dir)
-        try:
-            self._wait_for_holder()
-        except BaseException:
-            os.close(self._file)
-            self._file = -1
-            raise
+        self._wait_for_holder()
         self.token = uuid.uuid4().hex
         self._write(time.time())
         return self.token
@@ -99,12 +94,12 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._file >= 0:
+        if self.token:
             with suppress(OSError, UserError):
                 self.require_held()
                 self._write(0.0)  # the token stays: a former holder that wakes up must see that it is not its own
+        if self._file >= 0:
             os.close(self._file)
-            self._file = -1
 
     # ------------------------------------------------------------------------------------------------
     # The lease
@@ -112,7 +107,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     @property
     def holds(self) -> bool:
         """Whether this process has taken a run directory; it may have lost it since."""
-        return self.rank == 0 and self._file >= 0
+        return self.rank == 0 and bool(self.token)
 
     def require_held(self) -> None:
         """On a rank that ``holds`` a run directory: raise UserError if another start has taken it over.
@@ -217,7 +212,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     def report(self, error: BaseException) -> tuple[RankLost, bool]:
         """The error to raise for a failed collective, and whether this rank prints it; writes down its stacks."""
         reason = first_line(error).partition(". This is typically")[0]
-        if self._file < 0:
+        if not self.token:
             return RankLost(f"a rank was lost ({reason})"), True
         self._dump("".join(traceback.format_exception(error)))
         return self._verdict(reason)
