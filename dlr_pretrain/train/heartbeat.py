@@ -31,7 +31,7 @@ from dlr_pretrain.util.files import EXPIRY, read_beat
 T = TypeVar("T")
 INTERVAL = 5.0  # seconds between two heartbeats, at most
 BEAT_BYTES = 512  # length of a beat: one write replaces the whole last one, so that nobody reads half of one
-NAMED = 4  # ranks that a message names, at most
+MOST_NAMED = 4  # ranks that a message names, at most
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -263,7 +263,7 @@ def describe_suspects(beats: dict[int, dict], silent: set[int]) -> str:
     suspects = suspects or [b for b in beats.values() if not b["waits"]] or list(beats.values())
     seen = "rank {rank} on host {host} was last seen at step {step:,}, in {where}"
     others = [f"the others wait at {first + 1:,}"] if len(suspects) < len(beats) else []
-    return "; ".join([*(seen.format(**beat) for beat in suspects[:NAMED]), *others])
+    return "; ".join([*(seen.format(**beat) for beat in suspects[:MOST_NAMED]), *others])
 
 
 def innermost_line(frame: FrameType | None) -> tuple[str, bool]:

@@ -75,7 +75,7 @@ class Saver(AbstractContextManager["Saver"]):
             try:
                 self._together(write)
             finally:
-                self._delete(folder)
+                self._discard(folder)
 
     def save(self, step: int, snapshot: Snapshot, final: bool = False) -> None:
         """Start to save ``snapshot``, which may be overwritten when this returns; waits for the previous save first.
@@ -173,11 +173,11 @@ class Saver(AbstractContextManager["Saver"]):
             parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
             self._on_main(commit)
         except UserError:
-            self._delete(folder)
+            self._discard(folder)
             raise
         self.saved = step
 
-    def _delete(self, folder: Path) -> None:
+    def _discard(self, folder: Path) -> None:
         """Delete the parts of a failed save, which fill the disk, and nothing that another start may be writing."""
         if self.ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)

@@ -21,11 +21,11 @@ from dlr_pretrain.util.files import wait_for
 
 CHECKPOINT_WAIT = 5.0  # seconds within which a network file system shows a checkpoint that another machine has written
 Say = Callable[[str], None]
-# Keys of the identity. Weights mean nothing under another MODEL, moments under another OPTIMIZER, and a position in the
-# data under other DATA.
-MODEL = ("scale.", "backbone.", "dlr.", "tokenizer.")
-OPTIMIZER = ("optimizer.name", "optimizer.rank", "optimizer.block_size", "precision.")
-DATA = ("data.", "train.global_batch", "train.seq_len")
+# Keys of the identity. Weights mean nothing under another model, moments under another optimizer, and a position in the
+# data under other data.
+MODEL_KEYS = ("scale.", "backbone.", "dlr.", "tokenizer.")
+OPTIMIZER_KEYS = ("optimizer.name", "optimizer.rank", "optimizer.block_size", "precision.")
+DATA_KEYS = ("data.", "train.global_batch", "train.seq_len")
 
 
 @dataclass
@@ -144,17 +144,17 @@ def _take_over(cfg: Config, found: Checkpoint, identity: dict, say: Say) -> None
             rule = f"another {what} ({describe_differences(differ)})"
             raise UserError(f"run.start_from={cfg.run.start_from}: {rule}. Set it as there{fix}")
 
-    refuse(MODEL, "model", "; from the other run's folded folder weights start under another dlr, too")
+    refuse(MODEL_KEYS, "model", "; from the other run's folded folder weights start under another dlr, too")
     found.state |= {"skipped": [0, 0, 0]}
     if not cfg.run.start_optimizer:
         found.optimizer.clear()
         found.state |= {"step": 0, "tokens": 0, "real_tokens": 0, "streams": None}
         return say(f"starting from the weights of {found.path}")
-    refuse(OPTIMIZER, "optimizer", ", or leave out run.start_optimizer")
+    refuse(OPTIMIZER_KEYS, "optimizer", ", or leave out run.start_optimizer")
     if found.step >= cfg.train.steps:
         rule = f"run.start_from={cfg.run.start_from} has trained {found.step:,} steps already"
         raise UserError(f"train.steps={cfg.train.steps}: {rule}. Set it above that")
-    if any(name.startswith(DATA) for name in changed):
+    if any(name.startswith(DATA_KEYS) for name in changed):
         found.state["streams"] = None
         say("the data start anew, because their keys have changed")
     say(f"continuing {found.path} after step {found.step:,}: the learning rate there is {rate(cfg, found.step):.3g}")

@@ -25,7 +25,7 @@ from dlr_pretrain.train.weights import Weights, place
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.tensors import IGNORE, STATE_DTYPE
 
-ROOM = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
+USABLE = 0.9  # of a GPU's free memory: the plan is right within 5%, and NCCL and cuBLAS need some
 # (cfg, vocab_size, ranks) -> the peak bytes of a rank, as the plan estimates them. The command hands it in.
 PlannedMemory = Callable[[Config, int, int], int]
 Scalar = TypeVar("Scalar", Tensor, float)  # on the device, and on the host
@@ -179,7 +179,7 @@ def resolve_micro_batch(
     share = cfg.train.global_batch // world
     kept = ranks.on_main(lambda: read_record(run_dir).get("micro_batch", {}))
     most = kept.get(str(world), share)
-    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else ROOM)
+    room = torch.cuda.mem_get_info(ranks.device)[0] * (1.0 if str(world) in kept else USABLE)
 
     def fits(rows: int) -> bool:
         return planned(replace(cfg, train=replace(cfg.train, micro_batch=rows)), vocab_size, world) <= room

@@ -70,7 +70,7 @@ def test_lists_of_keys_elsewhere_name_keys_that_there_are():
     """Of a key that is renamed, they would say nothing."""
     knobs = {name for g, of in OPTIONS.items() for o in of for name in all_keys({g: {"name": o}})}
     known = {*KEYS, *knobs, *GROUPS, "data.shards", "tokenizer.pieces"}
-    lists = [*start.MODEL, *start.DATA, *start.OPTIMIZER, *ORIGIN, *runs.TEXT]
+    lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *runs.TEXT]
     assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
 
 

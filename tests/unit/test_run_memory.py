@@ -13,7 +13,7 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.doctor import RankChecks
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.train.record import update_record
-from dlr_pretrain.train.update import ROOM, Update, explain_out_of_memory, resolve_micro_batch
+from dlr_pretrain.train.update import USABLE, Update, explain_out_of_memory, resolve_micro_batch
 from dlr_pretrain.util.errors import UserError
 
 
@@ -24,7 +24,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_pa
 
     def resolved() -> int:
         ranks = SimpleNamespace(device=torch.device("cuda"), world_size=2, on_main=lambda act: act())
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / ROOM, 1e9))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (room[0] / USABLE, 1e9))
         other = max((n for n in (1, 2, 4) if 100 * n + 50 <= room[1]), default=0)
         ranks.gather = lambda own: [own, (other, room[1])]
         planned = lambda of, vocab_size, world: 100 * of.train.micro_batch + 50  # noqa: E731
@@ -35,7 +35,7 @@ def test_auto_is_what_the_rank_with_the_least_room_takes_and_stays(words, tmp_pa
     assert resolved() == 2
     room[0] = 249.0  # a kept number needs no reserve
     assert resolved() == 2
-    room[0] = 249.0 * ROOM  # but it must fit
+    room[0] = 249.0 * USABLE  # but it must fit
     assert resolved() == 1
     update_record(tmp_path, {"micro_batch": {}})
     room[0] = 1e6
