@@ -153,12 +153,7 @@ class Saver(AbstractContextManager["Saver"]):
     def _attempt(self, step: int, pieces: dict[str, Piece], state: dict[str, Any]) -> None:
         rank, size = self.ranks.rank, self.ranks.world_size
 
-        def begin() -> Path:
-            self.ranks.heartbeat.require_held()  # what begins here deletes the unfinished saves of others
-            return checkpoint.begin(self.root, checkpoint.name_of(step))
-
         def commit() -> None:
-            self.ranks.heartbeat.require_held()
             if self.metrics is not None:
                 self.metrics.sync()
             files = {name: entry for part in parts for name, entry in part.items()}
@@ -168,7 +163,7 @@ class Saver(AbstractContextManager["Saver"]):
             checkpoint.commit(folder, step, files, state | {"identity": identity}, self.keep)
             update_record(self.run_dir, {"saved": step})
 
-        folder = self._on_main(begin)
+        folder = self._on_main(lambda: checkpoint.begin(self.root, checkpoint.name_of(step)))
         try:
             parts = self._together(lambda: checkpoint.write_part(folder, rank, size, pieces))
             self._on_main(commit)
@@ -188,12 +183,13 @@ class Saver(AbstractContextManager["Saver"]):
         return result  # type: ignore[return-value]  # rank 0 has called it
 
     def _together(self, act: Callable[[], T]) -> list[T]:
-        """Call ``act`` on every rank, and return all results.
+        """Call ``act`` on every rank while rank 0 holds the run directory, and return all results.
 
         If it raises on any rank, all ranks raise UserError: ``_Unwritten`` if disks alone have refused.
         """
         result = failure = None
         try:
+            self.ranks.heartbeat.require_held()  # a new save deletes the unfinished ones of others
             result = act()
         except (OSError, UserError) as error:
             failure = isinstance(error, OSError), f"{error}"
