@@ -56,8 +56,7 @@ class Text:
 
 def open_text(cfg: Config, run_dir: Path, ranks: Ranks, say: Callable[[str], None]) -> Text:
     """Open the text of ``cfg``; all ranks must call. Raises UserError if model or export cannot hold the tokenizer."""
-    version = ranks.on_main(lambda: read_record(run_dir)).get("data.version")
-    source = ranks.on_main(lambda: open_source(cfg, say, version))
+    source = ranks.on_main(lambda: open_source(cfg, say, read_record(run_dir).get("data.version")))
     tokenizer = ranks.main_first(lambda: open_tokenizer(cfg, source))
     vocab_size = embedding_rows(cfg, tokenizer)
     fast_tokenizer(tokenizer)  # refuses a tokenizer that the export could not write
