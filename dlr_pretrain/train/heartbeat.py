@@ -54,8 +54,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
         self.limit = math.inf if minutes is None else 60 * minutes  # seconds
         self.interval = min(INTERVAL, self.limit / 8)
         self.ticks = 0  # increases with every sign of progress
-        self.step = 0
-        self.started = False  # whether this process has completed a step
+        self.step = 0  # the last that this process has completed; 0 before the first of this start
         self.folder, self.token = Path(), ""  # of the run; the token names this start of it
         self._file = -1  # of this rank's beat; -1 before it is opened
         self._machine = machine()
@@ -150,7 +149,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
 
     def stepped(self, step: int) -> None:
         """Note that the host is done with ``step``, which the GPU may still compute."""
-        self.step, self.started = step, True
+        self.step = step
         self.ticks += 1
 
     def __call__(self, items: Iterable[T]) -> Iterator[T]:
@@ -162,7 +161,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
     @property
     def data_timeout(self) -> float:
         """Seconds that training may wait for data and still save before its process ends."""
-        return 0.8 * self.limit if self.started else math.inf
+        return 0.8 * self.limit if self.step else math.inf
 
     @contextmanager
     def may_wait(self, seconds: float = math.inf) -> Iterator[None]:
@@ -184,7 +183,7 @@ class Heartbeat(AbstractContextManager["Heartbeat"]):
             still = still + passed if self.ticks == ticks else 0.0
             ticks = self.ticks
             self._renew()
-            if still >= max(self._limits, default=self.limit if self.started else math.inf):
+            if still >= max(self._limits, default=self.limit if self.step else math.inf):
                 self._dump(f"no progress for {still:.0f} s after step {self.step}")
                 lost, speaks = self._verdict(f"no step for {still:.0f} s")
                 exit_process(lost, say=speaks)  # so does every rank that stands still

@@ -75,7 +75,7 @@ class Ranks:
             raise KeyboardInterrupt
         if again:
             return
-        if self.trained or not self.heartbeat.started:
+        if self.trained or not self.heartbeat.step:
             raise _stopped(AFTER if self.trained else BEFORE)
         if self.is_main:
             write_to_stderr("\nasked to stop: saving after this step; Ctrl-C once more leaves at once")
@@ -211,7 +211,7 @@ class Ranks:
         """
         cause = self._cause(error)
         self._settings.close()
-        together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.started)
+        together = error is None or self.world_size == 1 or (isinstance(error, Stopped) and self.heartbeat.step)
         if dist.is_initialized() and together:
             dist.destroy_process_group()
         if cause is not None:
@@ -221,7 +221,7 @@ class Ranks:
         """The cause of ``error`` if that is a lost rank or an early request to stop; otherwise None."""
         if not isinstance(error, Exception) or isinstance(error, UserError):
             return None
-        if self.stop_requested and not self.heartbeat.started:  # a compiler wraps the exception of a signal handler
+        if self.stop_requested and not self.heartbeat.step:  # a compiler wraps the exception of a signal handler
             return _stopped(BEFORE)
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             lost, speaks = self.heartbeat.report(error)
