@@ -78,9 +78,8 @@ class ShardedGradients(Gradients):
         return [sharded.local_rows(gradient) for gradient in gradients_of(self.weights.optimized.values())]
 
     def norm(self, gradients: list[Tensor]) -> Tensor:
-        whole = [not sharded.is_sharded(p) for p in self.weights.optimized.values()]
-        rows = [g for g, is_whole in zip(gradients, whole, strict=True) if not is_whole]
-        scalars = [g for g, is_whole in zip(gradients, whole, strict=True) if is_whole]
+        rows = [g for g in gradients if g.dim() > 0]
+        scalars = [g for g in gradients if g.dim() == 0]  # every rank holds them
         square = global_norm(rows).square()
         dist.all_reduce(square)
         return torch.sqrt(square + global_norm(scalars).square() if scalars else square)
