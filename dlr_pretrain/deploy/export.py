@@ -24,11 +24,10 @@ from dlr_pretrain.deploy.tokenizer import export_tokenizer
 from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.linear import named_groups
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama, backbone
-from dlr_pretrain.models.start import listed
 from dlr_pretrain.util.errors import UserError, first_line, write_to_stderr
 from dlr_pretrain.util.files import sync
 from dlr_pretrain.util.process import without_warnings
-from dlr_pretrain.util.text import loading, markdown_table
+from dlr_pretrain.util.text import loading, markdown_table, shortened
 
 POSITIONS = 1024  # at least; a run with longer sequences has its own length
 MODELING = Path(__file__).with_name("modeling_lowrank_llama.py")
@@ -263,7 +262,7 @@ def open_folder(folder: Path, dtype: torch.dtype | str = "auto"):
     wrong += [f"{name}: not a tensor of this model" for name in sorted(report["unexpected_keys"])]
     wrong += [f"{n}: has shape {[*has]} instead of {[*needs]}" for n, has, needs in sorted(report["mismatched_keys"])]
     if wrong:
-        raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *listed(wrong)]))
+        raise UserError("\n  ".join([f"{folder}: its weights are not those of its config.json:", *shortened(wrong)]))
     return model.eval(), tokenizer
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import describe_differences, differences, read_record
-from dlr_pretrain.models.start import INDEX, WEIGHTS, FolderStart
+from dlr_pretrain.models.pretrained import INDEX, WEIGHTS, PretrainedFolder
 from dlr_pretrain.optim.schedule import rate
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.train.checkpoint import Checkpoint, directories, step_of
@@ -33,7 +33,7 @@ class Start:
     """``checkpoint``: the state to restore, whole or in part; ``folder``: initial weights; neither: the seed's."""
 
     checkpoint: Checkpoint | None = None
-    folder: FolderStart | None = None
+    folder: PretrainedFolder | None = None
     resumes: bool = False  # this run's own checkpoint
 
     @property
@@ -104,7 +104,7 @@ def start_from(cfg: Config, run_dir: Path, ranks: Ranks, vocab_size: int, given:
             rule = "is a folder of weights, which holds no optimizer state"
             raise UserError(f"run.start_from={given}: {rule}. Name a checkpoint, or leave out run.start_optimizer")
         tokenizer = ranks.on_main(lambda: read_record(run_dir)["identity"]["tokenizer.pieces"])
-        folder = ranks.main_first(lambda: FolderStart(given, cfg, vocab_size, tokenizer))
+        folder = ranks.main_first(lambda: PretrainedFolder(given, cfg, vocab_size, tokenizer))
         ranks.on_main(lambda: bind_identity(run_dir, {"run.start_from.weights": folder.fingerprint()}))
         return Start(folder=folder)
     found = checkpoint.load(ranks.on_main(lambda: _named(given, say)), ranks)

@@ -28,8 +28,8 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
 from dlr_pretrain.models.llama import Llama
+from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import MergedResiduals, Residual
-from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
@@ -39,16 +39,16 @@ ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 
 
 
 def build_weights(
-    cfg: Config, ranks: Ranks, vocab_size: int, start: FolderStart | None = None, initialize: bool = True
+    cfg: Config, ranks: Ranks, vocab_size: int, pretrained: PretrainedFolder | None = None, initialize: bool = True
 ) -> Weights:
-    """The weights of a run on this rank's device, from ``start`` or drawn from the seed.
+    """The weights of a run on this rank's device, from ``pretrained`` or drawn from the seed.
 
     Rank 0 draws them (or decomposes them, for LOST) and sends them: other machines might round an SVD differently.
     Without ``initialize`` they have no values yet, for a checkpoint to be loaded into.
     """
     model = build(cfg, vocab_size, ranks.device, STATE_DTYPE[cfg.precision.name], initialize and ranks.is_main)
-    if start is not None and ranks.is_main:
-        start.put_into_(model)
+    if pretrained is not None and ranks.is_main:
+        pretrained.put_into_(model)
     if initialize:
         ranks.broadcast(model.state_dict().values())
     return place(cfg, ranks, model)

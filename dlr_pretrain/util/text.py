@@ -7,11 +7,17 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 WIDTH = 80
+MOST = 10  # lines of a list in a message
 
 
 def fill(text: str, indent: int = 0) -> str:
     """``text`` wrapped; lines after the first are indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def shortened(lines: Sequence[str]) -> list[str]:
+    """The first ``MOST`` of ``lines``, and a line that counts the rest."""
+    return [*lines[:MOST], *([f"and {len(lines) - MOST} more"] if len(lines) > MOST else [])]
 
 
 def amount(number: float, digits: int = 3) -> str:

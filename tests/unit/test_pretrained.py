@@ -13,8 +13,8 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import ConfigError
 from dlr_pretrain.deploy.export import write_weights
 from dlr_pretrain.models import build
+from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import MergedResiduals
-from dlr_pretrain.models.start import FolderStart
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped, UserError
 from tests.parity.reference import VOCAB, disturbed, small
@@ -40,8 +40,8 @@ def folder(dense, tmp_path):
     return tmp_path
 
 
-def dense_start(folder, cfg) -> FolderStart:
-    return FolderStart(folder, cfg, VOCAB, "a tokenizer")
+def dense_start(folder, cfg) -> PretrainedFolder:
+    return PretrainedFolder(folder, cfg, VOCAB, "a tokenizer")
 
 
 def started(cfg, folder, dtype=torch.float64):

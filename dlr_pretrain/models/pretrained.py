@@ -1,10 +1,9 @@
-"""Starts a run from a folder of weights (``run.start_from``): an export of this framework, or a plain LLaMA."""
+"""Initial weights from a folder (``run.start_from``): an export of this framework, or a plain LLaMA."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +16,13 @@ from dlr_pretrain.models.full import DENSE
 from dlr_pretrain.models.llama import NORM_EPS, ROPE_BASE, Llama
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.text import shortened
 
-MOST = 10  # lines of a list in a message
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DENSE_NAME = "model.layers.0.self_attn.q_proj.weight"  # of dense weights, and of those that lora and relora freeze
 
 
-class FolderStart:
+class PretrainedFolder:
     """The weights in ``folder``: ``model.safetensors``, or shards with an index, and optionally ``config.json``.
 
     Names and shapes must be those of the model of ``cfg`` with ``vocab_size`` embedding rows, as it is exported. full,
@@ -36,12 +35,12 @@ class FolderStart:
         self.folder = folder
         try:
             self.files = _files(folder)
-            wrong = [*self._misfits(cfg, vocab_size), *_wrong_facts(folder / "config.json", cfg, tokenizer)]
+            wrong = [*self._misfits(cfg, vocab_size), *_other_settings(folder / "config.json", cfg, tokenizer)]
         except (OSError, ValueError, KeyError, AttributeError, TypeError, SafetensorError) as error:
             wrong = [f"cannot be read: {type(error).__name__}: {error}"]
         if wrong:
             fix = "Name the folder of an exported model of this backbone and scale, with scale.vocab_size rows"
-            raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *listed(wrong)]))
+            raise UserError("\n  ".join([f"run.start_from={folder}: {fix}", *shortened(wrong)]))
 
     def _misfits(self, cfg: Config, vocab_size: int) -> list[str]:
         """One line for each tensor or setting that is not as the model needs it."""
@@ -102,7 +101,7 @@ def _shapes(cfg: Config, vocab_size: int) -> dict[str, list[int]]:
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
-def _wrong_facts(path: Path, cfg: Config, tokenizer: str) -> list[str]:
+def _other_settings(path: Path, cfg: Config, tokenizer: str) -> list[str]:
     """Settings in ``path`` that differ from ours and that shapes do not show (formats of transformers 4 and 5).
 
     A plain LLaMA has none of the backbone's, and exports of other programs no fingerprint.
@@ -122,8 +121,3 @@ def _wrong_facts(path: Path, cfg: Config, tokenizer: str) -> list[str]:
         for name, value in wanted.items()
         if found.get(name, value) != value
     ]
-
-
-def listed(wrong: Sequence[str]) -> list[str]:
-    """The first ``MOST`` lines, and a line that counts the rest."""
-    return [*wrong[:MOST], *([f"and {len(wrong) - MOST} more"] if len(wrong) > MOST else [])]
