@@ -35,7 +35,7 @@ from dlr_pretrain.models.residual import (
     columns_of,
     full_name,
     residuals,
-    with_residual,
+    up_projection_class,
 )
 
 FACTOR_NAMES = (("a", "b"), ("down", "up"), ("lora_A", "lora_B"))  # (down, up) children of a low-rank module
@@ -89,7 +89,7 @@ def attach_dlr(
         d_out, rank = linear.weight.shape
         columns = columns_of(grouping, name.rpartition(".")[0] or name, d_out, rank, seed)
         kind: Any = type(linear)
-        linear.__class__ = with_residual(kind)
+        linear.__class__ = up_projection_class(kind)
         up = cast(UpProjection, linear)
         up.residual = Residual(d_out, rank, alpha, variance_correction, impl, columns)
         up.dlr_alpha = nn.Parameter(up.weight.new_full((), alpha)) if learn_alpha else None

@@ -168,7 +168,7 @@ class UpProjection(nn.Linear):
 
 
 @cache
-def with_residual(linear: Any) -> type[nn.Linear]:
+def up_projection_class(linear: Any) -> type[nn.Linear]:
     """``UpProjection`` mixed into ``linear``: one class for all layers of a class, so that blocks share a graph.
 
     It is a class and not a forward hook because ``torch.compile`` guards on classes but, by default, not on hooks.
@@ -231,7 +231,7 @@ class MergedResiduals:
             rule = "its weight was changed, cast or moved inside `active`, and holds a part of the residual for good"
             raise RuntimeError(f"{spoiled[0] or 'the module'}: {rule}. Load it again, and do that outside")
 
-    @record_function("with_residual")
+    @record_function("merge residuals")
     @torch.no_grad()
     def merge(self) -> None:
         """Make the working weights from the state: B + beta R^T, rounded once."""
@@ -242,7 +242,7 @@ class MergedResiduals:
         for _, up in self.carrying:
             up.residual.active = True
 
-    @record_function("with_residual")
+    @record_function("restore weights")
     @torch.no_grad()
     def restore(self) -> list[str]:
         """Take residuals out again that were merged into the state, bit for bit; returns layers that are spoiled."""

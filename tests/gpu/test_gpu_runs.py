@@ -153,7 +153,7 @@ def test_training_does_not_notice_a_profile(train, tmp_path, how):
     assert all(torch.equal(value, b[name]) for name, value in a.items())
     (trace,) = (looked / "profile").iterdir()
     text = gzip.decompress(trace.read_bytes()).decode()
-    assert all(f'"{part}"' in text for part in ("with_residual", "forward", "backward", "optimizer", "kernel"))
+    assert all(f'"{part}"' in text for part in ("merge residuals", "forward", "backward", "optimizer", "kernel"))
 
 
 @pytest.mark.parametrize("part", ["step", "memory"])
