@@ -9,17 +9,22 @@ from dlr_pretrain.config import Choice
 from dlr_pretrain.models.linear import Group, GroupSpec, SeededInit, Stack
 
 
+class DenseProjection(nn.Linear):
+    """W [d_out, d_in], without a bias."""
+
+    def __init__(self, spec: GroupSpec, knobs: dict):
+        super().__init__(spec.d_in, spec.d_out, bias=False)
+
+
 class Full(Group):
     """y = W x, W ~ N(0, 0.02^2)."""
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
-        if grouped:
-            self.w = Stack(projections, spec.pad_in, spec.pad_out)
+    projection = DenseProjection
 
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return nn.Linear(spec.d_in, spec.d_out, bias=False)
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
+        if grouped:
+            self.w = Stack(self.projections, spec.pad_in, spec.pad_out)
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

@@ -46,8 +46,9 @@ class LaxProjection(Factors):
     """The factors of one projection and, from the second block on, its gate (tensor, or dense: W c + b) and norm."""
 
     def __init__(self, spec: GroupSpec, knobs: dict):
-        super().__init__(spec.d_in, spec.d_out, rank := knobs["rank"])
+        super().__init__(spec, knobs)
         if spec.block > 0:
+            rank = knobs["rank"]
             self.gate = TensorGate(rank) if knobs["gate"] == "tensor" else nn.Linear(rank, rank)
             self.norm = nn.LayerNorm(rank, eps=NORM_EPS)
 
@@ -58,14 +59,12 @@ class Lax(LowRank):
     phi is ``activate``. The first block, which has no c, computes z = phi(A x).
     """
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
-        if grouped and spec.block > 0 and knobs["gate"] == "dense":
-            self.dense_gate = Stack([p.gate for p in projections], knobs["rank"], knobs["rank"])
+    projection = LaxProjection
 
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return LaxProjection(spec, knobs)
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
+        if grouped and spec.block > 0 and knobs["gate"] == "dense":
+            self.dense_gate = Stack([p.gate for p in self.projections], knobs["rank"], knobs["rank"])
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

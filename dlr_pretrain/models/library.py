@@ -12,19 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models import linear
 from dlr_pretrain.models.dlr import active, matching
 from dlr_pretrain.models.lowrank import balanced, leading
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class Factors(linear.Factors):
+class Factors(nn.Module):
     """y = B A x + bias, x [..., d_in] -> y [..., d_out]; the bias is ``b.bias``."""
+
+    def __init__(self, d_in: int, d_out: int, rank: int, bias: bool, **where: Any):
+        super().__init__()
+        self.a = nn.Linear(d_in, rank, bias=False, **where)
+        self.b = nn.Linear(rank, d_out, bias, **where)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x))

@@ -61,10 +61,10 @@ class SeededInit:
 class Factors(nn.Module):
     """The factors of one projection: ``a.weight`` is A [rank, d_in], ``b.weight`` is B [d_out, rank]."""
 
-    def __init__(self, d_in: int, d_out: int, rank: int, bias: bool = False, **where: Any):
+    def __init__(self, spec: GroupSpec, knobs: dict[str, Any]):
         super().__init__()
-        self.a = nn.Linear(d_in, rank, bias=False, **where)
-        self.b = nn.Linear(rank, d_out, bias=bias, **where)
+        self.a = nn.Linear(spec.d_in, knobs["rank"], bias=False)
+        self.b = nn.Linear(knobs["rank"], spec.d_out, bias=False)
 
 
 class Stack:
@@ -186,20 +186,18 @@ def _side_by_side(weights: Sequence[Tensor], width: int) -> Tensor:
 class Group(ABC):
     """Projections of one shape that read the same input; the base of every backbone.
 
-    A subclass builds a projection's parameters (``projection``), draws their initial values (``init_``), and computes
-    the group in two halves (``latent``, ``expand``). With ``grouped=False`` it must call the projections' own modules
-    one by one. Hooks, sharding and parity tests use this simpler path.
+    A subclass names the class of a projection's parameters (``projection``, made from ``spec`` and ``knobs``), draws
+    their initial values (``init_``), and computes the group in two halves (``latent``, ``expand``). With
+    ``grouped=False`` it must call the projections' own modules one by one. Hooks, sharding and parity tests use this
+    simpler path.
     """
 
+    projection: type[nn.Module]
     deployed_dense = False  # whether the layers are deployed as the weights of ``dense``, in a plain LLaMA
 
-    def __init__(self, spec: GroupSpec, projections: list[Any], knobs: dict[str, Any], grouped: bool):
-        self.spec, self.projections, self.knobs, self.grouped = spec, projections, knobs, grouped
-
-    @staticmethod
-    @abstractmethod
-    def projection(spec: GroupSpec, knobs: dict[str, Any]) -> nn.Module:
-        """The parameters of one projection."""
+    def __init__(self, spec: GroupSpec, knobs: dict[str, Any], grouped: bool):
+        self.spec, self.knobs, self.grouped = spec, knobs, grouped
+        self.projections: list[Any] = [self.projection(spec, knobs) for _ in spec.names]
 
     @abstractmethod
     def init_(self, seeded: SeededInit, prefix: str) -> None:
@@ -231,12 +229,11 @@ class Group(ABC):
 class GroupHolder(nn.Module):
     """A module whose linear layers are groups; it restores their common storages after moves and copies."""
 
-    def add_group(self, layer: type[Group], spec: GroupSpec, knobs: dict[str, Any], grouped: bool) -> Group:
-        """Register the projections of ``spec`` as children under their own names, and return their group."""
-        projections = [layer.projection(spec, knobs) for _ in spec.names]
-        for name, projection in zip(spec.names, projections, strict=True):
+    def add_group(self, group: Group) -> Group:
+        """Register the projections of ``group`` as children under their own names, and return it."""
+        for name, projection in group.named():
             setattr(self, name, projection)
-        return layer(spec, projections, knobs, grouped)
+        return group
 
     def groups(self) -> list[Group]:
         return [value for value in vars(self).values() if isinstance(value, Group)]

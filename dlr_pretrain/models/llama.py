@@ -113,8 +113,8 @@ class Attention(GroupHolder):
         d, knobs = cfg.scale.hidden_size, cfg.backbone.knobs
         self.num_heads = cfg.scale.num_heads
         qkv = GroupSpec(("q_proj", "k_proj", "v_proj"), d, d, d, d, block)
-        self.qkv = self.add_group(layer, qkv, knobs, grouped)
-        self.o = self.add_group(layer, GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped)
+        self.qkv = self.add_group(layer(qkv, knobs, grouped))
+        self.o = self.add_group(layer(GroupSpec(("o_proj",), d, d, d, d, block), knobs, grouped))
 
     def attend(self, z: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None) -> Tensor:
         """The latent of q, k and v -> the input [B, T, D] of the output projection; causal also without a bias."""
@@ -132,8 +132,8 @@ class MLP(GroupHolder):
         wide = padded(f) if grouped else f
         self.silu = knobs.get("swiglu_silu", True)
         gate_up = GroupSpec(("gate_proj", "up_proj"), d, f, d, wide, block)
-        self.gate_up = self.add_group(layer, gate_up, knobs, grouped)
-        self.down = self.add_group(layer, GroupSpec(("down_proj",), f, d, wide, d, block), knobs, grouped)
+        self.gate_up = self.add_group(layer(gate_up, knobs, grouped))
+        self.down = self.add_group(layer(GroupSpec(("down_proj",), f, d, wide, d, block), knobs, grouped))
 
     def combine(self, z: Tensor) -> Tensor:
         """The latent of gate and up -> the input of the down projection."""

@@ -14,9 +14,9 @@ FROZEN_STD = 0.02
 class LoraProjection(Factors):
     """The frozen ``weight`` W0 [d_out, d_in] and the factors ``a`` A [r, d_in] and ``b`` B [d_out, r]."""
 
-    def __init__(self, d_in: int, d_out: int, rank: int):
-        super().__init__(d_in, d_out, rank)
-        self.weight = nn.Parameter(torch.empty(d_out, d_in), requires_grad=False)
+    def __init__(self, spec: GroupSpec, knobs: dict):
+        super().__init__(spec, knobs)
+        self.weight = nn.Parameter(torch.empty(spec.d_out, spec.d_in), requires_grad=False)
 
 
 class Lora(Group):
@@ -26,19 +26,16 @@ class Lora(Group):
     1/sqrt(d_in), B at zero. The layer is deployed as the dense weight W0 + s B A.
     """
 
+    projection = LoraProjection
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
         if grouped:
-            self.w = Stack(projections, spec.pad_in, spec.pad_out)
-            self.a = Stack([p.a for p in projections], spec.pad_in, knobs["rank"])
-            self.b = Stack([p.b for p in projections], knobs["rank"], spec.pad_out)
-
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return LoraProjection(spec.d_in, spec.d_out, knobs["rank"])
+            self.w = Stack(self.projections, spec.pad_in, spec.pad_out)
+            self.a = Stack([p.a for p in self.projections], spec.pad_in, knobs["rank"])
+            self.b = Stack([p.b for p in self.projections], knobs["rank"], spec.pad_out)
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

@@ -22,10 +22,10 @@ class LostProjection(Factors):
 
     channels: Tensor
 
-    def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
-        super().__init__(d_in, d_out, rank)
-        count = max(1, int(sparsity * d_in))
-        self.s = nn.Linear(count, d_out, bias=False)
+    def __init__(self, spec: GroupSpec, knobs: dict):
+        super().__init__(spec, knobs)
+        count = max(1, int(knobs["sparsity"] * spec.d_in))
+        self.s = nn.Linear(count, spec.d_out, bias=False)
         self.register_buffer("channels", torch.arange(count))
 
 
@@ -38,18 +38,17 @@ class Lost(LowRank):
     r.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
+    projection = LostProjection
+
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
         self.gamma, self.rank = knobs["gamma"], knobs["rank"]
-        self.width = self.rank + projections[0].s.in_features
+        channels = self.projections[0].s.in_features
+        self.width = self.rank + channels
         if grouped:
             self.width = _aligned(self.width)
-            self.a = Stack([p.a for p in projections], spec.pad_in, pad_out=_aligned(self.rank))
-            self.s = Stack([p.s for p in projections], projections[0].s.in_features, spec.pad_out)
-
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return LostProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
+            self.a = Stack([p.a for p in self.projections], spec.pad_in, pad_out=_aligned(self.rank))
+            self.s = Stack([p.s for p in self.projections], channels, spec.pad_out)
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

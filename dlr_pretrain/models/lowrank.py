@@ -17,16 +17,14 @@ class LowRank(Group):
     as in LORO. ``latent_scale`` is s.
     """
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
+    projection: type[nn.Module] = Factors
+
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
         self.scale = knobs.get("latent_scale", 1.0)
         if grouped:
-            self.a = Stack([p.a for p in projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
-            self.b = Stack([p.b for p in projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
-
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return Factors(spec.d_in, spec.d_out, knobs["rank"])
+            self.a = Stack([p.a for p in self.projections], pad_in=spec.pad_in, pad_out=knobs["rank"])
+            self.b = Stack([p.b for p in self.projections], pad_in=knobs["rank"], pad_out=spec.pad_out)
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

@@ -23,9 +23,9 @@ class SltrainProjection(Factors):
 
     index: Tensor
 
-    def __init__(self, d_in: int, d_out: int, rank: int, sparsity: float):
-        super().__init__(d_in, d_out, rank)
-        entries = int(sparsity * d_in * d_out)
+    def __init__(self, spec: GroupSpec, knobs: dict):
+        super().__init__(spec, knobs)
+        entries = int(knobs["sparsity"] * spec.d_in * spec.d_out)
         self.values = nn.Parameter(torch.empty(entries))
         self.register_buffer("index", torch.empty(entries, dtype=torch.int64))
 
@@ -37,15 +37,12 @@ class Sltrain(Group):
     keeps it for backward. The layer is deployed as this matrix.
     """
 
+    projection = SltrainProjection
     deployed_dense = True
 
-    def __init__(self, spec: GroupSpec, projections: list, knobs: dict, grouped: bool):
-        super().__init__(spec, projections, knobs, grouped)
+    def __init__(self, spec: GroupSpec, knobs: dict, grouped: bool):
+        super().__init__(spec, knobs, grouped)
         self.scale = knobs["alpha"] / knobs["rank"]
-
-    @staticmethod
-    def projection(spec: GroupSpec, knobs: dict) -> nn.Module:
-        return SltrainProjection(spec.d_in, spec.d_out, knobs["rank"], knobs["sparsity"])
 
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:

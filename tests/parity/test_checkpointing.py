@@ -65,7 +65,7 @@ def test_a_block_keeps_its_latents_and_the_residual_stream(variant, latent, bloc
 def test_sltrain_keeps_no_dense_matrix(shape):
     knobs, (d_in, d_out, pad_in, pad_out) = {"rank": 8, "alpha": 8.0, "sparsity": 0.05}, shape
     spec = GroupSpec(("one", "other"), d_in, d_out, pad_in, pad_out, block=0)
-    group = Sltrain(spec, [Sltrain.projection(spec, knobs) for _ in spec.names], knobs, grouped=True)
+    group = Sltrain(spec, knobs, grouped=True)
     group.init_(SeededInit(0), "")
     x = torch.randn(3, pad_in, requires_grad=True)
     with Watch() as watch:
