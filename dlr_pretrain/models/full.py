@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.models.linear import Group, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.linear import INIT_STD, Group, GroupSpec, SeededInit, Stack
 
 
 class DenseProjection(nn.Linear):
@@ -29,7 +29,7 @@ class Full(Group):
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         for name, p in self.named(prefix):
-            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, 0.02))
+            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, INIT_STD))
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
         return self.w.shared(z).unbind(-2) if self.grouped else tuple(p(z) for p in self.projections)

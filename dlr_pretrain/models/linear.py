@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from dlr_pretrain.util.errors import UserError
 
+INIT_STD = 0.02  # of dense weights
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -52,6 +54,10 @@ class SeededInit:
     def uniform(self, name: str, shape: tuple[int, ...], bound: float) -> Tensor:
         """A CPU fp32 tensor of independent values between -bound and bound."""
         return (torch.rand(shape, generator=self.generator(name)) * 2 - 1) * bound
+
+    def kaiming(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A weight [d_out, d_in] of independent values between -1/sqrt(d_in) and 1/sqrt(d_in)."""
+        return self.uniform(name, shape, shape[1] ** -0.5)
 
     def generator(self, name: str) -> torch.Generator:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()

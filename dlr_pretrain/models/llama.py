@@ -19,14 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, fold_
-from dlr_pretrain.models.linear import Group, GroupHolder, GroupSpec, SeededInit
+from dlr_pretrain.models.linear import INIT_STD, Group, GroupHolder, GroupSpec, SeededInit
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import Residual, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 NORM_EPS = 1e-6
 ROPE_BASE = 10_000.0
-INIT_STD = 0.02
 
 Carry = tuple[Tensor | None, ...]  # the tensor that each group of a block passes to the same group of the next block
 NO_CARRY: Carry = (None, None, None, None)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.linear import INIT_STD, Factors, Group, GroupSpec, SeededInit, Stack
 from dlr_pretrain.util.tensors import at_least_fp32
-
-FROZEN_STD = 0.02
 
 
 class LoraProjection(Factors):
@@ -40,8 +38,8 @@ class Lora(Group):
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         for name, p in self.named(prefix):
-            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, FROZEN_STD))
-            p.a.weight.copy_(down_factor(seeded, f"{name}.a.weight", p.a.weight.shape))
+            p.weight.copy_(seeded.normal(f"{name}.weight", p.weight.shape, INIT_STD))
+            p.a.weight.copy_(seeded.kaiming(f"{name}.a.weight", p.a.weight.shape))
             p.b.weight.zero_()
 
     def expand(self, z: Tensor) -> tuple[Tensor, ...]:
@@ -52,11 +50,6 @@ class Lora(Group):
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         return merged(tensors["weight"], tensors["b.weight"], tensors["a.weight"], self.scale)
-
-
-def down_factor(seeded: SeededInit, name: str, shape: torch.Size) -> Tensor:
-    """A [r, d_in], uniform with bound 1/sqrt(d_in)."""
-    return seeded.uniform(name, shape, shape[1] ** -0.5)
 
 
 def merged(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:

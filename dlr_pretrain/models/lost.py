@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dlr_pretrain.models.linear import Factors, GroupSpec, SeededInit, Stack
+from dlr_pretrain.models.linear import INIT_STD, Factors, GroupSpec, SeededInit, Stack
 from dlr_pretrain.models.lowrank import LowRank, balanced, leading
 
-INIT_STD = 0.02  # of W, as for dense layers
 ALIGNMENT = 8  # widths of fast products are multiples of this; the rank that fits the parameter budget is mostly odd
 
 

@@ -34,14 +34,14 @@ class LowRank(Group):
 
     def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
         """Draw A [r, d_in] or B [d_out, r]."""
-        match self.knobs.get("init", "cola"):
+        match self.knobs["init"]:
             case "cola":
                 std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
                 weight.copy_(seeded.normal(name, weight.shape, std))
             case "xavier":
                 weight.copy_(seeded.normal(name, weight.shape, (2 / sum(weight.shape)) ** 0.5))
             case "kaiming":
-                weight.copy_(seeded.uniform(name, weight.shape, weight.shape[1] ** -0.5))
+                weight.copy_(seeded.kaiming(name, weight.shape))
 
     def dense(self, tensors: dict[str, Tensor]) -> Tensor:
         own = type(self)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.models.linear import SeededInit
-from dlr_pretrain.models.lora import Lora, down_factor, merged
+from dlr_pretrain.models.lora import Lora, merged
 from dlr_pretrain.util import sharded
 
 
@@ -31,7 +31,7 @@ class Relora(Lora):
             w, a, b = (f"{prefix}{name}.{leaf}" for leaf in ("weight", "a.weight", "b.weight"))
             own_w, own_a, own_b = (sharded.local_rows(state[name]) for name in (w, a, b))  # the same rows of W0 and B
             own_w.copy_(merged(own_w, own_b, sharded.gathered(state[a]), self.scale))
-            own_a.copy_(sharded.own_part(state[a], down_factor(seeded, f"{a}/{number}", state[a].shape)))
+            own_a.copy_(sharded.own_part(state[a], seeded.kaiming(f"{a}/{number}", state[a].shape)))
             own_b.zero_()
             factors += [a, b]
         return factors

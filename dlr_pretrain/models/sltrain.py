@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dlr_pretrain.models.linear import Factors, Group, GroupSpec, SeededInit
-from dlr_pretrain.models.lora import down_factor
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -47,7 +46,7 @@ class Sltrain(Group):
     @torch.no_grad()
     def init_(self, seeded: SeededInit, prefix: str) -> None:
         for own, p in self.named(prefix):
-            p.a.weight.copy_(down_factor(seeded, f"{own}.a.weight", p.a.weight.shape))
+            p.a.weight.copy_(seeded.kaiming(f"{own}.a.weight", p.a.weight.shape))
             p.b.weight.zero_()
             p.values.copy_(seeded.uniform(f"{own}.values", p.values.shape, self.spec.d_in**-0.5))
             order = torch.randperm(self.spec.d_out * self.spec.d_in, generator=seeded.generator(f"{own}.index"))
