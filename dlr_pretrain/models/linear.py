@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.util.errors import UserError
+from dlr_pretrain.util.tensors import one_storage
 
 INIT_STD = 0.02  # of dense weights
 
@@ -268,9 +269,6 @@ def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
                 yield f"{name}." if name else "", group
 
 
-ALIGNMENT = 64  # values: 128 bytes of bf16
-
-
 @torch.no_grad()
 def share_memory_(model: nn.Module) -> None:
     """Put every stack whose linears all carry a residual into one storage, so that one kernel can reach all of them.
@@ -279,11 +277,10 @@ def share_memory_(model: nn.Module) -> None:
     """
     stacks = [stack for _, group in named_groups(model) for stack in group.stacks()]
     stacks = [stack for stack in stacks if all(hasattr(linear, "residual") for linear in stack.linears)]
-    sizes = [-(-stack.numel // ALIGNMENT) * ALIGNMENT for stack in stacks]
     if stacks:
-        memory = stacks[0].storage.new_zeros(sum(sizes))
-        for stack, part in zip(stacks, memory.split(sizes), strict=True):
-            stack.tie(part[: stack.numel])
+        memories = one_storage((stack.numel for stack in stacks), like=stacks[0].storage)
+        for stack, memory in zip(stacks, memories, strict=True):
+            stack.tie(memory)
 
 
 def require_tied(model: nn.Module) -> None:

@@ -26,14 +26,14 @@ from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
-from dlr_pretrain.models.linear import ALIGNMENT, share_memory_
+from dlr_pretrain.models.linear import share_memory_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import MergedResiduals, Residual
 from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
-from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE, global_norm
+from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE, global_norm, one_storage
 
 ONE_GRAPH = 400_000_000  # parameters: full-rank 350m has 368 million, low-rank 1b 609 million
 
@@ -229,8 +229,6 @@ def _summed(_, bucket):  # DDP refuses annotations that are strings
 @torch.no_grad()
 def _copies(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies of dense ``parameters`` in one storage, each in its own memory layout."""
-    sizes = [-(-p.numel() // ALIGNMENT) * ALIGNMENT for p in parameters.values()]
-    first = next(iter(parameters.values()))
-    parts = torch.empty(sum(sizes), dtype=first.dtype, device=first.device).split(sizes)
-    named = zip(parameters.items(), parts, strict=True)
-    return {name: part[: p.numel()].as_strided(p.shape, p.stride()).copy_(p) for (name, p), part in named}
+    memories = one_storage((p.numel() for p in parameters.values()), like=next(iter(parameters.values())))
+    named = zip(parameters.items(), memories, strict=True)
+    return {name: memory.as_strided(p.shape, p.stride()).copy_(p) for (name, p), memory in named}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -13,11 +15,20 @@ STATE_DTYPE = WORKING_DTYPE | {"bf16_mixed": torch.float32}
 # Values per piece of a norm on a CPU. Given a whole tensor, torch casts all of it to fp32, more than any cache holds,
 # and adds the squares up one after the other: with 16 million values the norm is off by 2.5e-4.
 CACHED = 1 << 15
+ALIGNMENT = 64  # values: 128 bytes of bf16
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which to compute with values of ``dtype`` before a single rounding: fp32, or fp64 for fp64."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def one_storage(sizes: Iterable[int], like: Tensor) -> list[Tensor]:
+    """Flat tensors of ``sizes`` zeros each, aligned in one storage, with the dtype and device of ``like``."""
+    sizes = list(sizes)
+    spans = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    parts = like.new_zeros(sum(spans)).split(spans)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
 def global_norm(gradients: list[Tensor]) -> Tensor:
