@@ -21,7 +21,7 @@ class Adam(torch.optim.Optimizer):
     """
 
     heartbeat: Callable[[Iterable], Iterable] = staticmethod(iter)  # a run's version reports progress to its watch
-    index: int | None = None  # the update's index in the run, from 0; None if unknown
+    index: int  # the update's index in the run, from 0, set before each step
 
     def __init__(self, groups: list[dict], knobs: dict):
         betas = knobs["beta1"], knobs["beta2"]

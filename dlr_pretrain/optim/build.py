@@ -81,20 +81,19 @@ class Optimizer:
         self.parameters, self.parts = dict(parameters), parts
         owner = {id(p): part for part in parts for group in part.param_groups for p in group["params"]}
         self.part_of = {name: owner[id(sharded.local_rows(p))] for name, p in self.parameters.items()}
-        self.masked_on_device = all(map(_reads_found_inf, parts))
 
-    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int | None = None) -> None:
+    def update(self, lr: float, skip: Tensor, factor: Tensor | None = None, *, index: int) -> None:
         """Update all parameters at rate ``lr`` by the gradients times ``factor``, unless ``skip`` is 1.
 
         If ``skip`` is 1, parameters and state do not change. ``skip`` and ``factor`` are fp32 scalars on the device.
-        An update may overwrite the gradients. ``index`` is the update's index in the run, from 0; only loro needs it.
+        An update may overwrite the gradients. ``index`` is the update's index in the run, from 0, by which loro goes.
 
         adamw and adamw_8bit read both scalars on the device, through the hooks of torch's gradient scaler: the host
         does not wait, and gradients are scaled in fp32 as they are read. If any part lacks these hooks, the host waits
         once for both, and steps no part if ``skip`` is 1.
         """
         number: Tensor | float | None = None  # the factor, where parts cannot read it on the device
-        if not self.masked_on_device:
+        if not all(map(_reads_found_inf, self.parts)):
             skipped, number = _on_host(skip, factor)
             if skipped:
                 return

@@ -331,7 +331,7 @@ def test_a_factor_is_not_rounded_to_the_gradients_dtype(rounding_seed):
     optimizer = optim.build(Choice("adamw", ADAM), {"w": p}, rounding_seed=rounding_seed)
     p.grad = torch.linspace(0.5, 1, 4096).to(p.dtype)
     expected = (p.grad.float() * 1.0039 * 0.1).to(p.dtype)
-    optimizer.update(0.01, GO, torch.tensor(1.0039))
+    optimizer.update(0.01, GO, torch.tensor(1.0039), index=0)
     assert (optimizer.state_tensors()["w/exp_avg"] != expected).float().mean() < 0.01
 
 
@@ -445,9 +445,9 @@ def test_weight_decay_rounds_away_after_each_operation_and_acts_where_an_update_
     def end(dtype: torch.dtype, name: str, decay: float) -> Tensor:
         p = start.to(dtype).clone().requires_grad_()
         optimizer = optim.build(Choice(name, ADAM | {"weight_decay": decay}), {"p": p})
-        for gradient in gradients:
+        for k, gradient in enumerate(gradients):
             p.grad = gradient.to(dtype)
-            optimizer.update(0.01, skip=GO)
+            optimizer.update(0.01, skip=GO, index=k)
         return p.detach().float()
 
     def left(dtype: torch.dtype, name: str) -> float:

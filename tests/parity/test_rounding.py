@@ -87,9 +87,9 @@ def test_decay_and_updates_below_half_a_unit_act(start, gradient, lr, decay, end
     def mean(seed: int | None) -> float:
         p = torch.full((4096,), start).bfloat16().requires_grad_()
         optimizer = optimizer_of(p, seed, weight_decay=decay)
-        for _ in range(100):
+        for k in range(100):
             p.grad = torch.full_like(p, gradient)
-            optimizer.update(lr, skip=GO)
+            optimizer.update(lr, skip=GO, index=k)
         return p.detach().double().mean().item() / torch.tensor(start).bfloat16().item() * start
 
     assert mean(None) == start
@@ -104,9 +104,9 @@ def test_second_moments_shrink_on_average_and_first_ones_are_rounded_to_the_near
         optimizer = optimizer_of(p, seed)
         ones = torch.ones_like(p, requires_grad=False)
         optimizer.load_state_tensors({"w/exp_avg": ones, "w/exp_avg_sq": ones, "w/step": torch.tensor(1.0)})
-        for _ in range(updates):
+        for k in range(updates):
             p.grad = torch.zeros_like(p)
-            optimizer.update(1e-4, skip=GO)
+            optimizer.update(1e-4, skip=GO, index=k)
         state = optimizer.state_tensors()
         return state["w/exp_avg"], state["w/exp_avg_sq"]
 
@@ -125,7 +125,7 @@ def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, monkeypat
         optimizer = optim.build(Choice(name, ADAM | {"block_size": 256}), {"w": p}, rounding_seed=5)
         for k in range(3):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
-            optimizer.update(1e-3, skip=GO)
+            optimizer.update(1e-3, skip=GO, index=k)
         return [p.detach(), *optimizer.state_tensors().values()]
 
     whole, calls, advance = trained(), [], adamw._advance
