@@ -41,6 +41,10 @@ def build(
     """Build torch's AdamW, or with ``rounding_seed`` a ``WideAdamW`` that rounds stochastically.
 
     Moments have the parameters' dtype. torch's fused kernel computes in fp32 and rounds once, to the nearest.
+
+    Without ``fused``, torch's foreach kernels round after every operation, as in this family's published runs. In pure
+    bf16, weight decay then does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment by
+    1 - beta2 = 0.001 does not change it either.
     """
     groups = decay_groups(parameters, knobs["weight_decay"])
     if rounding_seed is not None:
@@ -48,15 +52,6 @@ def build(
     fused = fused and not any(p.is_meta for p in parameters.values())  # ``state_bytes``: no fused kernel there
     betas, eps = (knobs["beta1"], knobs["beta2"]), knobs["eps"]
     return [torch.optim.AdamW(groups, betas=betas, eps=eps, fused=fused, foreach=not fused)]
-
-
-def build_foreach(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
-    """Build AdamW on torch's foreach kernels, which round after every operation, as in this family's published runs.
-
-    In pure bf16, weight decay does not change a weight if lr * weight_decay < 2^-9. The decay of a second moment by
-    1 - beta2 = 0.001 does not change it either. Training therefore differs from training with the fused kernel.
-    """
-    return build(parameters, knobs, fused=False)
 
 
 def build_8bit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,9 @@ from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
 
 BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the module of that name
-    "adamw_foreach": adamw.build_foreach,
+    "adamw_foreach": partial(adamw.build, fused=False),
     "adamw_8bit": adamw.build_8bit,
-    "fira": galore.build_fira,
+    "fira": galore.build,
 }
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -13,19 +13,11 @@ from dlr_pretrain.util.tensors import at_least_fp32
 
 
 def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
-    """GaLore on the matrices of the blocks, plain Adam at the same rate on all others."""
-    return [GaLore(groups(parameters, knobs), knobs)]
-
-
-def build_fira(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
-    """Fira on the matrices of the blocks, plain Adam at the same rate on all others."""
-    return [Fira(groups(parameters, knobs), knobs)]
-
-
-def groups(parameters: dict[str, Tensor], knobs: dict) -> list[dict]:
+    """GaLore, or Fira if there is a ``limiter``, on the matrices of the blocks; plain Adam on all others."""
     matrices = block_matrices(parameters)
     projected = [group | {"projected": True} for group in decay_groups(matrices, knobs["weight_decay"])]
-    return projected + decay_groups(without(parameters, matrices), knobs["weight_decay"])
+    others = decay_groups(without(parameters, matrices), knobs["weight_decay"])
+    return [(Fira if "limiter" in knobs else GaLore)(projected + others, knobs)]
 
 
 class GaLore(Adam):
