@@ -64,7 +64,7 @@ def factorize_(
         made.b.weight.copy_(b), made.a.weight.copy_(a)
         if dense.bias is not None:
             made.b.bias.copy_(dense.bias)
-        _put(module, name, made)
+        module.set_submodule(name, made)
     return list(targets)
 
 
@@ -88,13 +88,8 @@ def multiply_(module: nn.Module) -> int:
         dense.weight.copy_(b.to(wide) @ a.to(wide))
         if layer.b.bias is not None:
             dense.bias.copy_(layer.b.bias)
-        _put(module, name, dense)
+        module.set_submodule(name, dense)
     return len(layers)
-
-
-def _put(module: nn.Module, name: str, layer: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(parent), leaf, layer)
 
 
 class TrainsWithDlr:
