@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from dlr_pretrain.config import Config
-from dlr_pretrain.models.llama import Llama, build
+from dlr_pretrain.models.llama import build
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.util.tensors import WORKING_DTYPE
 
 # Peak FLOP/s of dense bf16 products from the data sheets, by the exact name that the driver reports: variants of a GPU
@@ -51,14 +52,12 @@ def flops_per_token(cfg: Config, vocab_size: int, micro_batch: int) -> float:
 
 def _products(cfg: Config, vocab_size: int, micro_batch: int, num_layers: int) -> int:
     """FLOPs of a micro-batch in all products except attention's, with ``num_layers`` blocks."""
-    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers))
-    with torch.device("meta"):
-        model = Llama(cfg, vocab_size, grouped=False)  # no padding
-        ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64)
-    for name, p in build(cfg, vocab_size, torch.device("meta")).named_parameters():
-        if not p.requires_grad:
-            model.get_parameter(name).requires_grad_(False)
-    with attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
+    unpadded = replace(cfg.parallel, name="fsdp")  # each projection by itself
+    cfg = replace(cfg, scale=replace(cfg.scale, num_layers=num_layers), parallel=unpadded)
+    model = build(cfg, vocab_size, torch.device("meta"))
+    ids = torch.zeros(micro_batch, cfg.train.seq_len, dtype=torch.int64, device="meta")
+    residual = MergedResiduals(model).active()
+    with residual, attention_as_on_a_gpu(), FlopCounterMode(display=False) as counter:
         model(ids, ids).backward()
     return sum(flops for op, flops in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
 
