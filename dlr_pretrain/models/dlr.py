@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.models.residual import (
-    GROUPINGS,
     MergedResiduals,
     Residual,
     UpProjection,
@@ -76,9 +75,10 @@ def attach_dlr(
     Raises ValueError if nothing matches, if a layer has a residual already, if another module uses the same weight, if
     a weight is not a floating-point parameter, or if arguments contradict each other.
     """
-    for argument, value, known in (("impl", impl, ("weight", "branch")), ("grouping", grouping, GROUPINGS)):
-        if value not in known:
-            raise ValueError(f"{argument}={value!r}: must be {' or '.join(known)}")
+    if impl not in ("weight", "branch"):
+        raise ValueError(f"impl={impl!r}: must be weight or branch")
+    if grouping not in ("contiguous", "random"):
+        raise ValueError(f"grouping={grouping!r}: must be contiguous or random")
     if learn_alpha and impl != "branch":
         raise ValueError(f"learn_alpha=True: alpha is learned in the branch, and this is impl={impl!r}. Use 'branch'")
     if not train_b and keep_output:

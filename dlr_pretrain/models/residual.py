@@ -18,8 +18,6 @@ from torch.profiler import record_function
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.tensors import at_least_fp32
 
-GROUPINGS = ("contiguous", "random")
-
 
 class Residual:
     """beta R^T of one up-projection with weight [d_out, rank]: output i receives beta z[columns[i]].
