@@ -7,18 +7,13 @@ from torch import Tensor
 
 from dlr_pretrain.optim.adam import Adam, decay_groups, move, without
 
-A, B = ".a.weight", ".b.weight"
-
 
 def build(parameters: dict[str, Tensor], knobs: dict) -> list[torch.optim.Optimizer]:
     """LORO on the pairs ``<x>.a.weight`` [r, d_in] and ``<x>.b.weight`` [d_out, r], plain Adam on all others."""
-    factors = {name: p for name, p in parameters.items() if name.removesuffix(B) + A in parameters and name.endswith(B)}
-    partners = {id(p): parameters[name.removesuffix(B) + A] for name, p in factors.items()}
-    names = {*factors, *(name.removesuffix(B) + A for name in factors)}
-    groups = decay_groups(without(parameters, names), knobs["weight_decay"])
-    for group in decay_groups(factors, knobs["weight_decay"]):
-        pairs = [(b, partners[id(b)]) for b in group["params"]]
-        groups.append(group | {"params": [p for pair in pairs for p in pair], "paired": True})
+    downs = {name.replace(".b.weight", ".a.weight"): name for name in parameters if name.endswith(".b.weight")}
+    names = [name for a, b in downs.items() if a in parameters for name in (b, a)]
+    pairs = {"params": [parameters[name] for name in names], "weight_decay": knobs["weight_decay"], "paired": True}
+    groups = [*decay_groups(without(parameters, names), knobs["weight_decay"]), pairs]
     return [Loro(groups, knobs, parameters["model.embed_tokens.weight"].shape[1])]
 
 
