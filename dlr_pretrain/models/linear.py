@@ -11,7 +11,6 @@ product, and the up-projections as one batch, while optimizers, checkpoints and 
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from dlr_pretrain.util.errors import UserError
-from dlr_pretrain.util.tensors import one_storage
+from dlr_pretrain.util.tensors import named_generator, one_storage
 
 INIT_STD = 0.02  # of dense weights
 
@@ -61,8 +60,7 @@ class SeededInit:
         return self.uniform(name, shape, shape[1] ** -0.5)
 
     def generator(self, name: str) -> torch.Generator:
-        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return named_generator(self.seed, name)
 
 
 class Factors(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -17,6 +16,7 @@ from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
 from dlr_pretrain.util.errors import UserError
 from dlr_pretrain.util.sharded import Stored
+from dlr_pretrain.util.tensors import named_generator
 
 BUILDERS: dict[str, Callable] = {  # of any other name: ``build`` of the module of that name
     "adamw_foreach": partial(adamw.build, fused=False),
@@ -150,10 +150,9 @@ class Optimizer:
                 p, zero = self.parameters[name], 0
                 if part == "codes":
                     zero = int(state[name, f"{moment}.map"].abs().argmin())
-                digest = hashlib.sha256(f"{seed}/{name}/{moment}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
                 shape = p.shape if sharded.is_sharded(p) else value.shape
-                dropped = (torch.rand(shape, generator=generator) >= keep).to(value.device)
+                drawn = torch.rand(shape, generator=named_generator(seed, f"{name}/{moment}"))
+                dropped = (drawn >= keep).to(value.device)
                 value.masked_fill_(sharded.own_part(p, dropped), zero)
 
     def _entries(self) -> Iterator[tuple[str, str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 import torch
@@ -21,6 +22,12 @@ ALIGNMENT = 64  # values: 128 bytes of bf16
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which to compute with values of ``dtype`` before a single rounding: fp32, or fp64 for fp64."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def named_generator(seed: int, name: str) -> torch.Generator:
+    """A generator on the CPU whose values depend on (seed, name) alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def one_storage(sizes: Iterable[int], like: Tensor) -> list[Tensor]:
