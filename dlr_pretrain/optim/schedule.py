@@ -69,19 +69,16 @@ def loro(
     moments; the rate then rises, over ``restart`` updates, from almost 0 to the value of the curve at the restart.
     There is no restart from the end of the warm-up until update ``shift + every``.
     """
-
-    def share(progress: float) -> float:
-        return min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-
-    span = steps - warmup
-    if update < warmup:
+    warms_up, span = update < warmup, steps - warmup
+    t = update if warms_up else update - shift
+    cycle, since = divmod(t, every)
+    restarting = cycle > 0 and since < restart
+    at = cycle * every if restarting else t
+    if warms_up:
         top = 0.5 * (1 + math.cos(math.pi * shift / span))
-        cycle, since = divmod(update, every)
-        level = (cycle * every if cycle > 0 and since < restart else update) / warmup * (top - min_ratio) + min_ratio
+        level = at / warmup * (top - min_ratio) + min_ratio
     else:
-        cycle, since = divmod(update - shift, every)
-        late = cycle * every if cycle > 0 and since < restart else update - shift
-        level = share((late - warmup) / span)
-    if cycle > 0 and since < restart:
+        level = min_ratio + (1 - min_ratio) * SHAPES["cosine"]((at - warmup) / span)
+    if restarting:
         level = since / restart * (level - 1e-6) + 1e-6
     return peak * level
