@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dlr_pretrain.config import Config
 from dlr_pretrain.config.tree import Dlr
 from dlr_pretrain.models.dlr import attach_dlr, fold_
-from dlr_pretrain.models.linear import INIT_STD, Group, GroupHolder, GroupSpec, SeededInit
+from dlr_pretrain.models.linear import INIT_STD, Group, GroupHolder, GroupSpec, SeededInit, named_groups
 from dlr_pretrain.models.loss import score, summed_cross_entropy
 from dlr_pretrain.models.residual import Residual, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
@@ -256,12 +256,11 @@ class Llama(nn.Module):
         for name in ("model.embed_tokens", "lm_head"):
             weight = self.get_parameter(f"{name}.weight")
             weight.copy_(seeded.normal(f"{name}.weight", weight.shape, INIT_STD))
-        for name, module in self.named_modules():
+        for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-            elif isinstance(module, GroupHolder):
-                for group in module.groups():
-                    group.init_(seeded, f"{name}.")
+        for prefix, group in named_groups(self):
+            group.init_(seeded, prefix)
 
 
 def build(
