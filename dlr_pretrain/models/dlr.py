@@ -155,7 +155,6 @@ def folded_state(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     for name, linear in residuals(module):
         value = folded[full_name(name, "weight")]
         alpha = folded.pop(full_name(name, "dlr_alpha"), None)
-        folded.pop(full_name(name, "dlr_mark"), None)
         linear.residual.add(value, alpha)
     return folded
 

@@ -56,11 +56,11 @@ def test_random_duplication_is_the_papers():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fold_leaves_the_tensors_and_logits_of_training_bit_for_bit(dtype, variant):
     model = build(small(*variant.split(), "dlr=on"), VOCAB, CPU, dtype)
-    before = {name: p.clone() for name, p in model.state_dict().items()}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with active(model):
         working = {name: p.detach().clone() for name, p in model.named_parameters()}
         logits = model.logits(batch()[0])
-    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
     expected = folded_state(model, before)
     assert fold_(model) == 14
     for name, p in model.named_parameters():
