@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.variants import Variant
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch
 from dlr_pretrain.models import Llama, build
+from dlr_pretrain.optim.adamw import rounded
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util.tensors import STATE_DTYPE, WORKING_DTYPE
 
@@ -93,13 +94,8 @@ def plain_model(cfg: Config, ranks: Ranks, rounding: int | None) -> Llama:
     dtype = STATE_DTYPE[cfg.precision.name]
     model = build(ungrouped, cfg.planned_vocab_size, ranks.device, dtype if rounding is None else torch.float32)
     if rounding is not None:
-        round_at_random_(model, torch.Generator(ranks.device).manual_seed(rounding))
+        generator = torch.Generator(ranks.device).manual_seed(rounding)
+        for p in model.parameters():
+            bits = torch.randint(1 << 16, p.shape, generator=generator, dtype=torch.int32, device=p.device)
+            p.data.copy_(rounded(p.data, bits))
     return model.to(dtype)
-
-
-@torch.no_grad()
-def round_at_random_(model: nn.Module, generator: torch.Generator) -> None:
-    """Round fp32 parameters to bf16 values, up or down with the probabilities that make this unbiased."""
-    for p in model.parameters():
-        noise = torch.randint(1 << 16, p.shape, generator=generator, dtype=torch.int32, device=p.device)
-        p.copy_(((p.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32))
