@@ -36,7 +36,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of train.py")
     made.add_argument("--variant", action="append", default=[], metavar="OVERRIDES", help="step, memory: repeatable")
     made.add_argument("--peer", action="append", default=[], metavar="FILE[:FUNCTION]", help="compare: repeatable")
-    made.add_argument("--peers-dir", type=Path, help="compare: folder of the checkouts ($PEERS_DIR, or peers)")
     made.add_argument("--rounds", type=at_least_1, default=30, help="timed rounds (30)")
     made.add_argument("--warmup", type=int, default=10, help="steps before (10)")
     made.add_argument("--tokens", type=at_least_1, default=20_000_000, help="data: in a round (20 million)")
@@ -54,8 +53,6 @@ def step(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measur
 
 
 def compare(given: argparse.Namespace, overrides: list[str], cfg: Config) -> Measured:
-    if given.peers_dir:
-        os.environ["PEERS_DIR"] = str(given.peers_dir.absolute())
     from benchmarks import peers, step
 
     if not given.peer:

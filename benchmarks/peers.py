@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -62,14 +61,10 @@ class Peer:
         try:
             self.built = self.make(self.scale.upper(), *shape, bool(cfg.compile), layers=cfg.scale.num_layers)
         except ImportError as error:
-            raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by --peers-dir") from error
+            raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by PEERS_DIR") from error
 
-    def step(self, batch: Batch) -> Tensor:
-        return self.built.step(peer_ids(batch))
-
-    def on(self, batch: Batch) -> Callable[[], object]:
-        ids = peer_ids(batch)
-        return lambda: self.built.step(ids)
+    def step(self, ids: Tensor) -> Tensor:
+        return self.built.step(ids)
 
 
 def peer_ids(batch: Batch) -> Tensor:

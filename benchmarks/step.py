@@ -55,7 +55,8 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
         beside.clear()
         gc.collect()
         acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
-        acts |= {peer.name: peer.on(batch) for peer in peers}
+        ids = peer_ids(batch)
+        acts |= {peer.name: lambda p=peer: p.step(ids) for peer in peers}
         write_to_stderr(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
         times = interleaved(acts, warmup, rounds, ranks.device)
         found = []
@@ -91,7 +92,7 @@ def check(
         variant.clip_as_torch_does()
         with getattr(peer.built, "attention", nullcontext)():
             expected = losses(variant.step, batch)
-        found = difference(losses(peer.step, batch), expected)
+        found = difference(losses(lambda b, p=peer: p.step(peer_ids(b)), batch), expected)
         verdicts[peer.name] = Verdict("our step", found, references.bound(variant.cfg))
     for name, v in verdicts.items():
         relation = "within" if v.passes else "NOT within"
