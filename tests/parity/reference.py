@@ -6,9 +6,12 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.cli import load
 from dlr_pretrain.config import Config
@@ -184,6 +187,19 @@ def formula_loss(cfg: Config, state: State, rows: Iterable[tuple[Tensor, Tensor]
 
 # ----------------------------------------------------------------------------------------------------
 # Models
+
+
+class Operations(TorchDispatchMode):
+    """Calls ``look`` with each operation of torch and the tensors that it returns."""
+
+    def __init__(self, look: Callable[[Any, list[Tensor]], object]):
+        super().__init__()
+        self.look = look
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        result = operation(*arguments, **(keywords or {}))
+        self.look(operation, [t for t in tree_leaves(result) if isinstance(t, Tensor)])
+        return result
 
 
 def small(backbone: str, *overrides: str, width: int = 91, layers: int = 2) -> Config:

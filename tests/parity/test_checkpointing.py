@@ -4,43 +4,33 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.models import Llama, build
 from dlr_pretrain.models.linear import GroupSpec, SeededInit
 from dlr_pretrain.models.sltrain import Sltrain
-from tests.parity.reference import CPU, VOCAB, small
+from tests.parity.reference import CPU, VOCAB, Operations, small
 
 
-class Watch(TorchDispatchMode):
-    """Remembers, weakly, every storage that is made."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
-        result = operation(*arguments, **(keywords or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                self.storages[storage._cdata] = weakref.ref(storage)
-        return result
+def kept_by(act: Callable[[], object]) -> list[torch.UntypedStorage]:
+    """The storages that ``act`` has made and that its result keeps alive."""
+    made: list[weakref.ref] = []
+    with Operations(lambda _, tensors: made.extend(weakref.ref(t.untyped_storage()) for t in tensors)):
+        result = act()
+    gc.collect()
+    alive = [storage for ref in made if (storage := ref()) is not None]
+    del result
+    return list({storage._cdata: storage for storage in alive}.values())
 
 
 def kept(model: Llama, positions: int = 32) -> float:
     """Values a position that are alive between the forward and the backward pass, without parameters and buffers."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-    with Watch() as watch:
-        x = model.hidden(torch.randint(0, VOCAB, (2, positions // 2)))
-    gc.collect()
-    storages = [ref() for cdata, ref in watch.storages.items() if cdata not in own]
-    values = sum(storage.nbytes() for storage in storages if storage is not None) / x.element_size()
-    return values / positions
+    storages = kept_by(lambda: model.hidden(torch.randint(0, VOCAB, (2, positions // 2))))
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in own) / positions / 4  # fp32
 
 
 @pytest.mark.parametrize(("variant", "latent", "block"), [  # r = 8, d = 32
@@ -68,8 +58,4 @@ def test_sltrain_keeps_no_dense_matrix(shape):
     group = Sltrain(spec, knobs, grouped=True)
     group.init_(SeededInit(0), "")
     x = torch.randn(3, pad_in, requires_grad=True)
-    with Watch() as watch:
-        y = group.expand(x)
-    gc.collect()
-    made = [storage.nbytes() // 4 for ref in watch.storages.values() if (storage := ref()) is not None]
-    assert len(y) == 2 and made == [3 * pad_out] * 2
+    assert [storage.nbytes() for storage in kept_by(lambda: group.expand(x))] == [4 * 3 * pad_out] * 2

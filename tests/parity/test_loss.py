@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dlr_pretrain.models import loss
 from dlr_pretrain.models.loss import summed_cross_entropy
 from dlr_pretrain.util.tensors import IGNORE
+from tests.parity.reference import Operations
 
 N, D, V = 60, 16, 70
 
@@ -82,19 +81,16 @@ def test_gradients_are_formed_once():
         found.backward()
 
 
-class Largest(TorchDispatchMode):
+class Largest(Operations):
     """The sizes in bytes of the tensors that operations make, by dtype the largest."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(self.note)
         self.bytes: dict[torch.dtype, int] = {}
 
-    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
-        result = operation(*arguments, **(keywords or {}))
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor):
-                self.bytes[t.dtype] = max(self.bytes.get(t.dtype, 0), t.untyped_storage().nbytes())
-        return result
+    def note(self, _, tensors: list[Tensor]) -> None:
+        for t in tensors:
+            self.bytes[t.dtype] = max(self.bytes.get(t.dtype, 0), t.untyped_storage().nbytes())
 
 
 @pytest.mark.parametrize("grad", [True, False])
