@@ -23,6 +23,7 @@ from dlr_pretrain.train.loop import Loop, trial_loop
 from dlr_pretrain.train.metrics import MetricsFile
 from dlr_pretrain.train.ranks import Ranks
 from tests.golden.regenerate import VOCAB, batches
+from tests.parity.test_optim import assert_same_bits
 
 DEVICE = torch.device("cuda", 0)
 BATCH, SEQ_LEN = 8, 128
@@ -214,11 +215,7 @@ def test_a_checkpoint_restores_parameters_and_optimizer_bit_for_bit(trainer, tmp
         trained.resume(checkpoint.load(one.saver.root / "step_00000003"))
 
     def assert_equal() -> None:
-        a, b = (x.weights.state | x.optimizer.state_tensors() for x in (one, two))
-        assert a.keys() == b.keys()
-        for name in a:
-            assert a[name].dtype == b[name].dtype and a[name].device == b[name].device, name
-            assert a[name].stride() == b[name].stride() and torch.equal(a[name], b[name]), name
+        assert_same_bits(*(x.weights.state | x.optimizer.state_tensors() for x in (one, two)))
 
     assert_equal()
     for k in range(2):

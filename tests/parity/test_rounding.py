@@ -11,11 +11,11 @@ from torch import Tensor
 from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.optim import build as optim
+from tests.parity.reference import CPU
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
 GO = torch.tensor(0.0)
 COUNT = 1 << 16
-CPU = torch.device("cpu")
 
 
 def words(count: int, step: int, seed: int = 0, name: str = "w", first: int = 0) -> Tensor:

@@ -25,10 +25,9 @@ from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.util.errors import EXIT_FAILED, UserError
 from tests.conftest import main_of, saved
-from tests.parity.reference import VOCAB, r_transposed, small
+from tests.parity.reference import CPU, VOCAB, r_transposed, small
 
 FILE = "model.safetensors"
-CPU = torch.device("cpu")
 
 
 @pytest.fixture

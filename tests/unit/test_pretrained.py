@@ -17,10 +17,9 @@ from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.train import checkpoint
 from dlr_pretrain.util.errors import Stopped, UserError
-from tests.parity.reference import VOCAB, disturbed, small
+from tests.parity.reference import CPU, VOCAB, disturbed, small
 from tests.resume.test_resume import assert_same, final
 
-CPU = torch.device("cpu")
 FILE = "model.safetensors"
 
 
