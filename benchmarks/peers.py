@@ -4,10 +4,10 @@ An adapter is code of ours that imports the user's checkout of a peer. It is a P
 
     build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
 
-``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update. So
-that losses can be compared, the object may have ``tensors()``, which returns its parameters under our names, and
-``attention()``, a context in which our model computes attention as it does. The file may have ``ours(scale)``, which
-returns the overrides with which we compute the same.
+``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update.
+Losses are compared: the object has ``tensors()``, which returns its parameters under our names, and may have
+``attention()``, a context in which our model computes attention as it does. The file has ``ours(scale)``, which returns
+the overrides with which we compute the same (``ours_x`` for ``build_x``, where it is there).
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ class Peer:
             raise ConfigError([Problem("--peer", place, "the file has no such function", f"It has {has or 'none'}")])
         variant = function.removeprefix("build")
         self.name, self.scale, self.make = Path(path).stem + variant, scale, getattr(module, function or "build")
-        ours = getattr(module, f"ours{variant}", getattr(module, "ours", None))
-        self.ours: list[str] | None = ours(scale) if ours else None
+        self.ours: list[str] = getattr(module, f"ours{variant}", module.ours)(scale)
         self.built = None
 
     def build(self, cfg: Config, device: torch.device) -> None:
@@ -62,9 +61,6 @@ class Peer:
             self.built = self.make(self.scale.upper(), *shape, bool(cfg.compile), layers=cfg.scale.num_layers)
         except ImportError as error:
             raise UserError(f"--peer {self.name}: {error}. Give the folder of its checkout by PEERS_DIR") from error
-
-    def step(self, ids: Tensor) -> Tensor:
-        return self.built.step(ids)
 
 
 def peer_ids(batch: Batch) -> Tensor:

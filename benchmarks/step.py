@@ -30,11 +30,11 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
     twice: the second time shows the noise.
 
     Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
-    for a peer), parity (null if it was not compared), seconds of each round, ms (their median), ratio (median of its
+    for a peer), parity, seconds of each round, ms (their median), ratio (median of its
     seconds over the first variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token
     (structural), and mfu by the data sheet's peak and by that of large matrix products.
     """
-    twins = {f"beside {p.name}": joined(next(iter(overrides.values())), p.ours) for p in peers if p.ours is not None}
+    twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
     configs = load_comparable(overrides | twins)
     first, cfg = next(iter(configs.items()))
     timed = {first: cfg, first + NOISE: cfg} | {name: configs[name] for name in overrides}
@@ -46,27 +46,27 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
         if peers:
             batch = as_batch(peer_ids(batch))
         ours = {name: Variant(name, c, ranks) for name, c in timed.items()}
-        beside = {name: Variant(name, configs[name], ranks) for name in twins}
+        beside = [Variant(f"beside {peer.name}", configs[peer.name], ranks) for peer in peers]
         for peer in peers:
             peer.build(cfg, ranks.device)
         rows = cfg.train.global_batch if peers else parity_rows(timed.values())
         few = Batch(batch.tokens[:rows], batch.lengths[:rows], 0, {})
-        verdicts = check(ours, beside, {peer.name: peer for peer in peers}, References(ranks, few))
+        verdicts = check(ours, peers, beside, References(ranks, few))
         beside.clear()
         gc.collect()
         acts: dict[str, Callable] = {name: lambda v=variant: v.step(batch) for name, variant in ours.items()}
         ids = peer_ids(batch)
-        acts |= {peer.name: lambda p=peer: p.step(ids) for peer in peers}
+        acts |= {peer.name: lambda p=peer: p.built.step(ids) for peer in peers}
         write_to_stderr(f"{rounds} rounds of {len(acts)} steps, after {warmup} of each")
         times = interleaved(acts, warmup, rounds, ranks.device)
         found = []
         for name, seconds in times.items():
-            verdict, variant, median = verdicts.get(name), ours.get(name), statistics.median(seconds)
+            verdict, variant, median = verdicts[name], ours.get(name), statistics.median(seconds)
             speed = cfg.train.global_batch * cfg.train.seq_len / median
             found.append({
                 "name": name,
                 "overrides": overrides.get(name.removesuffix(NOISE)),
-                "parity": verdict and asdict(verdict) | {"passes": verdict.passes},
+                "parity": asdict(verdict) | {"passes": verdict.passes},
                 "seconds": seconds,
                 "ms": 1e3 * median,
                 "ratio": paired(seconds, times[first]),
@@ -80,19 +80,19 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
 
 
 def check(
-    ours: dict[str, Variant], beside: dict[str, Variant], peers: dict[str, Peer], references: References
+    ours: dict[str, Variant], peers: list[Peer], beside: list[Variant], references: References
 ) -> dict[str, Verdict]:
     """Compare each variant with the plain model, and each peer with our variant ``beside`` it, from its start."""
     verdicts, batch = {}, references.batch
+    ids = peer_ids(batch)
     for name, variant in ours.items():
         verdicts[name] = references.judge(variant.cfg, losses(variant.step, batch))
-    for name, variant in beside.items():
-        peer = peers[name.removeprefix("beside ")]
+    for peer, variant in zip(peers, beside, strict=True):
         variant.load(peer.built.tensors())
         variant.clip_as_torch_does()
         with getattr(peer.built, "attention", nullcontext)():
             expected = losses(variant.step, batch)
-        found = difference(losses(lambda b, p=peer: p.step(peer_ids(b)), batch), expected)
+        found = difference(losses(lambda _, p=peer: p.built.step(ids), batch), expected)
         verdicts[peer.name] = Verdict("our step", found, references.bound(variant.cfg))
     for name, v in verdicts.items():
         relation = "within" if v.passes else "NOT within"
