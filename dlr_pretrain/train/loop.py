@@ -13,7 +13,6 @@ from torch.profiler import profile, schedule, tensorboard_trace_handler
 from dlr_pretrain.config import Config
 from dlr_pretrain.data import Batch, TrainLoader
 from dlr_pretrain.models import Llama
-from dlr_pretrain.models.linear import require_tied
 from dlr_pretrain.optim.schedule import merge_due, rate
 from dlr_pretrain.train.checkpoint import Checkpoint, Snapshot
 from dlr_pretrain.train.console import Console
@@ -160,7 +159,6 @@ class Loop:
         """Restore the state of ``found``, which any number of ranks may have saved, and close it."""
         self.weights.load(found.model)
         self.optimizer.load_state_tensors(found.optimizer)
-        require_tied(self.weights.model)
         found.close()
         state = found.state
         self.step, self.tokens, self.real_tokens = state["step"], state["tokens"], state["real_tokens"]
