@@ -84,10 +84,10 @@ class Stack:
     def __init__(self, linears: Sequence[Any], pad_in: int, pad_out: int):
         self.linears = linears
         self.pad_in, self.pad_out = pad_in, pad_out
-        self.tie()
+        self.share_storage()
 
     @torch.no_grad()
-    def tie(self, memory: Tensor | None = None) -> None:
+    def share_storage(self, memory: Tensor | None = None) -> None:
         """Give the weights one common storage; their values and parameter objects stay.
 
         ``memory``, if given, becomes that storage: a flat tensor of ``numel`` zeros.
@@ -110,7 +110,7 @@ class Stack:
         d_out, d_in = self.linears[0].weight.shape
         return len(self.linears) * (self.pad_in * d_out if self.pad_in > d_in else self.pad_out * d_in)
 
-    def is_tied(self) -> bool:
+    def shares_storage(self) -> bool:
         pairs = zip(self.storage, self.linears, strict=True)
         return all(slot.data_ptr() == linear.weight.data_ptr() for slot, linear in pairs)
 
@@ -243,20 +243,20 @@ class GroupHolder(nn.Module):
     def groups(self) -> list[Group]:
         return [value for value in vars(self).values() if isinstance(value, Group)]
 
-    def tie(self) -> None:
+    def share_storage(self) -> None:
         """Restore the common storages after the parameters were moved, cast or copied."""
         for group in self.groups():
             for stack in group.stacks():
-                stack.tie()
+                stack.share_storage()
 
     def _apply(self, fn: Callable, recurse: bool = True):
         super()._apply(fn, recurse)
-        self.tie()
+        self.share_storage()
         return self
 
     def __setstate__(self, state: dict) -> None:  # deepcopy and unpickling end with this call
         super().__setstate__(state)
-        self.tie()
+        self.share_storage()
 
 
 def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
@@ -268,7 +268,7 @@ def named_groups(model: nn.Module) -> Iterator[tuple[str, Group]]:
 
 
 @torch.no_grad()
-def share_memory_(model: nn.Module) -> None:
+def stacks_in_one_storage_(model: nn.Module) -> None:
     """Put every stack whose linears all carry a residual into one storage, so that one kernel can reach all of them.
 
     When the model is moved, cast or copied, each stack gets a storage of its own again.
@@ -278,11 +278,11 @@ def share_memory_(model: nn.Module) -> None:
     if stacks:
         memories = one_storage((stack.numel for stack in stacks), like=stacks[0].storage)
         for stack, memory in zip(stacks, memories, strict=True):
-            stack.tie(memory)
+            stack.share_storage(memory)
 
 
-def require_tied(model: nn.Module) -> None:
+def require_shared_storage(model: nn.Module) -> None:
     """Raise RuntimeError if a parameter has left the storage that products read: its updates would have no effect."""
     for prefix, group in named_groups(model):
-        if not all(stack.is_tied() for stack in group.stacks()):
+        if not all(stack.shares_storage() for stack in group.stacks()):
             raise RuntimeError(f"{prefix[:-1]}: {', '.join(group.spec.names)} have lost their common storage")

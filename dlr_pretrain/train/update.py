@@ -16,7 +16,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.config.written import read_record
 from dlr_pretrain.data import Batch, inputs_and_targets
 from dlr_pretrain.models import Llama, build
-from dlr_pretrain.models.linear import SeededInit, named_groups, require_tied
+from dlr_pretrain.models.linear import SeededInit, named_groups, require_shared_storage
 from dlr_pretrain.models.relora import Relora
 from dlr_pretrain.optim.build import build as build_optimizer
 from dlr_pretrain.train.ranks import Ranks
@@ -46,7 +46,7 @@ class Update:
     """Computes all gradients of a global batch, then takes the optimizer's step."""
 
     def __init__(self, cfg: Config, ranks: Ranks, weights: Weights):
-        require_tied(weights.model)
+        require_shared_storage(weights.model)
         self.cfg, self.ranks, self.weights = cfg, ranks, weights
         self.micro_batch = cfg.micro_batch(ranks.world_size)
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # positions of an update, padding included

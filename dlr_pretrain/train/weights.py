@@ -26,7 +26,7 @@ from torch.profiler import record_function
 
 from dlr_pretrain.config import Config
 from dlr_pretrain.models import build, dlr
-from dlr_pretrain.models.linear import share_memory_
+from dlr_pretrain.models.linear import stacks_in_one_storage_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.pretrained import PretrainedFolder
 from dlr_pretrain.models.residual import MergedResiduals, Residual
@@ -83,7 +83,7 @@ class Weights:
             for name, p in model.named_parameters():
                 if p.dim() == 0:  # a learned alpha scales a whole layer: in bf16 it would move in steps of 0.004
                     p.data = self.masters[name].clone()
-        share_memory_(model)
+        stacks_in_one_storage_(model)
         self.trained = [name for name, p in model.named_parameters() if p.requires_grad]
 
     def compile_(self, cfg: Config, world_size: int) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dlr_pretrain.models import active, attach_dlr, build, fold_
 from dlr_pretrain.models.dlr import folded_state, residuals
-from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.models.linear import require_shared_storage
 from dlr_pretrain.models.residual import MergedResiduals, Residual, columns_of
 from dlr_pretrain.train.weights import Weights
 from dlr_pretrain.util.errors import Stopped
@@ -87,7 +87,7 @@ def test_merging_takes_as_many_kernels_for_any_depth(precision):
     def kernels(layers: int) -> int:
         cfg = small("cola", "dlr=on", f"precision={precision}", layers=layers)
         weights = Weights(build(cfg, VOCAB, CPU, STATE_DTYPE[precision]), precision)
-        require_tied(weights.model)
+        require_shared_storage(weights.model)
         with weights.with_residual():  # makes the indices
             pass
         seen = []

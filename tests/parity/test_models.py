@@ -15,7 +15,7 @@ from dlr_pretrain.config import Config
 from dlr_pretrain.data.streams import separated
 from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, active, build, fold_
-from dlr_pretrain.models.linear import require_tied
+from dlr_pretrain.models.linear import require_shared_storage
 from dlr_pretrain.models.llama import padded as padded_width
 from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import IGNORE
@@ -104,21 +104,21 @@ def test_what_a_block_keeps_for_the_backward_pass_changes_no_bit(case):
 def test_common_storage_survives_casts_copies_loading_and_updates():
     model = build(small("cola"), VOCAB, CPU)
     moved = copy.deepcopy(model).to(torch.bfloat16).float()
-    require_tied(moved)
+    require_shared_storage(moved)
     moved.load_state_dict(model.state_dict())
-    require_tied(moved)
+    require_shared_storage(moved)
     assert torch.equal(model(*padded()), moved(*padded()))
     optimizer = torch.optim.AdamW(moved.parameters(), lr=0.1, weight_decay=0.1, fused=True)
     for _ in range(2):
         moved(*padded()).backward()
         optimizer.step()
-    require_tied(moved)
+    require_shared_storage(moved)
     fresh = Llama(small("cola"), VOCAB, grouped=False)
     fresh.load_state_dict(moved.state_dict())
     torch.testing.assert_close(moved(*padded()), fresh(*padded()))
     moved.model.layers[1].mlp.up_proj.b.weight.data = torch.zeros(91, 8)
     with pytest.raises(RuntimeError, match=r"layers\.1\.mlp: gate_proj, up_proj have lost"):
-        require_tied(moved)
+        require_shared_storage(moved)
 
 
 def test_odd_widths_are_padded_outside_of_every_parameter():
