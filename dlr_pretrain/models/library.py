@@ -23,7 +23,7 @@ from dlr_pretrain.models.residual import residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
-class Factors(nn.Module):
+class FactorizedLinear(nn.Module):
     """y = B A x + bias, x [..., d_in] -> y [..., d_out]; the bias is ``b.bias``."""
 
     def __init__(self, d_in: int, d_out: int, rank: int, bias: bool, **where: Any):
@@ -41,10 +41,10 @@ def factorize_(
     rank: int,
     match: str | Callable[[str, nn.Linear], bool],
 ) -> list[str]:
-    """Replace the linear layers of ``module`` that ``match`` chooses by ``Factors`` of ``rank``; returns their names.
+    """Replace linear layers of ``module`` by ``FactorizedLinear`` layers of ``rank``; returns their names.
 
-    ``match`` is a glob over names or a predicate (name, linear). B A is the best approximation of the weight of that
-    rank, and each factor takes the square roots of its singular values. Biases are kept.
+    ``match`` chooses the layers; it is a glob over names or a predicate (name, linear). B A is the best approximation
+    of the weight of that rank, and each factor takes the square roots of its singular values. Biases are kept.
 
     Raises ValueError if nothing matches, or if a layer is smaller than ``rank`` or used under two names.
     """
@@ -58,7 +58,7 @@ def factorize_(
             raise ValueError(f"{name}: its weight is used under two names, which factors would part")
     for name, dense in targets.items():
         where = {"device": dense.weight.device, "dtype": dense.weight.dtype}
-        made = Factors(dense.in_features, dense.out_features, rank, bias=dense.bias is not None, **where)
+        made = FactorizedLinear(dense.in_features, dense.out_features, rank, bias=dense.bias is not None, **where)
         made.requires_grad_(dense.weight.requires_grad)
         b, a = balanced(*leading(dense.weight, rank))
         made.b.weight.copy_(b), made.a.weight.copy_(a)
@@ -75,7 +75,7 @@ def multiply_(module: nn.Module) -> int:
     W = B A is formed in fp32 (fp64 for fp64) and rounded once. Raises ValueError if there is no such layer, or if
     a residual is not folded yet.
     """
-    layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, Factors)]
+    layers = [(name, m) for name, m in module.named_modules() if name and isinstance(m, FactorizedLinear)]
     if not layers:
         raise ValueError("this module has no layers of factorize_")
     for name, layer in layers:

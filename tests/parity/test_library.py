@@ -88,7 +88,7 @@ def test_a_plain_loop_trains_the_formula_and_folds_into_what_was_trained():
         shown = loss_of(model, 0).item()
     assert fold_(model) == len(names) and loss_of(model, 0).item() == shown
     assert multiply_(model) == len(names)
-    assert not [m for m in model.modules() if type(m).__name__ == "Factors"]
+    assert not [m for m in model.modules() if type(m).__name__ == "FactorizedLinear"]
     assert loss_of(model, 0).item() == pytest.approx(shown, rel=1e-12)
 
 
