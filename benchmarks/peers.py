@@ -2,7 +2,7 @@
 
 An adapter is code of ours that imports the user's checkout of a peer. It is a Python file with a function
 
-    build(scale, device, dtype, batch, T, compile, layers=None) -> object with .step(ids) -> loss
+    build(scale, device, dtype, batch, T, compile, layers) -> object with .step(ids) -> loss
 
 ``scale`` is "60M" ... "7B". ``ids`` [batch, T] are on the device, none of them ``PAD``. A step is a whole update.
 Losses are compared: the object has ``tensors()``, which returns its parameters under our names, and may have
@@ -78,22 +78,22 @@ def as_batch(ids: Tensor) -> Batch:
 class AuthorsStep:
     """One update as the main scripts of GaLore's family write it (CoLA's among them).
 
-    The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged;
-    ``lean`` omits both. ``repo_sdp`` leaves attention to plain products, as these scripts do: they forbid flash and
-    memory-efficient attention, and the torch of their time had no cuDNN attention.
+    The step waits for the device to count tokens, and copies every gradient to the host for a norm that is logged. It
+    leaves attention to plain products, because these scripts forbid flash and memory-efficient attention, and the torch
+    of their time had no cuDNN attention. ``lean`` omits all three.
     """
 
-    def __init__(self, model: nn.Module, compile: bool, lean: bool = False, repo_sdp: bool = False):
+    def __init__(self, model: nn.Module, compile: bool, lean: bool):
         self.model = model.train()
         self.forward = torch.compile(model, dynamic=False) if compile else model
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trained, lr=LR, weight_decay=0.1)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
-        self.lean, self.repo_sdp = lean, repo_sdp
+        self.lean = lean
 
     def attention(self) -> AbstractContextManager:
         """The kernels that attention may take here; its losses are compared with ours under the same."""
-        return sdpa_kernel(SDPBackend.MATH) if self.repo_sdp else nullcontext()
+        return nullcontext() if self.lean else sdpa_kernel(SDPBackend.MATH)
 
     def step(self, ids: Tensor) -> Tensor:
         mask = ids != PAD

@@ -24,16 +24,15 @@ def ours(scale):
     return [EPS, "backbone=cola", "dlr=off", f"backbone.swiglu_silu={silu}"]
 
 
-def build(scale, device, dtype, batch, T, compile, layers=None, lean=False):
+def build(scale, device, dtype, batch, T, compile, layers, lean=False):
     sys.path.insert(0, CHECKOUT)
     from cola import ColaConfig, ColaForCausalLM
 
     config = ColaConfig.from_pretrained(f"{CHECKOUT}/cola_configs/cola_{scale.lower()}.json")
     config.use_cache, config.pad_token_id = False, PAD
-    if layers is not None:
-        config.num_hidden_layers = layers
+    config.num_hidden_layers = layers
     model = ColaForCausalLM(config).to(device=device, dtype=dtype)
-    return Step(model, compile, lean=lean, repo_sdp=not lean)
+    return Step(model, compile, lean)
 
 
 def build_lean(*shape, **options):

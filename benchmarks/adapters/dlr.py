@@ -9,8 +9,8 @@ import sys
 from benchmarks.peers import EPS, PAD, AuthorsStep, checkout
 
 CHECKOUT = checkout("DLR")
-SHAPES = {"60M": (512, 1376, 8, 8, 128), "130M": (768, 2048, 12, 12, 256), "350M": (1024, 2736, 16, 24, 256),
-          "1B": (2048, 5461, 32, 24, 512), "7B": (4096, 11008, 32, 32, 1024)}  # fmt: skip
+SHAPES = {"60M": (512, 1376, 8, 128), "130M": (768, 2048, 12, 256), "350M": (1024, 2736, 16, 256),
+          "1B": (2048, 5461, 32, 512), "7B": (4096, 11008, 32, 1024)}  # fmt: skip
 
 
 class Step(AuthorsStep):
@@ -39,7 +39,7 @@ def ours_dense(scale):
     return [EPS, "backbone=full", "dlr=off"]
 
 
-def build(scale, device, dtype, batch, T, compile, layers=None, scope="all", expand="uniform"):
+def build(scale, device, dtype, batch, T, compile, layers, scope="all", expand="uniform"):
     sys.path.insert(0, CHECKOUT)
     from dlr import DLRModel
 
@@ -56,7 +56,7 @@ def build_random(*shape, **options):
     return build(*shape, **options, expand="random_reuse")
 
 
-def build_dense(scale, device, dtype, batch, T, compile, layers=None):
+def build_dense(scale, device, dtype, batch, T, compile, layers):
     return Step(llama(scale, layers).to(device=device, dtype=dtype), compile, lean=True)
 
 
@@ -64,9 +64,9 @@ def llama(scale, layers):
     """The dense model of transformers in the paper's shape."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    d, f, heads, depth, _ = SHAPES[scale]
+    d, f, heads, _ = SHAPES[scale]
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=32_000, hidden_size=d, intermediate_size=f, num_hidden_layers=layers or depth,
+        vocab_size=32_000, hidden_size=d, intermediate_size=f, num_hidden_layers=layers,
         num_attention_heads=heads, rms_norm_eps=1e-6, max_position_embeddings=1024, use_cache=False,
         tie_word_embeddings=False, pad_token_id=PAD,
     ))  # fmt: skip
