@@ -11,7 +11,6 @@ multiply_(model)                                     # optional: B A as one matr
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from dlr_pretrain.models.dlr import active, matching
 from dlr_pretrain.models.lowrank import balanced, leading
-from dlr_pretrain.models.residual import residuals
+from dlr_pretrain.models.residual import MergedResiduals, residuals
 from dlr_pretrain.util.tensors import at_least_fp32
 
 
@@ -104,5 +103,5 @@ class TrainsWithDlr:
             return super().training_step(model, *args, **kwargs)  # type: ignore[misc]  # that of the trainer
 
     def prediction_step(self, model: nn.Module, *args, **kwargs):
-        with active(model) if residuals(model) else nullcontext():  # a folded model needs none
+        with MergedResiduals(model).active():  # none, if the model is folded
             return super().prediction_step(model, *args, **kwargs)  # type: ignore[misc]  # likewise

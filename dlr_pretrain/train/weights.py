@@ -29,7 +29,7 @@ from dlr_pretrain.models import build, dlr
 from dlr_pretrain.models.linear import stacks_in_one_storage_
 from dlr_pretrain.models.llama import Llama
 from dlr_pretrain.models.pretrained import PretrainedFolder
-from dlr_pretrain.models.residual import MergedResiduals, Residual
+from dlr_pretrain.models.residual import MergedResiduals
 from dlr_pretrain.train.checkpoint import Stored
 from dlr_pretrain.train.ranks import Ranks
 from dlr_pretrain.util import sharded
@@ -153,8 +153,7 @@ class Weights:
         if not (keep or self.sharded):
             return {}
         folded = dlr.folded_state(self.model, {name: value.detach() for name, value in self.state.items()})
-        carrying = {f"{name}.weight": up.residual for name, up in dlr.residuals(self.model)}
-        branches = {name for name, r in carrying.items() if isinstance(r, Residual) and r.impl == "branch"}
+        branches = {f"{name}.weight" for name, up in dlr.residuals(self.model) if up.residual.impl == "branch"}
         with self.with_residual():
             for name, p in self.model.named_parameters():
                 own = sharded.local_rows(folded[name]) if name in folded.keys() - branches else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -17,7 +16,7 @@ from dlr_pretrain.data.tokenizer import EOS
 from dlr_pretrain.models import Llama, active, build, fold_
 from dlr_pretrain.models.linear import require_shared_storage
 from dlr_pretrain.models.llama import padded as padded_width
-from dlr_pretrain.models.residual import residuals
+from dlr_pretrain.models.residual import MergedResiduals, residuals
 from dlr_pretrain.util.tensors import IGNORE
 from tests.parity.reference import CPU, VOCAB, disturbed, formula_loss, small, with_checkpointing
 
@@ -63,7 +62,7 @@ def of(case: str) -> Config:
 
 def step(model: Llama, rows: tuple = (padded(), packed())) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The losses of ``rows``: by default padded ones, and documents that do not see each other; and their gradients."""
-    with active(model) if residuals(model) else nullcontext():
+    with MergedResiduals(model).active():
         losses = [model(*inputs) for inputs in rows]
         sum(losses).backward()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -141,7 +140,7 @@ def test_odd_widths_are_padded_outside_of_every_parameter():
 def assert_same_step(compiled: Llama, eager: Llama, rel: float, grad_rel: float, grad_abs: float) -> None:
     """In training and in evaluation, of a row and of its documents."""
     rows = packed()[:2], packed()
-    with torch.no_grad(), active(compiled) if residuals(compiled) else nullcontext():
+    with torch.no_grad(), MergedResiduals(compiled).active():
         evaluated = compiled(*rows[0])
     (found, gradients), (expected, wanted) = step(compiled, rows), step(eager, rows)
     for loss, other in zip((evaluated, *found), (expected[0], *expected), strict=True):
