@@ -301,14 +301,12 @@ def updates_masks_and_states(
     assert measured == optim.state_bytes(choice, two.parameters)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_updates_masks_and_states(choice, dtype):
-    updates_masks_and_states(choice, dtype)
-
-
-@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
-def test_updates_masks_and_states_where_updates_are_rounded_at_random(name):
-    updates_masks_and_states(chosen(name), torch.bfloat16, rounding_seed=5)
+@pytest.mark.parametrize(("name", "dtype", "rounding_seed"), [
+    *((name, dtype, None) for name in CHOICES for dtype in (torch.bfloat16, torch.float32)),
+    *((name, torch.bfloat16, 5) for name in ("adamw", "adamw_8bit")),
+])  # fmt: skip
+def test_updates_masks_and_states(name, dtype, rounding_seed):
+    updates_masks_and_states(chosen(name), dtype, rounding_seed=rounding_seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -12,9 +12,9 @@ from dlr_pretrain.config import Choice
 from dlr_pretrain.optim import adamw
 from dlr_pretrain.optim import build as optim
 from tests.parity.reference import CPU
+from tests.parity.test_optim import ADAM, GO
 
-ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.1}
-GO = torch.tensor(0.0)
+KNOBS = ADAM | {"beta2": 0.999}
 COUNT = 1 << 16
 
 
@@ -74,7 +74,7 @@ def test_an_entry_has_its_bits_in_any_memory_layout_and_on_any_rank():
 
 
 def optimizer_of(p: Tensor, seed: int | None = 0, **knobs) -> optim.Optimizer:
-    return optim.build(Choice("adamw", ADAM | knobs), {"w": p}, rounding_seed=seed)
+    return optim.build(Choice("adamw", KNOBS | knobs), {"w": p}, rounding_seed=seed)
 
 
 @pytest.mark.parametrize(("start", "gradient", "lr", "decay", "end"), [
@@ -122,7 +122,7 @@ def test_a_large_parameter_is_updated_in_pieces_to_the_same_bits(name, monkeypat
 
     def trained() -> list[Tensor]:
         p = torch.randn(640, 24, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-        optimizer = optim.build(Choice(name, ADAM | {"block_size": 256}), {"w": p}, rounding_seed=5)
+        optimizer = optim.build(Choice(name, KNOBS | {"block_size": 256}), {"w": p}, rounding_seed=5)
         for k in range(3):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(k)).bfloat16()
             optimizer.update(1e-3, skip=GO, index=k)
