@@ -82,33 +82,25 @@ class Stack:
     """
 
     def __init__(self, linears: Sequence[Any], pad_in: int, pad_out: int):
-        self.linears = linears
-        self.pad_in, self.pad_out = pad_in, pad_out
+        d_out, d_in = linears[0].weight.shape
+        self.linears, self.transposed = linears, pad_in > d_in
+        self.shape = (len(linears), pad_in, d_out) if self.transposed else (len(linears), pad_out, d_in)
         self.share_storage()
 
     @torch.no_grad()
     def share_storage(self, memory: Tensor | None = None) -> None:
         """Give the weights one common storage; their values and parameter objects stay.
 
-        ``memory``, if given, becomes that storage: a flat tensor of ``numel`` zeros.
+        ``memory``, if given, becomes that storage: a flat tensor of as many zeros as ``shape`` has.
         """
         weights = [linear.weight for linear in self.linears]
+        storage = weights[0].new_zeros(self.shape) if memory is None else memory.view(self.shape)
+        self.storage = storage.transpose(1, 2) if self.transposed else storage  # [G, d_out, d_in], padded
         d_out, d_in = weights[0].shape
-        if memory is None:
-            memory = weights[0].new_zeros(self.numel)
-        if self.pad_in > d_in:
-            self.storage = memory.view(len(weights), self.pad_in, d_out).transpose(1, 2)  # [G, d_out, pad_in]
-        else:
-            self.storage = memory.view(len(weights), self.pad_out, d_in)
         for slot, weight in zip(self.storage, weights, strict=True):
             view = slot[:d_out, :d_in]
             view.copy_(weight)
             weight.data = view
-
-    @property
-    def numel(self) -> int:
-        d_out, d_in = self.linears[0].weight.shape
-        return len(self.linears) * (self.pad_in * d_out if self.pad_in > d_in else self.pad_out * d_in)
 
     def shares_storage(self) -> bool:
         pairs = zip(self.storage, self.linears, strict=True)
@@ -276,7 +268,7 @@ def stacks_in_one_storage_(model: nn.Module) -> None:
     stacks = [stack for _, group in named_groups(model) for stack in group.stacks()]
     stacks = [stack for stack in stacks if all(hasattr(linear, "residual") for linear in stack.linears)]
     if stacks:
-        memories = one_storage((stack.numel for stack in stacks), like=stacks[0].storage)
+        memories = one_storage((stack.storage.numel() for stack in stacks), like=stacks[0].storage)
         for stack, memory in zip(stacks, memories, strict=True):
             stack.share_storage(memory)
 
