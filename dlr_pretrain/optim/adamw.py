@@ -80,7 +80,10 @@ class WideAdamW(torch.optim.Optimizer):
     The moments of the parameters in ``quantised`` are stored in 8 bits, in blocks of ``knobs["block_size"]`` values.
     """
 
-    _step_supports_amp_scaling = True  # ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
+    # As torch's fused kernels: ``found_inf`` masks an update on the device, ``grad_scale`` divides gradients
+    _step_supports_amp_scaling = True
+    found_inf: Tensor  # set before each step, as is the other
+    grad_scale: Tensor | None
 
     def __init__(
         self,
@@ -95,8 +98,6 @@ class WideAdamW(torch.optim.Optimizer):
         self.rounding_keys, self.quantised = rounding_keys, quantised
         self.compiled, self.block_size = compiled, knobs.get("block_size", 1)
         self.advance = torch.compile(_advance, fullgraph=True, dynamic=False) if compiled else _advance
-        self.found_inf: Tensor | None = None
-        self.grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # as in Adam
@@ -113,19 +114,17 @@ class WideAdamW(torch.optim.Optimizer):
                         self.update(p, p.grad, group, lr)
         updated = [self.state[p]["step"] for group in self.param_groups for p in group["params"] if p.grad is not None]
         if updated:  # in one launch; the scalar itself as the second argument would make the host wait
-            counts = torch.ones_like(updated[0]) if self.found_inf is None else (self.found_inf == 0).float()
-            torch._foreach_add_(updated, [counts] * len(updated))
+            torch._foreach_add_(updated, [(self.found_inf == 0).float()] * len(updated))
 
     def update(self, p: Tensor, gradient: Tensor, group: dict, lr: Tensor) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), device=p.device)
             state.update(self.new_moment(p, "exp_avg", True), **self.new_moment(p, "exp_avg_sq", False))
-        skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
         moments = _moment(state, "exp_avg"), _moment(state, "exp_avg_sq")
         numbers = group["weight_decay"], *group["betas"], group["eps"]
         for w, g, m, v, keys in self.pieces(p.detach(), gradient, *moments, self.rounding_keys.get(p)):
-            self.advance(w, g, m, v, state["step"], lr, skip, self.grad_scale, keys, *numbers)
+            self.advance(w, g, m, v, state["step"], lr, self.found_inf, self.grad_scale, keys, *numbers)
 
     def new_moment(self, p: Tensor, entry: str, signed: bool) -> dict[str, Tensor]:
         """The tensors of a moment of zeros, by their names in the state."""
