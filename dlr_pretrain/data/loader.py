@@ -6,6 +6,7 @@ most of a compressed shard.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -70,9 +71,9 @@ class TrainLoader:
     def __next__(self) -> Batch:
         return self.take(lambda: False)
 
-    def take(self, stop: Callable[[], bool], patience: float | None = None) -> Batch:
+    def take(self, stop: Callable[[], bool], timeout: float = math.inf) -> Batch:
         """The next batch. Raises Stopped if ``stop()`` is true while no batch is ready, and Stalled if none is ready
-        within ``patience`` seconds. A later call may still return it.
+        within ``timeout`` seconds. A later call may still return it.
         """
         since = time.monotonic()
         while True:
@@ -82,8 +83,8 @@ class TrainLoader:
             except queue.Empty:
                 if stop():
                     raise Stopped("asked to stop while waiting for data") from None
-                if patience is not None and time.monotonic() - since > patience:
-                    rule = f"no training data for {patience:.0f} s: their disk, or the hub, does not answer"
+                if time.monotonic() - since > timeout:
+                    rule = f"no training data for {timeout:.0f} s: their disk, or the hub, does not answer"
                     raise Stalled(f"{rule}. The same command continues once it does") from None
         if isinstance(item, Exception):
             self._queue.put(item)  # for a later call

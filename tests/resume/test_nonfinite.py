@@ -104,11 +104,11 @@ def test_interrupted_among_them_and_while_waiting_for_data_equals_undisturbed(tr
     whole, take, taken = final(train(tmp_path / "whole", *SKIP)), TrainLoader.take, []
     monkeypatch.setattr("dlr_pretrain.train.loop.Pending", Late)
 
-    def waiting(self, stop, patience):
+    def waiting(self, stop, timeout):
         taken.append(1)
         if len(taken) == 3:
             raise Stopped("asked to stop while waiting for data")
-        return take(self, stop, patience)
+        return take(self, stop, timeout)
 
     for stop in (6, 8):
         with pytest.raises(Stopped):

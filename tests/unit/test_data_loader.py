@@ -163,7 +163,7 @@ def test_a_wait_for_data_can_be_ended_and_gone_on_with(monkeypatch):
     with pytest.raises(Stopped, match="asked to stop while waiting for data"):
         loader.take(lambda: len(asked) == 3 or asked.append(0))
     with pytest.raises(Stalled, match=r"no training data for 0 s: .* The same command continues"):
-        loader.take(lambda: False, patience=0.02)
+        loader.take(lambda: False, timeout=0.02)
     come.set()
     found = [loader.take(lambda: False), loader.take(lambda: False)]
     loader.close()
