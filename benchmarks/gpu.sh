@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU programme: tests, steps, peers and memory, in pieces of under ten minutes each.
+# The GPU programme: tests, steps, peers, memory, a trace and runs with DLR, in pieces of under ten minutes each.
 #
 #   benchmarks/gpu.sh OUT [PIECE ...]      all pieces, or those named; benchmarks/gpu.sh OUT list prints their commands
 #
@@ -7,7 +7,8 @@
 # measurement compiles its variants and compares their losses before it times them: two to four minutes a piece.
 # Needs no network. A piece is left out where its result is in OUT already, so the same command again goes on where it
 # was cut off. PYTHON is the interpreter; PEERS_DIR holds checkouts of CoLA and DLR, TF448 a folder with
-# transformers 4.48 for CoLA's: comparisons whose checkout is missing say so and are left out.
+# transformers 4.48 for CoLA's, TOKENS a folder of prepare_data.py with 45M tokens of text: what lacks one of them says
+# so and is left out.
 set -u
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT [PIECE ...]}
@@ -22,11 +23,13 @@ if [ "${chosen[*]}" != list ] && ! "$python" -c 'import sys, torch; sys.exit(not
   exit 2
 fi
 
+wanted() { [ ${#chosen[@]} -eq 0 ] || [[ " ${chosen[*]} " == *" $1 "* ]]; } # piece
+
 run() { # piece, its result, a command that writes it; a result that failed is moved away, and tried again the next time
   local piece=$1 result=$out/$2 start=$SECONDS
   shift 2
   if [ "${chosen[*]}" = list ]; then printf '%s:' "$piece"; printf ' %q' "$@"; echo; return; fi
-  if [ ${#chosen[@]} -gt 0 ] && [[ " ${chosen[*]} " != *" $piece "* ]]; then return; fi
+  if ! wanted "$piece"; then return; fi
   if [ -e "$result" ]; then echo "$piece: done before ($result)"; return; fi
   mkdir -p "$out"
   if ! timeout 590 "$@" >"$out/$piece.log" 2>&1; then
@@ -51,14 +54,16 @@ tests() { # piece, arguments of pytest
   TORCHINDUCTOR_COMPILE_THREADS=2 run "$piece" "$piece.txt" "$python" -m pytest -m gpu "$@"
 }
 
+there() { # piece, a folder that it needs
+  if [ -d "$2" ] || [ "${chosen[*]}" = list ]; then return; fi
+  if wanted "$1"; then echo "$1: left out, ${2:-TOKENS} is not there"; fi
+  return 1
+}
+
 compare() { # piece, checkout, arguments
   local piece=$1 checkout=$2
   shift 2
-  if [ -d "$PEERS_DIR/$checkout" ] || [ "${chosen[*]}" = list ]; then
-    bench "$piece" compare "$@"
-  else
-    echo "$piece: left out, $PEERS_DIR/$checkout is not there"
-  fi
+  if there "$piece" "$PEERS_DIR/$checkout"; then bench "$piece" compare "$@"; fi
 }
 
 small="scale=60m backbone=cola train.micro_batch=128"
@@ -91,6 +96,13 @@ bench memory-1b memory $large train.global_batch=16 dlr=on $eager # the plan's f
 bench memory-7b memory $seven --variant "$latent $eager" \
   --variant "train.activation_checkpointing=none $eager" --variant $latent
 bench memory-7b-8bit memory $seven optimizer=adamw_8bit precision=bf16_sr --variant "$latent $eager" --variant $latent
+
+run trace-60m trace-60m/report.md "$python" train.py scale=60m backbone=cola dlr=on data=sample logger=jsonl \
+  device=cuda profile=on train.steps=30 run.dir="$out/trace-60m"
+if there dlr-60m "${TOKENS:-}"; then
+  run dlr-60m dlr-60m/report.md "$python" scripts/tune.py experiment=evidence_60m data.root="${TOKENS:-TOKENS}" \
+    device=cuda run.root="$out/runs" backbone=cola dlr=off,on train.lr=0.003,0.01,0.03 seed=42 --local --limit 3 --output "$out/dlr-60m"
+fi
 
 peers="train.global_batch=64 dlr=on"
 adapter=benchmarks/adapters
