@@ -34,7 +34,7 @@ class LowRank(Group):
 
     def init_factor_(self, seeded: SeededInit, name: str, weight: Tensor) -> None:
         """Draw A [r, d_in] or B [d_out, r]."""
-        match self.knobs["init"]:
+        match self.knobs.get("init", "cola"):
             case "cola":
                 std = (self.knobs["rank"] * (self.spec.d_in + self.spec.d_out)) ** -0.25
                 weight.copy_(seeded.normal(name, weight.shape, std))
