@@ -87,7 +87,7 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
     values: dict[str, Any] = {}
     for name, key in keys.items():
         value, section = given.get(name, key.default), name.partition(".")[0]
-        if value == MANDATORY or (isinstance(value, str) and "${" in value):
+        if not _is_value(value):
             if section in given:  # as a value, which is a problem already
                 continue
             fix = f"Choose an option: {section}=<option>" if key.fixed else f"Set {name}=<value>"
@@ -104,6 +104,11 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
     if problems:
         raise ConfigError(problems)
     return _build(values)
+
+
+def _is_value(default: object) -> bool:
+    """Whether a default is a value, and not left to an option, to the user or to other keys."""
+    return default != MANDATORY and not (isinstance(default, str) and "${" in default)
 
 
 def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
@@ -142,8 +147,15 @@ def identity(cfg: Config) -> dict[str, object]:
 
 
 def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object]]:
-    """The keys in which two runs differ, with both values. Keys of ORIGIN or of only one run do not count."""
-    return {k: (there[k], here[k]) for k in there if k in here and k not in ORIGIN and there[k] != here[k]}
+    """The keys in which the run of identity ``there`` differs from ``here``, with both values.
+
+    Keys of ORIGIN do not count, nor those of one of the two alone. But a key of the configuration that is newer than
+    the run has its default there, unless that depends on other keys.
+    """
+    chosen = {group: {"name": here.get(f"{group}.name")} for group in OPEN_GROUPS}
+    defaults = {name: key.default for name, key in all_keys(chosen).items() if _is_value(key.default)}
+    before = {**defaults, **there} if there else {}
+    return {k: (before[k], here[k]) for k in here if k in before and k not in ORIGIN and before[k] != here[k]}
 
 
 def describe_differences(changed: Mapping[str, tuple[object, object]], between: str = ", ") -> str:

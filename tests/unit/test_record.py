@@ -85,6 +85,15 @@ def test_another_run_is_refused_with_every_key_that_differs(tmp_path):
     assert before == ((tmp_path / "manifest.json").read_bytes(), (tmp_path / "config.yaml").read_bytes())
 
 
+def test_a_key_that_is_newer_than_a_run_had_its_default_there(tmp_path):
+    identity = open_in(tmp_path)["identity"]
+    older = {key: value for key, value in identity.items() if key not in ("train.clip", "backbone.latent_scale")}
+    update_record(tmp_path, {"identity": older, "saved": 1})
+    with pytest.raises(UserError, match=r"run:\n  backbone.latent_scale: 1.0 there, 2.0 here\n  train.clip: 0.5 there"):
+        open_in(tmp_path, "train.clip=null", "backbone.latent_scale=2")
+    assert open_in(tmp_path)["identity"] == identity
+
+
 def test_where_nothing_was_saved_another_run_may_begin(tmp_path):
     open_in(tmp_path, "train.clip=1.0")
     bind_identity(tmp_path, {"run.start_from.weights": "w"})
