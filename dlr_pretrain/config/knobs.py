@@ -13,7 +13,7 @@ from typing import Literal
 from dlr_pretrain.config.problems import Problem
 from dlr_pretrain.config.tree import Config, key
 
-ROUND_AT_WILL = ("adamw", "adamw_8bit")  # optimizers whose updates precision=bf16_sr can round
+STOCHASTIC_ROUNDING = ("adamw", "adamw_8bit")  # optimizers whose updates precision=bf16_sr can round
 
 
 class Option:

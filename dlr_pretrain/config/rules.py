@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 
-from dlr_pretrain.config.knobs import OPTIONS, ROUND_AT_WILL
+from dlr_pretrain.config.knobs import OPTIONS, STOCHASTIC_ROUNDING
 from dlr_pretrain.config.problems import Problem, as_typed, redact
 from dlr_pretrain.config.tree import OPEN_GROUPS, USUAL_STREAMS, Config, largest_divisor
 from dlr_pretrain.config.written import flatten, to_dict
@@ -101,7 +101,7 @@ def _model(cfg: Config) -> Iterator[Problem]:
     if cfg.dlr.enabled and not factorized:
         rule = f"backbone={cfg.backbone.name} has no up-projection to carry the residual"
         yield Problem("dlr", cfg.dlr.name, rule, "Use dlr=off, or a low-rank backbone such as backbone=cola")
-    if cfg.precision.name == "bf16_sr" and cfg.optimizer.name not in ROUND_AT_WILL:
+    if cfg.precision.name == "bf16_sr" and cfg.optimizer.name not in STOCHASTIC_ROUNDING:
         rule = f"optimizer={cfg.optimizer.name} writes its weights itself, rounded to the nearest"
         yield Problem("precision", "bf16_sr", rule, "Use optimizer=adamw or adamw_8bit, or precision=bf16_mixed")
 

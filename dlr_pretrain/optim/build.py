@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dlr_pretrain.config import Choice
-from dlr_pretrain.config.knobs import ROUND_AT_WILL
+from dlr_pretrain.config.knobs import STOCHASTIC_ROUNDING
 from dlr_pretrain.optim import adamw, galore
 from dlr_pretrain.optim.adam import Adam, empty_state
 from dlr_pretrain.util import sharded
@@ -44,7 +44,7 @@ def build(
     the parameters of updates that can take seconds (galore, fira, loro).
     """
     options = {}
-    if choice.name in ROUND_AT_WILL:
+    if choice.name in STOCHASTIC_ROUNDING:
         options = {"compiled": compiled, "rounding_seed": rounding_seed}
     elif rounding_seed is not None:
         raise ValueError(f"optimizer={choice.name} does not round stochastically")

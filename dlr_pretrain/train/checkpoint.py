@@ -1,7 +1,7 @@
 """Checkpoints: folders of safetensors files and one JSON file, which get their name when they are complete.
 
 checkpoints/step_00001000/
-    part_00000_of_00002.safetensors   written by rank 0: model/<parameter>, optimizer/<parameter>/<entry>
+    part_00000_of_00002.safetensors   written by rank 0: model/<tensor>, optimizer/<parameter>/<entry>
     checkpoint.json                   the state that is no tensor (step, data position, tokens, ...), and for each part
                                       its checksum and the rows of sharded tensors that it holds
 

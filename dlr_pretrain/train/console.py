@@ -92,7 +92,7 @@ def summary(cfg: Config, run_dir: Path, ranks: Ranks, text: Text, weights: Weigh
     layers = len(residuals(weights.model))
     total = sum(p.numel() for p in weights.model.parameters())
     trained = sum(p.numel() for p in weights.model.parameters() if p.requires_grad)
-    tokens, shape = t.global_batch * t.seq_len, "a line" if t.lr_decay == "linear" else "a cosine"
+    tokens, shape = t.global_batch * t.seq_len, {"cosine": "a cosine", "linear": "a line"}[t.lr_decay]
     falls = f"{shape} to {t.lr * t.min_lr_ratio:g} in {cfg.lr_decay_steps:,}" if cfg.lr_decay_steps else "constant"
     anew = f", anew every {plural(every, 'step')}" if (every := restarts(cfg)) else ""
     vocabulary, validation = len(weights.state["model.embed_tokens.weight"]), text.validation

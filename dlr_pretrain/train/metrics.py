@@ -97,7 +97,7 @@ class Pending:
 
 
 class Meter:
-    """The metrics of an update beside its loss: rate, speed and memory.
+    """The metrics of an update: loss, gradient norm, rate, speed and memory.
 
     The speed is that of the last steps. Evaluation, saving and the first steps (compilation) do not count.
     """

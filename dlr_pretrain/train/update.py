@@ -84,12 +84,11 @@ class Update:
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], count: Tensor) -> Tensor:
         """Gradients of the mean loss over the ``count`` targets of all ranks; returns this rank's share of that loss.
 
-        ``micro_batches`` holds the model's inputs. The model multiplies by B with its residual here, and only here.
+        ``micro_batches`` holds the model's inputs. Within this method the model multiplies by B with its residual.
         """
-        last = len(micro_batches)
         with self.weights.with_residual():
             losses = [
-                self.gradients.add(inputs, count, last=number == last)
+                self.gradients.add(inputs, count, last=number == len(micro_batches))
                 for number, inputs in enumerate(self.ranks.heartbeat(micro_batches), 1)
             ]
         return torch.stack(losses).sum()
@@ -109,9 +108,10 @@ class Update:
         return None if bound is None else (bound / (norm + 1e-6)).clamp(max=1.0)
 
     def skip(self, finite: Tensor, failures: Tensor) -> Tensor:
-        """Returns 1 if this update is to be left out, else 0. After one that ends the run every update is left out.
+        """Returns 1 if this update is to be left out, else 0: if it is not ``finite``, or if the run has ended.
 
-        That is one after a rank failed, or one that is not ``finite`` if ``train.on_nonfinite`` is "stop".
+        The run ends for good, on all ranks, when a rank has failed. It also ends with an update that is not ``finite``
+        if ``train.on_nonfinite`` is "stop".
         """
         ends = failures > 0
         if self.cfg.train.on_nonfinite == "stop":

@@ -6,7 +6,7 @@ precision      working weights    state (optimizer, checkpoint)  gradients and m
 bf16           bf16               the working weights            bf16
 bf16_sr        bf16               the working weights            bf16, or moments in 8 bits; see ``optim.adamw``
                (scalars: fp32)                                   (fp32)
-bf16_mixed     bf16               fp32 masters                   bf16; moments fp32
+bf16_mixed     bf16               fp32 masters                   bf16 (fsdp: fp32); moments fp32
 fp32           fp32               the working weights            fp32
 =============  =================  ============================  ======================
 """
