@@ -111,21 +111,21 @@ def commit(folder: Path, step: int, parts: dict[str, dict], state: dict[str, Any
     root, final = folder.parent, folder.parent / name_of(step)
     content = {"format": FORMAT, "state": state, "files": parts}
     write_durably(folder / CONTENT, json.dumps(content | {"sha256": _digest(content)}, indent=1))
-    if final.exists():  # another start wrote it, which then lost the run to this one
-        _delete(final)
+    hidden = [_hide(final)] if final.exists() else []  # another start wrote it, which then lost the run to this one
     os.rename(folder, final)
     sync(root)
     with suppress(OSError):  # if the disk does not answer, all stay until the next save tries again
         for directory in directories(root)[keep.keep_last :]:
             if keep.keep_every is None or step_of(directory) % keep.keep_every:
-                _delete(directory)
+                hidden.append(_hide(directory))
+    for directory in hidden:
+        shutil.rmtree(directory, ignore_errors=True)
     return final
 
 
-def _delete(directory: Path) -> None:
-    hidden = directory.with_name(f".writing_old_{uuid.uuid4().hex[:8]}")
-    directory.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _hide(directory: Path) -> Path:
+    """Rename a checkpoint that is to go, so that none is called ``step_*`` while parts of it are deleted already."""
+    return directory.rename(directory.with_name(f".writing_old_{uuid.uuid4().hex[:8]}"))
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_while_a_disk_does_not_answer_nothing_is_deleted_or_passed_over(tmp_path
 
     save(tmp_path, 1)
     with monkeypatch.context() as away:
-        away.setattr(checkpoint, "_delete", silent)
+        away.setattr(checkpoint, "_hide", silent)
         save(tmp_path, 2, keep=keeping(1))
     with monkeypatch.context() as away:
         away.setattr(checkpoint, "_sha256", silent)
@@ -126,7 +126,7 @@ def test_while_a_disk_does_not_answer_nothing_is_deleted_or_passed_over(tmp_path
 
 
 @pytest.mark.parametrize(("owner", "stage"), [
-    (checkpoint, "save_file"), (checkpoint, "write_durably"), (checkpoint, "_delete"), (files, "sync"),
+    (checkpoint, "save_file"), (checkpoint, "write_durably"), (checkpoint, "_hide"), (files, "sync"),
     (os, "rename"), (os, "replace"), (Path, "rename"), (Path, "chmod"), (shutil, "rmtree"),
 ])  # fmt: skip
 def test_a_kill_at_any_stage_leaves_a_valid_one_and_a_way_on(tmp_path, monkeypatch, owner, stage):
