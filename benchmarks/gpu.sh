@@ -101,7 +101,8 @@ run trace-60m trace-60m/report.md "$python" train.py scale=60m backbone=cola dlr
   device=cuda profile=on train.steps=30 run.dir="$out/trace-60m"
 if there dlr-60m "${TOKENS:-}"; then
   run dlr-60m dlr-60m/report.md "$python" scripts/tune.py experiment=evidence_60m data.root="${TOKENS:-TOKENS}" \
-    device=cuda run.root="$out/runs" backbone=cola dlr=off,on train.lr=0.003,0.01,0.03 seed=42 --local --limit 3 --output "$out/dlr-60m"
+    device=cuda run.root="$out/runs" backbone=cola dlr=off,on train.lr=0.003,0.01,0.03 seed=42 \
+    --local --limit 3 --output "$out/dlr-60m"
 fi
 
 peers="train.global_batch=64 dlr=on"

@@ -49,6 +49,9 @@ class Peer:
         if not hasattr(module, function or "build"):
             has = ", ".join(name for name in vars(module) if name.startswith("build"))
             raise ConfigError([Problem("--peer", place, "the file has no such function", f"It has {has or 'none'}")])
+        if not hasattr(module, "ours"):
+            fix = "It returns the overrides with which we compute the same; see benchmarks/peers.py"
+            raise ConfigError([Problem("--peer", place, "the file has no function ours(scale)", fix)])
         variant = function.removeprefix("build")
         self.name, self.scale, self.make = Path(path).stem + variant, scale, getattr(module, function or "build")
         self.ours: list[str] = getattr(module, f"ours{variant}", module.ours)(scale)

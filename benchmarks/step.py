@@ -30,9 +30,9 @@ def measure(overrides: dict[str, list[str]], peers: list[Peer], rounds: int, war
     twice: the second time shows the noise.
 
     Returns ``device``; ``batch`` (rows, seq_len, rounds, warmup); and ``variants``, for each: name, overrides (null
-    for a peer), parity, seconds of each round, ms (their median), ratio (median of its
-    seconds over the first variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token
-    (structural), and mfu by the data sheet's peak and by that of large matrix products.
+    for a peer), parity, seconds of each round, ms (their median), ratio (median of its seconds over the first
+    variant's of the same round, with its 95 % interval), tokens_per_second, flops_per_token (structural), and mfu by
+    the data sheet's peak and by that of large matrix products.
     """
     twins = {peer.name: joined(next(iter(overrides.values())), peer.ours) for peer in peers}
     configs = load_comparable(overrides | twins)
