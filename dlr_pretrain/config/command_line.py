@@ -128,7 +128,8 @@ def _add(word: str, line: CommandLine) -> None:
     key, value = key_of(word), word.partition("=")[2].strip()
     if not word.startswith("~") and not re.match(r"hydra[./]", key):
         is_option = key in GROUPS and not value.startswith("{")  # train={lr: 1} sets keys
-        word = _option(key, value, line) if is_option else f"++{key}={os.path.expanduser(value)}"
+        text = "'~'" if value == "~" else os.path.expanduser(value)  # Hydra's grammar has no bare ~
+        word = _option(key, value, line) if is_option else f"++{key}={text}"
         if not word:
             return
     try:

@@ -20,6 +20,8 @@ from dlr_pretrain.config.tree import GROUPS, KEYS, KINDS, MANDATORY, OPEN_GROUPS
 from dlr_pretrain.util.errors import UserError, first_line
 
 NAME = Key(str, "", fixed=True)
+PATHS = ("data.root", "data.cache", "tokenizer.path", "run.root", "run.dir", "run.start_from")  # of one place: no globs
+NULLS = ("none", "null", "~", "")  # what people type for null; all but a bare null reach us as text
 MANIFEST = "manifest.json"
 # Sections and keys that take no part in the mathematics of a run: they may change on resume.
 CHANGEABLE = (
@@ -76,11 +78,12 @@ def _own_key(knob: str, default: object) -> Key:
     return Key(type(default) if typed else object, default, fixed=knob == "factorized")
 
 
-def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] = ()) -> Config:
+def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collection[str] | None = None) -> Config:
     """The ``Config`` of a composed or a written mapping; raises ConfigError with the problems of all its keys.
 
     ``keys`` are those that the mapping may have (None: ``all_keys``); ``typed`` are the keys of a command line, which
-    cannot set all. A key that the mapping lacks gets its default, if that is a plain value.
+    cannot set all (None: a run wrote the mapping). A key that the mapping lacks gets its default, if that is a plain
+    value.
     """
     keys, given = all_keys(tree) if keys is None else keys, flatten(tree)
     problems = [_unknown(name, given[name], keys, tree) for name in given if name not in keys]
@@ -94,10 +97,12 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
             problems.append(Problem(name, MISSING, "needs a value", fix))
             continue
         try:
-            values[name] = key.read(value)
+            if typed is not None and _meant_null(name, value, key):  # a run that was saved may lie in ./None
+                raise ValueError(name)
+            values[name] = _one_spelling(name, key.read(value))
         except (ValueError, OverflowError):
             problems.append(_refused(name, value, key))
-    for name in sorted(typed):
+    for name in sorted(typed or ()):
         if name in keys and keys[name].fixed:
             fix = f"Choose another option: {name.partition('.')[0]}=<option>"
             problems.append(Problem(name, given.get(name), "belongs to an option, and cannot be set by itself", fix))
@@ -109,6 +114,21 @@ def parse(tree: Mapping, keys: Mapping[str, Key] | None = None, typed: Collectio
 def _is_value(default: object) -> bool:
     """Whether a default is a value, and not left to an option, to the user or to other keys."""
     return default != MANDATORY and not (isinstance(default, str) and "${" in default)
+
+
+def _meant_null(name: str, value: object, key: Key) -> bool:
+    """Whether a value is text that was typed for null, of a key that takes null or is a path."""
+    takes_null = key.kinds()[2]
+    return isinstance(value, str) and value.strip().lower() in NULLS and (takes_null or name in PATHS)
+
+
+def _one_spelling(name: str, value: Any) -> Any:
+    """A path as x for x/, x// and ./x, any other value as it is. What .. leads to depends on links, so it stays."""
+    if name not in PATHS or not isinstance(value, str):
+        return value
+    if "://" in value:  # where a second slash is part of a name
+        return value if value.endswith("//") else value.removesuffix("/")
+    return str(Path(value))
 
 
 def _unknown(name: str, value: object, keys: Mapping[str, Key], tree: Mapping) -> Problem:
@@ -131,8 +151,12 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 def _refused(name: str, value: object, key: Key) -> Problem:
     """The problem of a value that the key does not take."""
-    kind, words, _ = key.kinds()
+    kind, words, optional = key.kinds()
     rule = f"must be {key.takes()}" + (f" ({key.doc})" if key.doc else "")
+    if _meant_null(name, value, key):
+        place = "~/" if value == "~" else f"./{str(value).strip()}"
+        fixes = ["null"] * optional + [f"{place} for the path"] * (name in PATHS)
+        return Problem(name, value, rule, f"Write {', or '.join(fixes)}")
     if kind is str and isinstance(value, (int, float)):
         return Problem(name, value, rule, f"Quote it: \"{name}='...'\"")
     return Problem(name, value, rule, did_you_mean(str(value), words))
@@ -154,7 +178,7 @@ def differences(there: Mapping, here: Mapping) -> dict[str, tuple[object, object
     """
     chosen = {group: {"name": here.get(f"{group}.name")} for group in OPEN_GROUPS}
     defaults = {name: key.default for name, key in all_keys(chosen).items() if _is_value(key.default)}
-    before = {**defaults, **there} if there else {}
+    before = {name: _one_spelling(name, value) for name, value in {**defaults, **there}.items()} if there else {}
     return {k: (before[k], here[k]) for k in here if k in before and k not in ORIGIN and before[k] != here[k]}
 
 

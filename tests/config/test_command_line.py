@@ -13,6 +13,7 @@ import pytest
 
 from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, ConfigError, identity
 from dlr_pretrain.config.command_line import check, options, read
+from dlr_pretrain.config.written import PATHS
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["scale=tiny", "data=sample", "logger=jsonl"]
@@ -61,6 +62,15 @@ def test_overrides_that_change_no_mathematics_keep_the_run_directory():
 def test_the_home_folder_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert config(*SMALL, "run.root=~/runs").run.root == config(*SMALL, "run.root='~/runs'").run.root == "/home/me/runs"
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize("spelling", ["x/", "x//", "./x", "./x/."])
+def test_a_path_in_another_spelling_is_the_same_run(key, spelling, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    words = ["scale=tiny", "data=local", "data.root=.", "logger=jsonl"]
+    assert config(*words, f"{key}={spelling}") == config(*words, f"{key}=x")  # name and identity among it
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ from dlr_pretrain.cli import load
 from dlr_pretrain.config import GROUPS, ConfigError
 from dlr_pretrain.config.command_line import check, read
 from dlr_pretrain.config.problems import nearest, synonyms
+from dlr_pretrain.config.tree import KEYS
 from dlr_pretrain.config.written import all_keys
 from tests.conftest import ROOT
 
+SETTABLE = {name: key.kinds() for name, key in KEYS.items() if not key.fixed}
 KNOWN = {*GROUPS, *all_keys({"backbone": {"name": "cola"}, "optimizer": {"name": "adamw"}})}
 
 
@@ -45,6 +47,10 @@ MISTAKES = {  # a command line, and what the one line about it names
     "train.lr=": ["train.lr=: must be a number above 0 (peak learning rate)"],
     "run.root=a,b": ["run.root=a,b: several values", "Or quote: \"run.root='a,b'\""],
     "data.root=(c4": ["data.root=(c4: not a plain value to Hydra", "Quote it: \"data.root='(c4'\""],
+    "run.root=None": ["run.root=None: must be text (folder of the runs)", "Write ./None for the path"],
+    "run.root=": ["run.root=: must be text", "Write ./ for the path"],
+    "data.root=~": ["data.root=~: must be text or null (folder of the shards", "Write null, or ~/ for the path"],
+    "run={dir: None}": ["run.dir=None: must be text or null", "Write null, or ./None for the path"],
     "run.root=2026_11_22": ["run.root=20261122: must be text", "Quote it: \"run.root='...'\""],
     "eval.every=0": ["eval.every=0: must be a whole number of at least 1", "train.steps or more: only the last step"],
     "hydra.sweeper.nope=1": ["Could not override 'hydra.sweeper.nope'"],
@@ -94,6 +100,22 @@ def test_a_mistake_is_told_with_its_fix(line, monkeypatch):
     assert [named for named in MISTAKES[line] if named not in found] == [], found
 
 
+@pytest.mark.parametrize("value", ["None", "none", "NONE", "'null'", "~", "", "''", "' '"])
+def test_null_has_no_other_spelling(value):
+    may_be_null = [name for name, (_, _, optional) in SETTABLE.items() if optional]
+    found = refusal(*(f"{name}={value}" for name in may_be_null))
+    assert [problem.partition("=")[0] for problem in found] == may_be_null
+    plain = value.strip("'")
+    assert [problem for problem in found if f"={plain}: must be" not in problem or ". Write null" not in problem] == []
+
+
+@pytest.mark.parametrize("value", ["", "''", "' '"])
+def test_no_text_is_empty(value):
+    texts = [name for name, (kind, _, _) in SETTABLE.items() if kind is str]
+    found = refusal(*(f"{name}={value}" for name in texts))
+    assert [problem.partition("=")[0] for problem in found] == texts
+
+
 def test_all_mistakes_of_a_command_line_are_told_at_once():
     argv = ["+scal=tiny", "+backbone=colla", "train.lrr=1", "train.steps=many", "--compile=no", "train.clip=-1"]
     found = refusal(*argv)
@@ -139,5 +161,6 @@ def test_what_can_be_is_accepted():
         "optimizer=fira backbone=full scale.rank=128",
         "optimizer=loro backbone=lowrank optimizer.exact_every=90 optimizer.shift=270",
         "backbone=cola dlr=learnable_alpha precision=bf16_sr parallel=fsdp",
+        "run.dir=./None tokenizer.path=NULL checkpoint.keep_every=Null train.activation_checkpointing=none",
     ):
         load(["scale=tiny", "data=sample", "logger=jsonl", *words.split()])

@@ -14,7 +14,7 @@ from dlr_pretrain.config import CONFIG_DIR, GROUPS, Config, compiler_problem, id
 from dlr_pretrain.config.command_line import default_choices
 from dlr_pretrain.config.knobs import OPTIONS
 from dlr_pretrain.config.tree import KEYS
-from dlr_pretrain.config.written import ORIGIN, all_keys
+from dlr_pretrain.config.written import ORIGIN, PATHS, all_keys, differences
 from dlr_pretrain.train import start
 from tests.conftest import ROOT
 
@@ -53,6 +53,35 @@ def test_a_configuration_is_read_as_it_was_written_and_values_take_the_type_of_t
     assert cfg.eval.tokens == 2**53 + 1
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *(("/", "/"), (".", "."), ("/a/", "/a"), ("../a/", "../a"), ("a/../b", "a/../b")),  # a may be a link
+        *(("s3://b/", "s3://b"), ("s3://b/a/", "s3://b/a"), ("s3://b/a//", "s3://b/a//"), ("s3://", "s3://")),
+    ],
+)
+def test_a_path_leads_where_it_led(tree, given, kept):
+    tree["data"]["root"] = given
+    assert parse(tree).data.root == kept
+
+
+def test_a_glob_is_kept_as_it_is(tree):
+    tree["data"]["train_files"] = "./a//**/"
+    assert parse(tree).data.train_files == "./a//**/"
+
+
+def test_a_saved_run_may_lie_in_a_folder_named_none(tree):
+    tree["run"]["dir"] = "None"
+    assert parse(tree).run.dir == "None"
+
+
+def test_a_recorded_path_in_another_spelling_is_no_difference(cfg):
+    cfg.run.start_from = "x"
+    here = identity(cfg)
+    assert differences(here | {"run.start_from": "./x/"}, here) == {}
+    assert list(differences(here | {"run.start_from": "y"}, here)) == ["run.start_from"]
+
+
 def test_derived_values(cfg):
     assert (cfg.warmup_steps, cfg.num_streams) == (30, 8)
     cfg.train.steps = 100
@@ -70,7 +99,7 @@ def test_lists_of_keys_elsewhere_name_keys_that_there_are():
     """Of a key that is renamed, they would say nothing."""
     knobs = {name for g, of in OPTIONS.items() for o in of for name in all_keys({g: {"name": o}})}
     known = {*KEYS, *knobs, *GROUPS, "data.shards", "tokenizer.pieces"}
-    lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *runs.TEXT]
+    lists = [*start.MODEL_KEYS, *start.DATA_KEYS, *start.OPTIMIZER_KEYS, *ORIGIN, *PATHS, *runs.TEXT]
     assert [entry for entry in lists if not any(key.startswith(entry) for key in known)] == []
 
 
