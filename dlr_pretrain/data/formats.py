@@ -1,8 +1,7 @@
 """How documents lie in a file: JSON lines, text, parquet or arrow, plain or compressed, and what is none of these.
 
 The first bytes of a file are looked at before it is read, because downloads and editors leave much behind that has the
-right name. Rows of parquet and arrow files come from pyarrow in batches (``datasets``' rows are several times slower).
-Parquet, and JSON lines in gzip files, are read from near any row on; other files from their start.
+right name. Parquet, and JSON lines in gzip files, are read from near any row on; other files from their start.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby, islice
 from typing import Any, BinaryIO
 
-from dlr_pretrain.data import gunzip
+from dlr_pretrain.data import columns, gunzip
 from dlr_pretrain.data.files import File, kept_beside, open_file
+from dlr_pretrain.data.utf8 import STRAYS, Decoder
 from dlr_pretrain.util.errors import UserError, first_line
 
 READ_BYTES = 1 << 20  # decompressed at once: large enough that Python's overhead is small
@@ -43,7 +43,7 @@ NOT_LINES = [
 ]
 DAMAGED = (EOFError, OSError, ValueError, KeyError, zlib.error, lzma.LZMAError)  # pyarrow's are of the first four
 
-RawRow = bytes | str | dict  # a line of JSON, a text, or a record
+RawRow = bytes | str | dict  # a line of JSON, a text, or a record that has none
 
 
 def sniff(file: File, stream: BinaryIO) -> tuple[str, str]:
@@ -76,7 +76,7 @@ def _first_bytes(file: File, stream: BinaryIO, compression: str = "") -> bytes:
     """The first bytes of the content. Raises UserError if they are those of something else than a shard."""
     begin = io.BytesIO(stream.read(1 << 20)) if compression == ".zst" else stream  # pyarrow closes what it reads
     try:
-        head = _decompressed(begin, compression).read(HEAD_BYTES)
+        head = decompressed(begin, compression).read(HEAD_BYTES)
     except DAMAGED as error:
         raise UserError(f"{file.address}: damaged or cut off ({first_line(error)}). {FETCH}") from error
     finally:
@@ -93,7 +93,7 @@ def _refuse(file: File, head: bytes, strangers: list[tuple[tuple[bytes, ...], st
             raise UserError(f"{file.address}: is {what}. {fix}")
 
 
-def _decompressed(stream: BinaryIO, compression: str) -> Any:
+def decompressed(stream: BinaryIO, compression: str) -> Any:
     """The stream of decompressed bytes."""
     if compression == ".zst":
         import pyarrow
@@ -106,72 +106,56 @@ def _decompressed(stream: BinaryIO, compression: str) -> Any:
 def rows(
     file: File, text_key: str, by_paragraph: bool = False, cache: str | None = None, start: int = 0
 ) -> Iterator[RawRow]:
-    """The rows of a file from row ``start`` on, for ``parse_text``. Raises UserError, which names the row, if the file
-    is damaged."""
+    """The rows of a file from row ``start`` on, for ``parse_text``.
+
+    Raises UserError if the file is damaged, is in another encoding, or has no column of text. ``data.bad_rows`` is not
+    for these: they concern the file, and nearly all of its rows.
+    """
     number = start
     with open_file(file, cache) as stream:
         kind, compression = sniff(file, stream)
+        whole = kind == "text" and not by_paragraph
+        decoded = Decoder(file.address, kind, 0 if whole else STRAYS)
         try:
             if (kind, compression) == ("lines", ".gz"):
-                found: Iterator[RawRow] = gunzip.lines(stream, kept_beside(file, cache), start)
+                found: Iterator[bytes | dict] = gunzip.lines(stream, kept_beside(file, cache), start)
             else:
-                found = _rows(kind, _decompressed(stream, compression), text_key, start, by_paragraph)
-            for number, row in enumerate(found, start + 1):  # noqa: B007 (the error below names it)
-                yield row
+                found = _rows(file.address, kind, decompressed(stream, compression), text_key, start, whole)
+            for number, row in enumerate(found, start + 1):
+                yield row if isinstance(row, dict) else decoded(row, number - 1)
         except DAMAGED as error:
             said = first_line(error)
             raise UserError(f"{file.address}: damaged or cut off after document {number} ({said}). {FETCH}") from error
+        if start == 0:  # a resume near the end must not judge a large file by its last rows
+            decoded.judge(strays=0)
 
 
-def _rows(kind: str, stream: Any, text_key: str, start: int, by_paragraph: bool) -> Iterator[RawRow]:
+def head_rows(kind: str, stream: BinaryIO, by_paragraph: bool) -> Iterator[RawRow]:
+    """As ``rows``, of text whose end may be cut off: characters that are not UTF-8 are not counted."""
+    whole = kind == "text" and not by_paragraph
+    for row in _rows("", kind, stream, "", 0, whole):
+        yield row if kind == "lines" or isinstance(row, dict) else row.decode("utf-8", "replace")
+
+
+def _rows(address: str, kind: str, stream: Any, text_key: str, start: int, whole: bool) -> Iterator[bytes | dict]:
     if kind in BINARY.values():
-        yield from _records(kind, stream, text_key, start)
-    elif kind == "text" and not by_paragraph:
-        yield from [stream.read().decode("utf-8-sig", "replace")][start:]
+        yield from columns.texts(address, kind, stream, text_key, start)
+    elif whole:
+        yield from [stream.read().removeprefix(BOM)][start:]
     elif kind != "empty":
         lines = io.BufferedReader(stream, READ_BYTES)
         yield from islice(lines if kind == "lines" else _paragraphs(lines), start, None)
 
 
-def _paragraphs(lines: Iterable[bytes]) -> Iterator[str]:
+def _paragraphs(lines: Iterable[bytes]) -> Iterator[bytes]:
     """Runs of lines that are not blank."""
     for has_text, run in groupby(lines, lambda line: bool(line.strip())):
         if has_text:
-            yield b"\n".join(line.rstrip(b"\r\n") for line in run).decode("utf-8-sig", "replace")
-
-
-def _records(kind: str, stream: io.BufferedReader, text_key: str, start: int) -> Iterator[dict]:
-    """The records from ``start`` on of a parquet file, an arrow file, or an arrow stream as ``save_to_disk`` writes it.
-
-    Of their fields only the text's is read. Row groups of parquet before ``start`` are not read.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    if kind == "parquet":
-        file, group = parquet.ParquetFile(stream), 0
-        while group < file.num_row_groups and start >= (size := file.metadata.row_group(group).num_rows):
-            group, start = group + 1, start - size
-        columns = _columns(file.schema_arrow.names, text_key)
-        batches = file.iter_batches(256, row_groups=range(group, file.num_row_groups), columns=columns)
-    elif stream.peek(6).startswith(b"ARROW1"):
-        opened = pyarrow.ipc.open_file(stream)
-        batches = map(opened.get_batch, range(opened.num_record_batches))
-    else:
-        batches = pyarrow.ipc.open_stream(stream)
-    for batch in batches:
-        yield from batch.select(_columns(batch.schema.names, text_key)).slice(start).to_pylist()
-        start = max(0, start - len(batch))
-
-
-def _columns(names: Sequence[str], text_key: str) -> Sequence[str]:
-    """The column that holds ``text_key``; all if there is none, so that the error tells of them."""
-    column = text_key if text_key in names else text_key.split(".")[0]
-    return [column] if column in names else names
+            yield b"\n".join(line.rstrip(b"\r\n") for line in run).removeprefix(BOM)
 
 
 def parse_text(row: RawRow, text_key: str, address: str, document: int) -> str:
-    """The text of a row; a blank line is an empty document. Bytes that are not UTF-8 become U+FFFD."""
+    """The text of a row; a blank line is an empty document. Raises UserError, which names the row, if it has none."""
     if isinstance(row, str):
         return row
     where, record = f"{address}: document {document}", row
@@ -180,7 +164,7 @@ def parse_text(row: RawRow, text_key: str, address: str, document: int) -> str:
             return ""
         where += f" (line {document + 1})"
         try:
-            record = json.loads(row.decode("utf-8-sig", "replace"))
+            record = json.loads(row.removeprefix(BOM).decode("utf-8", "replace"))
         except (ValueError, RecursionError) as error:
             fix = "A shard holds one JSON object a line; data.bad_rows=skip leaves such rows out"
             raise UserError(f"{where} is not JSON ({error}). {fix}") from error
@@ -192,6 +176,12 @@ def parse_text(row: RawRow, text_key: str, address: str, document: int) -> str:
             raise UserError(f"{where} has no text {text_key!r}: {found}. {fix}")
         text = text[name]
     if not isinstance(text, str):
-        found = "null" if text is None else f"of type {type(text).__name__}"
-        raise UserError(f"{where} has no text {text_key!r}: it is {found}. data.bad_rows=skip leaves such rows out")
+        found, fix = f"of type {type(text).__name__}", "data.bad_rows=skip leaves such rows out"
+        if isinstance(text, dict):
+            found += f" with the fields {', '.join(text)}"
+        if text is None:
+            found = "null"
+        else:
+            fix = f"Write it as one string, or name another field in data.text_key; {fix}, if only some are so"
+        raise UserError(f"{where} has no text {text_key!r}: it is {found}. {fix}")
     return text

@@ -1,0 +1,90 @@
+"""The column of text of a parquet file, an arrow file, or an arrow stream as ``save_to_disk`` writes it.
+
+pyarrow reads it in batches: ``datasets``' rows are several times slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from dlr_pretrain.util.errors import UserError
+
+BATCH_ROWS = 256
+ARROW_FILE = b"ARROW1"  # begins a file, not a stream
+
+
+def texts(address: str, kind: str, stream: BinaryIO, text_key: str, start: int) -> Iterator[bytes | dict]:
+    """The texts from row ``start`` on. Of the columns only the text's is read, and of parquet no row group before.
+
+    Raises UserError if the column is missing, or holds something else in each row.
+    """
+    batches: Any
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        opened, group = parquet.ParquetFile(stream), 0
+        while group < opened.num_row_groups and start >= (size := opened.metadata.row_group(group).num_rows):
+            group, start = group + 1, start - size
+        columns = _columns(opened.schema_arrow.names, text_key)
+        batches = opened.iter_batches(BATCH_ROWS, row_groups=range(group, opened.num_row_groups), columns=columns)
+    else:
+        batches = _arrow_batches(stream)
+    for batch in batches:
+        if start < len(batch):  # an empty file may have a column of any type
+            yield from _texts(address, batch.slice(start), text_key)
+        start = max(0, start - len(batch))
+
+
+def row_count(kind: str, stream: BinaryIO) -> int:
+    """The number of rows."""
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(stream).metadata.num_rows
+    return sum(map(len, _arrow_batches(stream)))
+
+
+def _arrow_batches(stream: BinaryIO) -> Iterator[Any]:
+    import pyarrow
+
+    magic = stream.read(len(ARROW_FILE))
+    stream.seek(0)
+    if magic == ARROW_FILE:
+        opened = pyarrow.ipc.open_file(stream)
+        return map(opened.get_batch, range(opened.num_record_batches))
+    return iter(pyarrow.ipc.open_stream(stream))
+
+
+def _columns(names: Sequence[str], text_key: str) -> Sequence[str]:
+    """The column that holds ``text_key``; all if there is none, so that the error tells of them."""
+    column = text_key if text_key in names else text_key.split(".")[0]
+    return [column] if column in names else names
+
+
+def _texts(address: str, batch: Any, text_key: str) -> Iterator[bytes | dict]:
+    """The texts of a batch. Raises UserError if its column holds something else, in each row."""
+    import pyarrow
+    from pyarrow import compute, types
+
+    column, found = batch.to_struct_array(), f"its fields are {', '.join(batch.schema.names)}"
+    rule, binary = f"{address}: has no text {text_key!r}", pyarrow.large_binary()
+    for name in [text_key] if text_key in batch.schema.names else text_key.split("."):
+        if not types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+            raise UserError(f"{rule}: {found}. Set data.text_key to the field that holds the text")
+        column = compute.struct_field(column, name)
+        found = f"{name!r} is of type {column.type}"
+    kind, values = column.type, []
+    with suppress(pyarrow.ArrowNotImplementedError):
+        if types.is_dictionary(kind):
+            column = column.dictionary.cast(binary).take(column.indices)
+        values = column.cast(binary).to_pylist()  # as text, it would fail at bytes that are not UTF-8
+    if not values or types.is_null(kind):
+        fix = "Name a column of text in data.text_key, or cast this one before: column.cast('string')"
+        if types.is_struct(kind):
+            fix = f"Name one of its fields: data.text_key={text_key}.FIELD"
+        elif types.is_nested(kind):
+            fix = "Join each to one string before, as pyarrow.compute.binary_join(column, '\\n') does with lists"
+        raise UserError(f"{rule}: {found}. {fix}")
+    yield from ({text_key: None} if value is None else value for value in values)

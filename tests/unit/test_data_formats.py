@@ -1,0 +1,266 @@
+"""Text that is not UTF-8, and columns of every type: what is read, what is told, and what is refused."""
+
+import gzip
+import json
+from functools import partial
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_corpus import make_config
+
+from dlr_pretrain.data import formats, open_source, utf8
+from dlr_pretrain.data.files import File
+from dlr_pretrain.util.errors import UserError
+
+FRENCH = ["Il fait beau.", "Le café est très bon, et fermé l'été.", "On y va."]
+ASCII = "plain text, " * 200
+CUT_OFF = "é".encode()[:1]
+
+
+def lines(path: Path, texts: list[bytes]) -> None:
+    path.write_bytes(b"".join(b'{"text": "%s"}\n' % text for text in texts))
+
+
+def paragraphs(path: Path, texts: list[bytes]) -> None:
+    path.write_bytes(b"\n\n".join(texts))
+
+
+def compressed(write, path: Path, texts: list[bytes]) -> None:
+    write(path, texts)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+def table(path: Path, columns: dict) -> None:
+    made = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        return pyarrow.parquet.write_table(made, path)
+    writer = pyarrow.ipc.new_file if ".file" in path.suffixes else pyarrow.ipc.new_stream
+    with writer(str(path), made.schema) as file:
+        file.write_table(made, max_chunksize=2)
+
+
+def column(path: Path, texts: list[bytes], kind: str = "binary") -> None:
+    table(path, {"text": pyarrow.array(texts, "binary").view(kind)})
+
+
+WRITERS = {
+    ".jsonl": lines,
+    ".jsonl.gz": partial(compressed, lines),
+    ".txt": paragraphs,
+    ".txt.gz": partial(compressed, paragraphs),
+    ".parquet": column,
+    ".string.parquet": partial(column, kind="string"),  # arrow does not look at the bytes
+    ".arrow": column,
+}
+TABLES = (".parquet", ".arrow", ".file.arrow")
+each_writer = pytest.mark.parametrize("suffix", WRITERS)
+
+
+def written(folder: Path, suffix: str, texts: list[bytes]) -> File:
+    path = folder / f"a{suffix}"
+    WRITERS[suffix](path, texts)
+    return File(path.name, str(path), path.stat().st_size)
+
+
+def read(file: File, key: str = "text", start: int = 0, by_paragraph: bool = True) -> list[str]:
+    rows = formats.rows(file, key, by_paragraph, start=start)
+    return [formats.parse_text(row, key, file.address, number) for number, row in enumerate(rows, start)]
+
+
+# ----------------------------------------------------------------------------------------------------
+# Bytes that are not UTF-8
+
+
+@each_writer
+def test_a_small_file_in_cp1252_is_refused_at_its_end(tmp_path, suffix):
+    file = written(tmp_path, suffix, [text.encode("cp1252") for text in FRENCH])
+    fix = r"value\.decode\('cp1252'\)" if suffix.endswith(("parquet", "arrow")) else "iconv -f CP1252 -t UTF-8"
+    row = r"document 1 \(line 2\)" if "json" in suffix else "document 1"
+    rule = rf"a{suffix}: {row} is not UTF-8, but probably cp1252: 5 of \d+ characters read .*: {fix}$"
+    with pytest.raises(UserError, match=rule):
+        read(file)
+
+
+def test_a_document_in_cp1252_is_refused_before_it_is_read(tmp_path):
+    file = written(tmp_path, ".txt", [text.encode("cp1252") for text in FRENCH])
+    with pytest.raises(UserError, match=r"document 0 is not UTF-8, but probably cp1252: 5 of 62"):
+        next(formats.rows(file, "text"))
+
+
+OTHERS = {
+    "cp1251": "Съешь ещё этих мягких французских булок.".encode("cp1251"),
+    "shift-jis": "日本語の文章です。".encode("shift-jis"),
+    "no cp1252": b"a few words and \x81, and some more of them",
+    "cut off": "déjà vu à Orléans, l'été".encode() + CUT_OFF,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_hardly_cp1252_is_not_called_so(tmp_path, name):
+    with pytest.raises(UserError, match=r"is not UTF-8: .*iconv -f ITS_ENCODING -t UTF-8"):
+        read(written(tmp_path, ".txt", [OTHERS[name]]))
+
+
+@each_writer
+def test_a_cut_off_character_in_much_text_is_told_once(tmp_path, suffix, caplog):
+    texts = [ASCII.encode() + (CUT_OFF if number % 100 == 7 else b"") for number in range(300)]
+    file = written(tmp_path, suffix, texts)
+    for _ in range(2):
+        assert read(file) == [text.decode("utf-8", "replace") for text in texts]
+    row = "document 7 (line 8)" if "json" in suffix else "document 7"
+    assert len(caplog.messages) == 1 and f"a{suffix}: {row}: 1 byte not in UTF-8 became U+FFFD" in caplog.text
+
+
+def test_a_book_with_one_bad_byte_is_read(tmp_path, caplog):
+    file = written(tmp_path, ".txt", [b"\xff" + 400 * ASCII.encode()])
+    assert read(file, by_paragraph=False) == ["\ufffd" + 400 * ASCII] and "document 0: 1 byte" in caplog.text
+
+
+def test_the_bytes_of_a_character_are_counted(tmp_path, caplog):
+    read(written(tmp_path, ".jsonl", [ASCII.encode() + "\U0001f9ff".encode()[:3] + b" \xff"]))
+    assert "document 0 (line 1): 4 bytes not in UTF-8" in caplog.text
+
+
+def test_a_large_file_in_cp1252_is_refused_near_its_start(tmp_path):
+    rows = formats.rows(written(tmp_path, ".jsonl", [FRENCH[1].encode("cp1252")] * 5000), "text")
+    with pytest.raises(UserError, match=r"document 10 \(line 11\) is not UTF-8"):
+        for count, _ in enumerate(rows, 1):  # noqa: B007
+            pass
+    assert count == utf8.STRAYS
+
+
+@pytest.mark.parametrize("start", [0, 500])
+def test_stray_documents_where_a_reading_begins_do_not_end_it(tmp_path, start):
+    texts = [ASCII.encode()] * 1000
+    texts[start : start + utf8.STRAYS] = [FRENCH[1].encode("cp1252")] * utf8.STRAYS
+    assert len(read(written(tmp_path, ".jsonl", texts), start=start)) == 1000 - start
+
+
+def test_the_last_rows_of_a_file_are_not_judged_alone(tmp_path):
+    file = written(tmp_path, ".jsonl", [ASCII.encode()] * 9 + [b"cut" + CUT_OFF])
+    assert read(file, start=9) == read(file)[9:] == ["cut\ufffd"]
+
+
+@each_writer
+def test_a_replacement_character_in_utf8_is_text(tmp_path, suffix, caplog):
+    texts = ["a \ufffd", "\ufffd" * 99]
+    assert read(written(tmp_path, suffix, [text.encode() for text in texts])) == texts and not caplog.messages
+
+
+def test_an_escaped_replacement_character_is_text(tmp_path, caplog):
+    assert read(written(tmp_path, ".jsonl", [rb"\ufffd \ufffd"])) == ["\ufffd \ufffd"] and not caplog.messages
+
+
+@pytest.mark.parametrize(("suffix", "by_paragraph"), [(".jsonl", False), (".txt", False), (".txt", True)])
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path, suffix, by_paragraph):
+    file = written(tmp_path, suffix, [b"\xc3\xa9"])
+    Path(file.address).write_bytes(formats.BOM + Path(file.address).read_bytes())
+    assert read(file, by_paragraph=by_paragraph) == ["é"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_another_encoding_is_no_row_to_leave_out(tmp_path, suffix):
+    written(tmp_path, suffix, [FRENCH[1].encode("cp1252")] * 50)
+    with pytest.raises(UserError, match="probably cp1252") as caught:
+        list(open_source(make_config("local", data__root=tmp_path, data__bad_rows="skip")).read(f"a{suffix}"))
+    assert "bad_rows" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Columns
+
+
+def in_key(key: str, array) -> dict:
+    """The columns of a table whose texts are in a field, or in a field of a field, that is null in the last row."""
+    if key == "text":
+        return {"id": range(len(array)), "text": array}
+    mask = pyarrow.array([number == len(array) - 1 for number in range(len(array))])
+    return {"id": range(len(array)), "meta": pyarrow.StructArray.from_arrays([array], ["text"], mask=mask)}
+
+
+def encoded(kind: str):
+    """The texts "a", null, "é" and null again as a column of this type."""
+    values, _, dictionary = kind.partition(" ")
+    if dictionary:
+        return pyarrow.DictionaryArray.from_arrays([0, None, 1, None], pyarrow.array(["a", "é"], values))
+    return pyarrow.array(["a", None, "é", None], values)
+
+
+PLAIN = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
+KINDS = [kind + more for kind in PLAIN for more in ("", " dictionary")]
+READ = [(kind, suffix) for kind in KINDS for suffix in TABLES if "view dictionary.parquet" not in kind + suffix]
+
+
+@pytest.mark.parametrize(("kind", "suffix"), READ)  # pyarrow does not write dictionaries of views to parquet
+def test_columns_of_each_type_of_text_are_read(tmp_path, kind, suffix):
+    path = tmp_path / f"a{suffix}"
+    for key in ("text", "meta.text"):
+        table(path, in_key(key, encoded(kind)))
+        for start, texts in ((0, ["a", {key: None}, "é", {key: None}]), (2, ["é", {key: None}])):
+            assert list(formats.rows(File("a", str(path), None), key, start=start)) == texts
+
+
+CAST = r"\. Name a column of text in data\.text_key, or cast this one before: column\.cast\('string'\)$"
+JOIN = r"\. Join each to one string before, as pyarrow\.compute\.binary_join\(column, '\\n'\) does with lists$"
+NO_TEXT = {
+    "integers": ([1, 2], r"int64" + CAST),
+    "numbers": ([0.5, None], r"double" + CAST),
+    "nulls": ([None, None], r"null" + CAST),
+    "lists": ([["a"], ["b", "c"]], r"list<\w+: string>" + JOIN),
+    "chats": ([[{"role": "user"}]], r"list<\w+: struct<role: string>>" + JOIN),
+    "fields": ([{"body": "a"}], r"struct<body: string>\. Name one of its fields: data\.text_key=KEY\.FIELD$"),
+}
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_a_column_of_something_else_is_refused_by_its_type(tmp_path, name, suffix):
+    values, rule = NO_TEXT[name]
+    for key in ("text", "meta.text"):
+        table(tmp_path / f"a{suffix}", in_key(key, pyarrow.array([*values, None])))
+        for bad_rows in ("stop", "skip"):
+            cfg = make_config("local", data__root=tmp_path, data__text_key=key, data__bad_rows=bad_rows)
+            rule_here = rf"a{suffix}: has no text '{key}': 'text' is of type {rule.replace('KEY', key)}"
+            with pytest.raises(UserError, match=rule_here):
+                list(open_source(cfg).read(f"a{suffix}"))
+
+
+MISSING = {
+    "body": r"its fields are id, meta\.",
+    "meta.body": r"'meta' is of type struct<text: string>\.",
+    "meta.text.body": r"'text' is of type string\.",
+}
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+@pytest.mark.parametrize("key", MISSING)
+def test_a_column_that_is_missing_is_refused_by_its_name(tmp_path, key, suffix):
+    table(tmp_path / f"a{suffix}", in_key("meta.text", pyarrow.array(["a", "b"])))
+    rule = f"a{suffix}: has no text '{key}': {MISSING[key]} Set data.text_key to the field that holds the text$"
+    with pytest.raises(UserError, match=rule):
+        read(File("a", str(tmp_path / f"a{suffix}"), None), key)
+
+
+@pytest.mark.parametrize("suffix", TABLES)
+def test_an_empty_table_may_have_a_column_of_any_type(tmp_path, suffix):
+    table(tmp_path / f"a{suffix}", {"text": pyarrow.array([], "null")})
+    assert read(File("a", str(tmp_path / f"a{suffix}"), None)) == []
+
+
+VALUES = {
+    "list": (["a"], "of type list"),
+    "number": (0.5, "of type float"),
+    "fields": ({"en": "a", "de": "b"}, "of type dict with the fields en, de"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_in_json_that_is_no_string_is_named(tmp_path, name):
+    value, rule = VALUES[name]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": value}))
+    fix = "Write it as one string, or name another field in data.text_key; data.bad_rows=skip .*, if only some are so$"
+    with pytest.raises(UserError, match=rf"document 0 \(line 1\) has no text 'text': it is {rule}\. {fix}"):
+        read(File("a", str(path), None))
