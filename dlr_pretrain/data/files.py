@@ -17,10 +17,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, TypeVar
 import fsspec
 from fsspec.spec import AbstractBufferedFile
 
+from dlr_pretrain.config.tree import Data
 from dlr_pretrain.util.errors import UserError, first_line
 
 RANGE_BYTES = 4 << 20  # of one request; each stream holds one such range in memory
@@ -37,6 +38,9 @@ FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 1.0, 60.0  # between tries, doubled e
 FINAL = (401, 404, 410, 451)  # HTTP: another try would get the same answer
 FINAL_ERRORS = ("GatedRepoError", "OfflineModeIsEnabled")  # of huggingface_hub, which is imported only where needed
 HUB_FILE = re.compile(r"(hf://datasets/[^/@]+/[^/@]+)(?:@([^/]+))?(/.*|$)")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+SNAPSHOT = re.compile(r"(.*(?:^|/)snapshots)/([0-9a-f]{40})/.*")  # in the cache of huggingface_hub
+HIDDEN = re.compile(r"(?:^|/)\.")
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -55,6 +59,14 @@ class File:
     def is_local(self) -> bool:
         return "://" not in self.address
 
+    @cached_property
+    def identity(self) -> str:
+        """What all names of this file share: where links to it end, or its address on the hub without a commit."""
+        if match := HUB_FILE.fullmatch(self.address):
+            return match[1] + match[3]
+        path = self.address.removeprefix("file://")
+        return self.address if "://" in path else os.path.realpath(path)
+
 
 def find(root: str, pattern: str) -> list[File]:
     """The files that match a glob below ``root`` (or absolute, or an address), sorted by name; [] if there are none."""
@@ -62,10 +74,41 @@ def find(root: str, pattern: str) -> list[File]:
     if "://" in whole:
         return _find_remote(root, whole)
     # Not by fsspec, which takes no links and patterns in the names of folders.
-    names = sorted(set(glob.glob(pattern, root_dir=root or None, recursive=True)))  # several ** find files twice
-    paths = {name: os.path.join(root, name) for name in names}
+    return _find_local(root, glob.glob(pattern, root_dir=root or None, recursive=True))
+
+
+def below(root: str) -> list[File]:
+    """All files below ``root`` that are not hidden, sorted by name."""
+    found = _find_remote(root, os.path.join(root, "**/*")) if "://" in root else _find_local(root, _walk(root))
+    return [file for file in found if not HIDDEN.search(file.name)]
+
+
+def refuse_snapshots(files: list[File]) -> None:
+    """Raise UserError if files are of several snapshots of a dataset in the hub's cache."""
+    found: dict[str, set[str]] = {}
+    for match in filter(None, (SNAPSHOT.fullmatch(file.address) for file in files)):
+        found.setdefault(match[1], set()).add(match[2])
+    for folder, commits in found.items():
+        if len(commits) > 1:
+            names = " or ".join(f"data.root={folder}/{commit}" for commit in sorted(commits))
+            raise UserError(f"{folder}: holds {len(commits)} snapshots of a dataset. Name one: {names}")
+
+
+def _walk(root: str) -> Iterator[str]:
+    """The names of all files below a folder. A link to a folder that it lies in is not followed, unlike by a glob."""
+    within = {root: {os.path.realpath(root)}}  # folders, with all that they lie in
+    for folder, folders, names in os.walk(root, followlinks=True):
+        above = within.pop(folder)
+        inside = {name: os.path.realpath(os.path.join(folder, name)) for name in folders if not name.startswith(".")}
+        folders[:] = [name for name, path in inside.items() if path not in above]
+        within |= {os.path.join(folder, name): above | {inside[name]} for name in folders}
+        yield from (os.path.join(folder, name).removeprefix(root).lstrip("/") for name in names)
+
+
+def _find_local(root: str, names: Iterable[str]) -> list[File]:
+    paths = {name: os.path.join(root, name) for name in sorted(set(names))}  # several ** find files twice
     return [
-        File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a link into nowhere
+        File(name, path, os.path.getsize(path) if os.path.exists(path) else None)  # None: a link to nowhere
         for name, path in paths.items()
         if not os.path.isdir(path)
     ]
@@ -96,13 +139,31 @@ def _file_system(address: str) -> tuple[Any, str]:
         raise UserError(f"{address}: {rule}: {first_line(error)}") from error
 
 
-def pinned(address: str, revision: str | None, commit: str | None = None) -> tuple[str, str | None]:
-    """An address on the hub at a fixed commit, and that commit; any other address as it is, and None.
+def at_commits(data: Data, commit: str | None = None) -> tuple[Data, str | None]:
+    """``data`` with its addresses on the hub at fixed commits, and the commit that a run keeps; None without addresses.
 
-    Without ``commit`` the hub is asked for that of ``revision``, or for the newest.
+    It is that of the training files' repository; of the validation files', if these alone are on the hub. Without
+    ``commit`` the hub is asked for that of ``data.revision``, or for the newest. Raises UserError if an address in
+    another repository, or at another revision, names no commit.
     """
-    if (match := HUB_FILE.fullmatch(address)) is None:
-        return address, None
+    fixed: dict[str, str] = {}
+    for key in ("train_files", "root", "validation_files"):
+        address = getattr(data, key) or ""
+        if (match := HUB_FILE.fullmatch(address)) is None:
+            continue
+        if not fixed:
+            first, repository, revisions = key, match[1], (None, match[2] or data.revision)
+            fixed[key], commit = _pinned(match, data.revision, commit)
+        elif match[1] == repository and match[2] in (*revisions, commit):
+            fixed[key], _ = _pinned(match, None, commit)
+        elif not COMMIT.fullmatch(match[2] or ""):
+            rule = f"is not in the repository and revision of data.{first}, whose commit the run keeps"
+            raise UserError(f"data.{key}={address}: {rule}. Name its own: data.{key}={_pinned(match)[0]}")
+    return replace(data, **fixed), commit if fixed else None  # type: ignore[arg-type]
+
+
+def _pinned(match: re.Match[str], revision: str | None = None, commit: str | None = None) -> tuple[str, str | None]:
+    """An address on the hub at a commit, and that commit. Without ``commit`` the hub is asked for it."""
     repository, revision, rest = match[1], match[2] or revision, match[3]
     if commit is None:
         from huggingface_hub import HfApi
@@ -187,7 +248,9 @@ def open_file(file: File, cache: str | None = None) -> BinaryIO:
             return open(file.address, "rb")
         except OSError as error:
             fix = "Was it moved? Check data.root and the globs of data"
-            raise UserError(f"{file.address}: {error.strerror}. {fix}") from error
+            nowhere = os.path.islink(file.address) and not os.path.exists(file.address)
+            link = f": it is a link to nowhere, {os.readlink(file.address)}" if nowhere else ""
+            raise UserError(f"{file.address}: {error.strerror}{link}. {fix}") from error
     if cache is not None:
         return _cached(file, Path(cache, re.sub(r"[^\w.=@-]+", "/", file.address)))
     if file.size is not None:

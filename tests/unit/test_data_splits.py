@@ -1,0 +1,309 @@
+"""Which files of a folder are text, which are validation, and what is said of the others."""
+
+import gzip
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_corpus import lines_of, make_config
+from loopback_hub import Hub, serving_here
+
+from dlr_pretrain.data import open_source
+from dlr_pretrain.data.splits import split_of
+from dlr_pretrain.util.errors import UserError
+
+LINES = lines_of([f"document {i}" for i in range(40)])
+A, B = "a" * 40, "b" * 40
+
+
+def rows(texts=("one", "two")) -> bytes:
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(texts, pyarrow.string())}), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def fill(root: Path, files) -> Path:
+    for name, content in files.items() if isinstance(files, dict) else ((name, LINES) for name in files):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return root
+
+
+def opened(root, version=None, said=None, **keys):
+    cfg = make_config("local", **({"data__root": root} if root else {}), **keys)
+    return open_source(cfg, None if said is None else said.append, version)
+
+
+def of(source):
+    """The names of the training files, those of the validation files, and why others are left out."""
+    return [*source.train_shards], [] if source.holds_out else [*source.validation_shards], dict(source.left_out)
+
+
+def refused(rule, root, **keys):
+    with pytest.raises(UserError, match=rule):
+        opened(root, **keys)
+
+
+SAY = {
+    "validation": """
+        eval.jsonl evaluation.jsonl my_eval_set.jsonl heldout.txt held_out.jsonl held-out/a.jsonl dev.jsonl val2.jsonl
+        holdout.parquet hold_out/a.jsonl val.jsonl.gz valid/x.jsonl validation.json eval01.jsonl 2val.jsonl EVAL.JSONL
+        evalSet.jsonl myVal.jsonl HeldOut.jsonl split=validation/0.parquet c4-validation.00000-of-00008.json.gz
+        train_data/val/a.jsonl train/val.jsonl train/val-00001.jsonl train-validation.jsonl""",
+    "test": """
+        test.jsonl testing/a.jsonl data/test-00000-of-00001.parquet a.test.jsonl test2.jsonl myTest.jsonl
+        test/train.jsonl eval/test.jsonl test_suite/a.jsonl""",
+    "train": """
+        latest.jsonl medieval.jsonl development.jsonl testament.txt interval.jsonl devices.jsonl contest.jsonl
+        evaluations.jsonl values.jsonl attestation/a.jsonl heldoutside.jsonl évaleval.jsonl a.jsonl train.jsonl
+        training/a.jsonl train/test_suite.jsonl my_test_corpus/train/a.jsonl train/validation_methods.jsonl""",
+}
+SAID = [(name, split) for split, names in SAY.items() for name in names.split()]
+SAID += [("Turing test.txt", "train"), ("A valid point.txt", "train"), ("set (eval).jsonl", "validation")]
+
+
+@pytest.mark.parametrize(("name", "split"), SAID, ids=[name for name, _ in SAID])
+def test_a_name_says_a_split_by_whole_words(name, split):
+    assert split_of(name) == split
+
+
+def test_the_path_of_the_root_says_no_split(tmp_path):
+    root = fill(tmp_path / "test" / "validation", ["a.jsonl", "b.jsonl"])
+    assert of(opened(root)) == (["a.jsonl", "b.jsonl"], [], {})
+
+
+TEXT = b"A text of some words.\n" * 40
+JSON = b'{\n  "a": 1\n}\n'
+SIDE, TESTED, TEXT_BESIDE = "a side file", "named as a test split", "text beside the folder's JSON lines"
+FOLDERS = {  # files, those to train on, those for validation, those left out
+    "splits": (["a/train.jsonl", "eval/a.jsonl", "testing/b.jsonl"], "a/train.jsonl", "eval/a.jsonl",
+               {"testing/b.jsonl": TESTED}),
+    "lines and a licence": ({"a.jsonl": LINES, "LICENSE.txt": TEXT * 99, "README.md": TEXT, "note.txt": TEXT},
+                            "a.jsonl", "",
+                            {"LICENSE.txt": SIDE, "README.md": SIDE, "note.txt": TEXT_BESIDE}),
+    "texts and their side files": (
+        {"a.txt": TEXT, "x/b.txt": TEXT} | dict.fromkeys(
+            ("README.md", "readme.txt", "LICENSE-MIT.txt", "Licence.txt", "NOTICE.txt", "requirements-dev.txt",
+             "x/CITATION.cff", "vocab.txt", "tokenizer.model", "AUTHORS"), TEXT), "a.txt x/b.txt", "",
+        dict.fromkeys(("README.md", "readme.txt", "LICENSE-MIT.txt", "Licence.txt", "NOTICE.txt",
+                       "requirements-dev.txt", "x/CITATION.cff", "vocab.txt", "tokenizer.model", "AUTHORS"), SIDE)),
+    "settings of a dataset and a tokenizer": (
+        {"a.json": LINES} | dict.fromkeys(
+            ("dataset_infos.json", "metadata.json", "x/config.json", "tokenizer_config.json", "tokenizer.json",
+             "special_tokens_map.json", "state.json"), JSON), "a.json", "",
+        dict.fromkeys(("dataset_infos.json", "metadata.json", "x/config.json", "tokenizer_config.json",
+                       "tokenizer.json", "special_tokens_map.json", "state.json"), SIDE)),
+    "text with a side file's name": ({"authors.jsonl": LINES, "metadata.jsonl": LINES}, "authors.jsonl metadata.jsonl",
+                                     "", {}),
+    "tables": ({"a.jsonl": LINES, "valid.csv": TEXT, "b.csv.gz": TEXT, "c": TEXT}, "a.jsonl", "",
+               {"valid.csv": ".csv is not read, and its name is of a validation split", 
+                "b.csv.gz": ".csv.gz is not read",                "c": "a name without a suffix"}),
+    "the kind of most bytes": ({"a.jsonl": LINES, "b.jsonl": LINES, "c.txt": TEXT * 99}, "c.txt", "",
+                               dict.fromkeys(("a.jsonl", "b.jsonl"), "JSON lines beside the folder's text")),
+    "two kinds of the same size": ({"a.txt": LINES, "b.jsonl": LINES}, "b.jsonl", "",
+                                   {"a.txt": TEXT_BESIDE}),
+    "training text decides the kind": ({"a.jsonl": LINES, "test.txt": LINES * 9}, "a.jsonl", "", {"test.txt": TESTED}),
+    "validation in two kinds": ({"a.jsonl": LINES, "val.jsonl": LINES, "val.txt": TEXT * 9}, "a.jsonl", "val.jsonl",
+                                {"val.txt": TEXT_BESIDE}),
+    "validation in another kind": ({"a.parquet": rows(), "val.jsonl": LINES}, "a.parquet", "val.jsonl", {}),
+    "hidden": (["a.jsonl", ".b.jsonl", ".cache/huggingface/c.jsonl", "x/.git/d.jsonl"], "a.jsonl", "", {}),
+    "without text": (
+        {"a.jsonl": LINES, "b.jsonl": b"", "c.jsonl": b"\xef\xbb\xbf \n\r\n", "d.jsonl.gz": gzip.compress(b"\n" * 9),
+         "e.jsonl.gz": gzip.compress(b""), "f.jsonl": b"\n" * 600 + LINES, "val.jsonl": b" \n"}, "a.jsonl f.jsonl", "",
+        {"b.jsonl": "empty", "c.jsonl": "no text", "d.jsonl.gz": "no text", "e.jsonl.gz": "empty",
+         "val.jsonl": "no text"}),
+    "without rows": ({"a.parquet": rows(), "b.parquet": rows([])}, "a.parquet", "", {"b.parquet": "no rows"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_what_is_read_of_a_folder_and_why_the_rest_is_not(tmp_path, case):
+    files, train, validation, left_out = FOLDERS[case]
+    said = []
+    assert of(opened(fill(tmp_path, files), said=said)) == (train.split(), validation.split(), left_out)
+    empty = [f"{tmp_path / name}: {why}, and left out" for name, why in left_out.items() if why[:3] in ("emp", "no ")]
+    assert sorted(said) == sorted(empty)
+
+
+NOTHING = {  # files, and what the refusal says
+    "no text": (
+        {"a.csv": TEXT},
+        r"holds no file that ends with \.json, .*Left out: a\.csv \(\.csv is not read\)\. Set",
+    ),
+    "nothing at all": ({}, r"data\.root=.*: holds no file that ends with \.json.*\.arrow\.xz\. Set"),
+    "only a test": (["test.jsonl"], r"holds no training file\. Left out: test\.jsonl \(named as a test split\)"),
+    "only validation": (["val.jsonl"], r"holds no training file\. Set"),
+    "only blanks": ({"a.jsonl": b"\n \n", "b.jsonl": b""}, "all training files are empty. Give a file with text"),
+    "no rows": ({"a.parquet": rows([])}, "all training files are empty. Give a file with text"),
+    "a cut-off table": ({"a.parquet": rows(), "b.parquet": rows()[:-9]}, r"b\.parquet: damaged or cut off.*Fetch"),
+}
+
+
+@pytest.mark.parametrize("case", NOTHING)
+def test_a_folder_without_training_text_is_refused(tmp_path, case):
+    files, rule = NOTHING[case]
+    refused(rule, fill(tmp_path, files))
+
+
+VALIDATION = {
+    "below the root": "part-1.jsonl",
+    "absolute": "{root}/part-1.jsonl",
+    "an address": "file://{root}/part-1.*",
+}
+
+
+@pytest.mark.parametrize("how", VALIDATION)
+def test_a_glob_takes_validation_out_of_the_folder(tmp_path, how):
+    root = fill(tmp_path, ["part-0.jsonl", "part-1.jsonl", "part-2.jsonl", "eval.jsonl"])
+    (root / "part-3.jsonl").symlink_to("part-1.jsonl")
+    keys = {"data__validation_files": VALIDATION[how].format(root=root)}
+    source = opened(root, **keys)
+    assert source.train_shards == ("part-0.jsonl", "part-2.jsonl")
+    assert [source.files[name].identity for name in source.validation_shards] == [str(root / "part-1.jsonl")]
+    assert source.left_out == [("eval.jsonl", "named as a validation split")]
+    refused("data.train_files and data.validation_files both match .*part-1", root, data__train_files="part*", **keys)
+
+
+def test_validation_files_without_text_are_refused(tmp_path):
+    root = fill(tmp_path, {"a.jsonl": LINES, "b.jsonl": b" \n"})
+    refused(r"data\.validation_files=b\.jsonl: all files are empty", root, data__validation_files="b.jsonl")
+
+
+def test_addresses_with_one_name_are_two_files(tmp_path):
+    for split in ("train", "val"):
+        fill(tmp_path / split, {"data.jsonl": lines_of([split])})
+    globs = {f"data__{key}_files": f"file://{tmp_path}/{name}/data.jsonl"
+             for key, name in (("train", "train"), ("validation", "val"))}  # fmt: skip
+    source = opened(None, **globs)
+    read = [list(source.read(shard)) for shard in (*source.train_shards, *source.validation_shards)]
+    assert read == [["train"], ["val"]] and source.train_shards == ("data.jsonl",)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Links
+
+LINKS = {  # files, links and where they lead, what is trained on, what is validation, what is left out
+    "to the parent": (["x/a.jsonl"], {"x/up": ".."}, "x/a.jsonl", "", {}),
+    "to each other": (["x/a.jsonl", "y/b.jsonl"], {"x/y": "../y", "y/x": "../x"}, "x/a.jsonl y/b.jsonl", "",
+                      {"y/x/a.jsonl": "the same file as x/a.jsonl", "x/y/b.jsonl": "the same file as y/b.jsonl"}),
+    "to a folder": (["v2/a.jsonl"], {"latest": "v2"}, "v2/a.jsonl", "",
+                    {"latest/a.jsonl": "the same file as v2/a.jsonl"}),
+    "out of the root": (["a.jsonl", "../far/b.jsonl"], {"far": "../far"}, "a.jsonl far/b.jsonl", "", {}),
+    "to a file": (["b.jsonl"], {"a.jsonl": "b.jsonl"}, "b.jsonl", "", {"a.jsonl": "the same file as b.jsonl"}),
+    "by a name of validation": (["a.jsonl", "b.jsonl"], {"val.jsonl": "b.jsonl"}, "a.jsonl", "val.jsonl",
+                                {"b.jsonl": "the same file as val.jsonl"}),
+    "to nowhere": (["a.jsonl"], {"b.jsonl": "gone", "val.jsonl": "gone"}, "a.jsonl", "",
+                   dict.fromkeys(("b.jsonl", "val.jsonl"), "a link to nowhere")),
+    "of two snapshots to the same text": (
+        ["blobs/1"], {f"snapshots/{A}/x.jsonl": "../../blobs/1", f"snapshots/{B}/x.jsonl": "../../blobs/1"},
+        f"snapshots/{A}/x.jsonl", "", {f"snapshots/{B}/x.jsonl": f"the same file as snapshots/{A}/x.jsonl"}),
+}  # fmt: skip
+
+
+def linked(root: Path, files, links) -> Path:
+    fill(root, files)
+    for name, target in links.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(target)
+    return root
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_links_give_each_text_once(tmp_path, case):
+    files, links, train, validation, left_out = LINKS[case]
+    root = linked(tmp_path / "root", files, links)
+    assert of(opened(root)) == (train.split(), validation.split(), left_out)
+
+
+def test_a_glob_reads_a_text_once_and_names_a_link_to_nowhere(tmp_path):
+    root = linked(tmp_path, ["b.jsonl"], {"a.jsonl": "b.jsonl", "up": ".", "c.txt": "gone"})
+    source = opened(root, data__train_files="**/*.jsonl")
+    assert source.train_shards == ("b.jsonl",)
+    assert set(dict(source.left_out).values()) == {"the same file as b.jsonl"}
+    refused(r"c\.txt: No such file or directory: it is a link to nowhere, gone\. Was", root, data__train_files="c*")
+
+
+def test_one_of_several_snapshots_is_asked_for(tmp_path):
+    links = {f"snapshots/{commit}/x.jsonl": f"../../blobs/{blob}" for commit, blob in ((A, 1), (B, 2))}
+    root = linked(tmp_path / "datasets--o--n", ["blobs/1", "blobs/2"], links)
+    for given in (root, root / "snapshots", tmp_path):
+        named = [f"data.root={root}/snapshots/{commit}" for commit in (A, B)]
+        refused(f"holds 2 snapshots of a dataset. Name one: {named[0]} or {named[1]}$", given)
+    assert opened(root / "snapshots" / B).train_shards == ("x.jsonl",)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Commits of the hub
+
+HUB, OTHER = "hf://datasets/o/n", "hf://datasets/o/other"
+PARTS = ["part-0.jsonl", "part-1.jsonl", "part-2.jsonl"]
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serving_here(Hub(dict.fromkeys(PARTS, LINES)), monkeypatch) as served:
+        yield served
+
+
+def addresses(source):
+    return [file.address for file in source.files.values()]
+
+
+FIXED = {  # root, train_files, validation_files, and the commits of the addresses that are read
+    "validation of the root": (HUB, None, f"{HUB}/part-1.jsonl", [(HUB, A, 0), (HUB, A, 2), (HUB, A, 1)]),
+    "validation at a commit": (HUB, None, f"{HUB}@{B}/part-1.jsonl", [(HUB, A, 0), (HUB, A, 2), (HUB, B, 1)]),
+    "a glob": (HUB, None, f"{HUB}/*-1.jsonl", [(HUB, A, 0), (HUB, A, 2), (HUB, A, 1)]),
+    "no root": (None, f"{HUB}/part-0.jsonl", f"{HUB}/part-1.jsonl", [(HUB, A, 0), (HUB, A, 1)]),
+    "train_files alone": (None, f"{HUB}/part-[02].jsonl", None, [(HUB, A, 0), (HUB, A, 2)]),
+    "one revision": (None, f"{HUB}@main/part-0.jsonl", f"{HUB}@main/part-1.jsonl", [(HUB, A, 0), (HUB, A, 1)]),
+    "another repository": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-1.jsonl", [(HUB, A, 0), (OTHER, B, 1)]),
+    "the same name of another": (None, f"{HUB}/part-0.jsonl", f"{OTHER}@{B}/part-0.jsonl",
+                                 [(HUB, A, 0), (OTHER, B, 0)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIXED)
+def test_a_run_keeps_the_commit_of_all_its_files(hub, case):
+    root, train, validation, read = FIXED[case]
+    keys = {"data__train_files": train, "data__validation_files": validation}
+    source = opened(root, **keys)
+    assert addresses(source) == [f"{repository}@{commit}/part-{i}.jsonl" for repository, commit, i in read]
+    assert source.version == A
+    hub.commit = "c" * 40  # the dataset has moved on
+    hub.commits.add(hub.commit)
+    again = opened(root, A, **keys)
+    assert addresses(again) == addresses(source) and again.version == A
+    assert opened(root, **keys).version == hub.commit
+
+
+def test_validation_on_the_hub_of_a_local_text_is_kept(hub, tmp_path):
+    source = opened(fill(tmp_path, ["a.jsonl"]), data__validation_files=f"{HUB}/part-1.jsonl")
+    assert addresses(source)[1] == f"{HUB}@{A}/part-1.jsonl" and source.version == A
+
+
+@pytest.mark.parametrize("address", [f"{OTHER}/part-1.jsonl", f"{OTHER}@main/part-1.jsonl", f"{HUB}@v2/part-1.jsonl"])
+@pytest.mark.parametrize(("key", "first"), [("root", HUB), ("train_files", f"{HUB}/part-0.jsonl")])
+def test_a_second_repository_or_revision_needs_a_commit(hub, key, first, address):
+    named = address.partition("@")[0].removesuffix("/part-1.jsonl") + f"@{A}/part-1.jsonl"
+    rule = rf"data\.validation_files={address}: .* of data\.{key}, whose .* its own: data\.validation_files={named}$"
+    refused(rule, None, data__validation_files=address, **{f"data__{key}": first})
+
+
+def test_text_of_both_globs_is_refused_at_any_commit(hub):
+    keys = {"data__train_files": f"{HUB}/part-*", "data__validation_files": f"{HUB}@{B}/part-1.jsonl"}
+    refused("both match hf://datasets/o/n/part-1.jsonl", None, **keys)
+
+
+def test_a_folder_on_the_hub_is_chosen_from_like_one_here(hub):
+    hub.files |= {"README.md": TEXT, "LICENSE.txt": TEXT, "x/.git/a.jsonl": LINES, ".gitattributes": TEXT}
+    hub.files |= {"eval/a.jsonl": LINES, "testing.jsonl": LINES, "b.jsonl": b"", "c.csv": TEXT}
+    left = {
+        "README.md": SIDE,
+        "LICENSE.txt": SIDE,
+        "testing.jsonl": TESTED,
+        "b.jsonl": "empty",
+        "c.csv": ".csv is not read",
+    }
+    assert of(opened(HUB)) == (PARTS, ["eval/a.jsonl"], left)
